@@ -1,0 +1,42 @@
+"""The reference backend: dense masked attention over gathered pages, in plain torch."""
+
+from collections.abc import Sequence
+
+from capture_planner.contract import Attention, PaddingContract, Support, Workspace
+from capture_planner.entry import Entry
+from capture_planner.environment import DeviceKind, Environment
+from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.spec import Limits
+
+
+class Reference:
+    """Attention in torch operators whose shapes depend on padded extents alone.
+
+    Lengths and block tables are tensors that the operators read, so nothing is baked in: any batch
+    fits any graph that is large enough, and a draft chain can refresh itself.
+    """
+
+    name = "reference"
+
+    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        """ALWAYS, everywhere: a CUDA graph on a GPU, a recorded graph on a CPU."""
+        graph = "CUDA" if environment.device.kind is DeviceKind.CUDA else "recorded"
+        return Support(
+            level=GraphSupport.ALWAYS,
+            reason=f"Plain torch attention on {environment.device.name} reads lengths and pages from "
+            f"tensors, so a {graph} graph holds any batch.",
+        )
+
+    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
+        """Nothing beyond the runner's common fields: empty rows are masked by ``seq_lens`` 0."""
+        return PaddingContract()
+
+    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
+        """In the graph: no value is read on the host."""
+        return Refresh.IN_GRAPH
+
+    def workspace(
+        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
+    ) -> Workspace:
+        """Nothing: intermediates come from the graph's own pool."""
+        return Workspace(formula="0: intermediates live in the graph's pool")

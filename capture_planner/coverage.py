@@ -1,0 +1,202 @@
+"""Coverage: the whole admissible space of a plan, in cells that each have one answer.
+
+Between two neighbouring sizes, and between two neighbouring adapter cases, every batch has the same
+answer, so a finite walk over the cells proves what holds for all batches: that each has an entry or
+a waiver (law 1), and which entries any batch can reach (law 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from capture_planner.admissible import DecodeFamily, Domain, decode_families, mixed_tokens
+from capture_planner.dispatch import Dispatch, Dispatcher
+from capture_planner.entry import Batch, Entry
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.plan import Kind, Plan, RolePlan
+
+
+@attrs.frozen(kw_only=True)
+class Cell:
+    """Batches of one kind with one answer.
+
+    ``first`` to ``last`` are requests of decodes, tokens of mixed batches; the real counts in it
+    may have gaps where a schedule leaves some out. ``min_reqs`` to ``max_reqs`` matter for mixed
+    batches only. ``answer`` is that of the largest batch in the cell.
+    """
+
+    role: Role
+    kind: Kind
+    query_len: int | None
+    first: int
+    last: int
+    min_reqs: int
+    max_reqs: int
+    min_loras: int
+    max_loras: int
+    answer: Dispatch
+
+    @property
+    def entry(self) -> Entry | None:
+        return self.answer.entry
+
+    @property
+    def padded(self) -> float:
+        """The share of the tokens computed that is padding, over the batches of the cell."""
+        if self.entry is None:
+            return 0.0
+        mean = (self.first + self.last) / 2 * (self.query_len or 1)
+        return 1 - mean / self.entry.num_tokens
+
+    @property
+    def worst(self) -> float:
+        """The largest padded/real ratio of tokens in the cell."""
+        return 1.0 if self.entry is None else self.entry.num_tokens / (self.first * (self.query_len or 1))
+
+
+@attrs.frozen(kw_only=True)
+class Coverage:
+    """All cells of a plan."""
+
+    plan: Plan
+    cells: tuple[Cell, ...]
+
+    @property
+    def uncovered(self) -> tuple[Cell, ...]:
+        """Cells with neither entry nor waiver."""
+        return tuple(cell for cell in self.cells if cell.answer.reason is Reason.UNCOVERED)
+
+    def reached(self, role: Role) -> frozenset[Entry]:
+        """Return the entries of a role that some admissible batch is answered with."""
+        return frozenset(cell.entry for cell in self.cells if cell.role is role and cell.entry is not None)
+
+
+def coverage(plan: Plan) -> Coverage:
+    """Walk the admissible space of every role of ``plan``."""
+    dispatcher = Dispatcher(plan)
+    return Coverage(
+        plan=plan,
+        cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher)),
+    )
+
+
+def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[Cell]:
+    adapters = list(_lora_ranges(role, plan))
+    for family in decode_families(role.role, plan):
+        for first, last in _decode_ranges(role, family):
+            for low, high in adapters:
+                if low <= last:
+                    batch = Batch(
+                        role=role.role,
+                        num_reqs=last,
+                        num_tokens=last * family.query_len,
+                        query_len=family.query_len,
+                        active_loras=low,
+                    )
+                    yield Cell(
+                        role=role.role,
+                        kind=Kind.DECODE,
+                        query_len=family.query_len,
+                        first=first,
+                        last=last,
+                        min_reqs=first,
+                        max_reqs=last,
+                        min_loras=low,
+                        max_loras=high,
+                        answer=dispatcher.answer(batch),
+                    )
+    tokens = mixed_tokens(role.role, plan)
+    if not tokens:
+        return
+    mixed = [entry for entry in role.entries if entry.query_len is None]
+    stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
+    levels = {entry.num_reqs for entry in mixed if entry.num_reqs is not None and entry.num_reqs < entry.num_tokens}
+    for first, last in _ranges(tokens, stops):
+        requests = Domain.upto(min(last, plan.limits.max_num_reqs))
+        for fewest, most in _ranges(requests, levels):
+            for low, high in adapters:
+                if low <= most:
+                    batch = Batch(
+                        role=role.role, num_reqs=most, num_tokens=last, past_prompt=False, active_loras=low
+                    )
+                    yield Cell(
+                        role=role.role,
+                        kind=Kind.MIXED,
+                        query_len=None,
+                        first=first,
+                        last=last,
+                        min_reqs=fewest,
+                        max_reqs=most,
+                        min_loras=low,
+                        max_loras=high,
+                        answer=dispatcher.answer(batch),
+                    )
+
+
+def _decode_ranges(role: RolePlan, family: DecodeFamily) -> Iterator[tuple[int, int]]:
+    """Split a family's requests where the answer can change."""
+    query_len = family.query_len
+    stops = _waiver_stops(role, Kind.DECODE, query_len)
+    for entry in role.entries:
+        if entry.query_len in (None, query_len):
+            tokens = entry.num_tokens // query_len
+            stops.add(tokens if entry.num_reqs is None else min(tokens, entry.num_reqs))
+    return _ranges(family.requests, stops)
+
+
+def _waiver_stops(role: RolePlan, kind: Kind, query_len: int | None) -> set[int]:
+    waivers = [w for w in role.waivers if w.kind is kind and w.query_len in (None, query_len)]
+    return {stop for waiver in waivers for stop in (waiver.first - 1, waiver.last)}
+
+
+def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Split a domain after each stop: ``(first, last)`` real counts of each part."""
+    first = domain.after(0)
+    for stop in sorted({*stops, *(end for _, end in domain.intervals[-1:])}):
+        if first is None:
+            return
+        last = domain.upto_count(stop)
+        if last is not None and last >= first:
+            yield first, last
+            first = domain.after(last)
+
+
+def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
+    """Split the adapter counts where the answer can change; drafters take none."""
+    if plan.lora is None or role.role.is_drafter:
+        yield 0, 0
+        return
+    stops = {entry.active_loras for entry in role.entries} | {plan.lora.max_active + 1}
+    for waiver in role.waivers:
+        stops |= {waiver.min_loras - 1, waiver.max_loras}
+    low = 0
+    for stop in sorted(stop for stop in stops if 0 <= stop <= plan.lora.max_active + 1):
+        yield low, stop
+        low = stop + 1
+
+
+def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
+    """Return the decode batch sizes at which an engine that looks only at the nearest size errs.
+
+    vLLM 0.33 keeps, for a number of tokens, only the graphs of the *smallest* captured size that
+    holds it; where those have another query length, a full graph a little further on is missed
+    (vllm#53407, #56136). Sizes are counted in requests.
+    """
+    entries = [e for e in plan.role(role).entries if e.mode is GraphMode.FULL and e.active_loras == 0]
+    sizes = sorted({entry.num_tokens for entry in entries})
+    dispatcher = Dispatcher(plan)
+    missed = []
+    for family in decode_families(role, plan):
+        count = family.requests.after(0)
+        while count is not None:
+            tokens = count * family.query_len
+            batch = Batch(role=role, num_reqs=count, num_tokens=tokens, query_len=family.query_len)
+            nearest = next((size for size in sizes if size >= tokens), None)
+            steps = family.draft_steps
+            seen = any(e.num_tokens == nearest and e.rejection(batch, steps) is None for e in entries)
+            if not seen and dispatcher.answer(batch).mode is GraphMode.FULL:
+                missed.append(count)
+            count = family.requests.after(count)
+    return tuple(sorted(missed))

@@ -1,0 +1,212 @@
+"""YAML text -> plain data that knows its places. Refuses what a plan file has no use for.
+
+Tags, non-text keys, duplicate keys, several documents, aliases that expand beyond a bound, nesting
+over 32, and files over 1 MiB are refused as the events arrive, before anything large is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+from ruamel.yaml.nodes import ScalarNode
+
+from capture_planner.errors import InvalidDocument, Problem
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_NODES = 30_000
+"""Values in one document, aliases expanded. The largest plan that we know of has a tenth of it."""
+
+
+class Key(str):
+    """The last part of a path that means a key itself, not the value behind it."""
+
+
+@attrs.define
+class Node:
+    """A value with its place; containers hold Nodes."""
+
+    value: Any
+    line: int
+    column: int
+    size: int = 1
+    keys: dict[str, tuple[int, int]] = attrs.field(factory=dict)
+
+    def plain(self) -> Any:
+        """Return the value without places."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def locate(self, path: Iterable[str | int]) -> tuple[int, int]:
+        """Return line and column of a path, or of the nearest thing above it."""
+        node = self
+        for part in path:
+            if isinstance(part, Key) and part in node.keys:
+                return node.keys[part]
+            if isinstance(node.value, dict) and part in node.value:
+                node = node.value[part]
+            elif isinstance(node.value, list) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+            else:
+                break
+        return node.line, node.column
+
+
+def parse(text: str, name: str) -> Node:
+    """Return the single document of ``text``; raises ``InvalidDocument`` with all that is wrong."""
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        raise InvalidDocument([Problem(file=name, message="the file is larger than 1 MiB")])
+    yaml = YAML(typ="safe", pure=True)
+    builder = _Builder(name, yaml)
+    try:
+        for event in yaml.parse(text):
+            builder.take(event)
+    except _Stop:
+        pass
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        builder.refuse(f"not YAML: {reason}", mark)
+    if builder.problems:
+        raise InvalidDocument(builder.problems)
+    return builder.root or Node(None, 1, 1)
+
+
+class _Stop(Exception):
+    """Ends a parse whose outcome is settled."""
+
+
+@attrs.define
+class _Open:
+    """A container whose end has not come."""
+
+    node: Node
+    anchor: str | None
+    key: str | None = None
+    awaits_value: bool = False
+
+
+@attrs.define
+class _Builder:
+    """Builds the tree, event by event."""
+
+    name: str
+    yaml: YAML
+    root: Node | None = None
+    problems: list[Problem] = attrs.field(factory=list)
+    open: list[_Open] = attrs.field(factory=list)
+    anchors: dict[str, Node] = attrs.field(factory=dict)
+    documents: int = 0
+    nodes: int = 0
+
+    def refuse(self, message: str, mark: Any, *, stop: bool = False) -> None:
+        line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
+        self.problems.append(Problem(file=self.name, line=line, column=column, message=message))
+        if stop:
+            raise _Stop
+
+    def take(self, event: Event) -> None:
+        mark = event.start_mark
+        if isinstance(event, DocumentStartEvent):
+            self.documents += 1
+            if self.documents > 1:
+                self.refuse("a second document; a file holds one", mark, stop=True)
+        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+            closed = self.open.pop()
+            if closed.anchor:
+                self.anchors[closed.anchor] = closed.node
+            if self.open:
+                self.open[-1].node.size += closed.node.size
+        elif isinstance(event, AliasEvent):
+            node = self.anchors.get(event.anchor)
+            if node is None:
+                self.refuse(f"the alias *{event.anchor} names nothing that is complete", mark, stop=True)
+            assert node is not None
+            self._place(attrs.evolve(node, line=mark.line + 1, column=mark.column + 1), mark)
+        elif isinstance(event, ScalarEvent | MappingStartEvent | SequenceStartEvent):
+            self._open_or_place(event, mark)
+
+    def _open_or_place(self, event: Any, mark: Any) -> None:
+        if event.tag is not None:
+            self.refuse(f"the tag {event.tag} is not allowed; write plain values", mark)
+        line, column = mark.line + 1, mark.column + 1
+        if isinstance(event, ScalarEvent):
+            node = Node(self._scalar(event), line, column)
+            self._place(node, mark)
+            if event.anchor:
+                self.anchors[event.anchor] = node
+            return
+        node = Node({} if isinstance(event, MappingStartEvent) else [], line, column)
+        self._place(node, mark)
+        self.anchors.pop(event.anchor, None)
+        self.open.append(_Open(node, event.anchor))
+        if len(self.open) > MAX_DEPTH:
+            self.refuse(f"nested more than {MAX_DEPTH} deep", mark, stop=True)
+
+    def _place(self, node: Node, mark: Any) -> None:
+        """Put a value where the innermost open container wants it."""
+        self.nodes += node.size
+        if self.nodes > MAX_NODES:
+            self.refuse(f"more than {MAX_NODES} values, aliases expanded", mark, stop=True)
+        if not self.open:
+            self.root = node
+            return
+        top = self.open[-1]
+        if isinstance(node.value, str | int | float | bool | None):
+            top.node.size += 1
+        if isinstance(top.node.value, list):
+            top.node.value.append(node)
+        elif not top.awaits_value:
+            top.key, top.awaits_value = self._key(node, top, mark), True
+        else:
+            if top.key is not None:
+                top.node.value[top.key] = node
+            top.awaits_value = False
+
+    def _key(self, node: Node, top: _Open, mark: Any) -> str | None:
+        if not isinstance(node.value, str):
+            self.refuse(f"a key must be text, got {_shown(node.plain())}", mark)
+            return None
+        if node.value in top.node.value:
+            first = top.node.keys[node.value][0]
+            self.refuse(f"the key {_shown(node.value)} is given twice, first in line {first}", mark)
+            return None
+        top.node.keys[node.value] = (node.line, node.column)
+        return node.value
+
+    def _scalar(self, event: ScalarEvent) -> Any:
+        """Resolve a plain scalar by YAML 1.2: ``no`` is text, and so is anything quoted."""
+        tag = str(self.yaml.resolver.resolve(ScalarNode, event.value, event.implicit))
+        text: str = event.value
+        if tag.endswith(":null"):
+            return None
+        if tag.endswith(":bool"):
+            return text.lower() == "true"
+        if tag.endswith(":int") and re.fullmatch(r"[-+]?[0-9]{1,18}", text):
+            return int(text)
+        if tag.endswith(":float") and re.fullmatch(r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,3})?", text):
+            return float(text)
+        return text
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,83 @@
+"""Every error a user can meet.
+
+    CapturePlannerError
+     +- InvalidValue          a value breaks a rule; carries one Problem per broken rule
+     |   +- InvalidDocument   the same, for a file: each Problem has a line and a column
+     +- PlanningError         a valid spec for which there is no plan; carries the Problems
+     +- BackendError          a backend is unknown, named twice, or broke its contract
+     +- DispatchError         a question the plan cannot be asked, such as an unknown role
+
+Errors carry objects; text is made where it is shown. Asserts are for what cannot happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Problem:
+    """One thing that is wrong, where it is, and what to do about it.
+
+    ``path`` leads from the top of the value to the place: field names and list positions.
+    ``file``, ``line`` and ``column`` (from 1) are known when the value came from a file.
+    """
+
+    message: str
+    path: tuple[str | int, ...] = ()
+    remedy: str = ""
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+
+    def under(self, prefix: tuple[str | int, ...], *, skip: int = 0) -> Problem:
+        """Return this problem as seen from outside: its path grows by ``prefix``."""
+        return attrs.evolve(self, path=prefix + self.path[skip:])
+
+    @property
+    def where(self) -> str:
+        """``file:line:column: path``, as far as each is known."""
+        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        return ": ".join(part for part in (place, format_path(self.path)) if part)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+def format_path(path: Iterable[str | int]) -> str:
+    """Write a path the way people do: ``roles.target.groups[0].name``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+class CapturePlannerError(Exception):
+    """The root: catch this to catch everything that capture-planner raises on purpose."""
+
+
+class InvalidValue(CapturePlannerError):
+    """A value breaks one or more rules."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class InvalidDocument(InvalidValue):
+    """A file cannot be read as what it should be; all of its problems, with their places."""
+
+
+class PlanningError(InvalidValue):
+    """A valid spec has no plan on this environment with these backends."""
+
+
+class BackendError(CapturePlannerError):
+    """A backend is unknown, registered twice under a name, or broke its contract."""
+
+
+class DispatchError(CapturePlannerError):
+    """A plan was asked about a role that it does not have."""

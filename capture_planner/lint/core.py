@@ -1,0 +1,110 @@
+"""What a rule is, what it finds, and how rules are run."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterator
+
+import attrs
+
+from capture_planner.coverage import Coverage, coverage
+from capture_planner.modes import Role
+from capture_planner.plan import Plan
+
+
+class Severity(enum.Enum):
+    """How bad a finding is. Errors and warnings are findings in the sense of exit code 2."""
+
+    ERROR = "error"
+    """The plan would compute wrongly, or does not hold what it says."""
+    WARNING = "warning"
+    """Batches run eager, or memory and time go to waste."""
+    NOTE = "note"
+    """Worth knowing."""
+
+
+class BugClass(enum.Enum):
+    """The class of public bug that a rule comes from."""
+
+    A = "coverage"
+    B = "shape algebra"
+    C = "dispatch"
+    G = "mode resolution"
+    I = "resources"  # noqa: E741
+    J = "observability"
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """What a rule says about one place of a plan."""
+
+    says: str
+    remedy: str
+    role: Role | None = None
+    path: tuple[str | int, ...] = ()
+    """Where in the plan."""
+
+
+@attrs.frozen(kw_only=True)
+class Rule:
+    """One lint rule: a stable code, the bugs it comes from, and the check."""
+
+    code: str
+    name: str
+    severity: Severity
+    bug_class: BugClass
+    threads: tuple[str, ...]
+    """Public threads in which the bug was seen."""
+    mend: tuple[str, ...]
+    """Where in a spec to look when a plan made of it has this finding."""
+    check: Callable[[Coverage], Iterator[Found]]
+
+    @property
+    def explanation(self) -> str:
+        """What the rule means, for people: the docstring of its check."""
+        return inspect.cleandoc(self.check.__doc__ or "")
+
+
+@attrs.frozen(kw_only=True)
+class Finding:
+    """A rule with what it found."""
+
+    rule: Rule
+    found: Found
+
+    def __str__(self) -> str:
+        return f"{self.rule.code} {self.rule.name}: {self.found.says}; {self.found.remedy}"
+
+
+RULES: dict[str, Rule] = {}
+"""All rules by code, in the order of their codes."""
+
+
+def rule(
+    code: str, severity: Severity, bug_class: BugClass, *threads: str, mend: tuple[str, ...] = ()
+) -> Callable[[Callable[[Coverage], Iterator[Found]]], Callable[[Coverage], Iterator[Found]]]:
+    """Register a check under a stable code; its name is the function's."""
+
+    def register(check: Callable[[Coverage], Iterator[Found]]) -> Callable[[Coverage], Iterator[Found]]:
+        assert code not in RULES, code
+        RULES[code] = Rule(
+            code=code,
+            name=check.__name__.replace("_", "-"),
+            severity=severity,
+            bug_class=bug_class,
+            threads=threads,
+            mend=mend,
+            check=check,
+        )
+        return check
+
+    return register
+
+
+def lint(plan: Plan) -> tuple[Finding, ...]:
+    """Return every finding of every rule about ``plan``, by code."""
+    walked = coverage(plan)
+    return tuple(
+        Finding(rule=RULES[code], found=found) for code in sorted(RULES) for found in RULES[code].check(walked)
+    )

@@ -1,0 +1,122 @@
+"""Roles, graph modes and support levels, and their algebra.
+
+The modes and levels are those of vLLM 0.33 (``CUDAGraphMode``, ``AttentionCGSupport``).
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import total_ordering
+
+
+class Role(enum.StrEnum):
+    """What an engine runs as one forward; each has its own mode, sizes and dispatch table."""
+
+    TARGET = "target"
+    DRAFT_PREFILL = "draft_prefill"
+    """Draft position 0, on the target's batch: query length 1 + K."""
+    DRAFT_DECODE = "draft_decode"
+    """Draft positions from 1 on: query length 1."""
+
+    @property
+    def is_drafter(self) -> bool:
+        return self is not Role.TARGET
+
+
+@total_ordering
+class GraphMode(enum.Enum):
+    """How batches run. The last two are *separate-routine* modes: decode and mixed differ.
+
+    Ordered as the resolution ladder steps down, so that ``resolved <= requested`` always holds:
+    NONE < PIECEWISE < FULL_DECODE_ONLY < FULL_AND_PIECEWISE < FULL.
+    """
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+    FULL = "FULL"
+
+    @property
+    def decode_mode(self) -> GraphMode:
+        """How a uniform decode batch runs: NONE, PIECEWISE or FULL."""
+        return GraphMode.FULL if self.is_separate else self
+
+    @property
+    def mixed_mode(self) -> GraphMode:
+        """How every other batch runs: NONE, PIECEWISE or FULL."""
+        if self is GraphMode.FULL_DECODE_ONLY:
+            return GraphMode.NONE
+        return GraphMode.PIECEWISE if self is GraphMode.FULL_AND_PIECEWISE else self
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether uniform decode batches have graphs of their own."""
+        return self in (GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
+
+    @property
+    def has_piecewise(self) -> bool:
+        return self.mixed_mode is GraphMode.PIECEWISE
+
+    @property
+    def without_piecewise(self) -> GraphMode:
+        """The mode that is left when piecewise graphs cannot be captured."""
+        if self is GraphMode.PIECEWISE:
+            return GraphMode.NONE
+        return GraphMode.FULL_DECODE_ONLY if self is GraphMode.FULL_AND_PIECEWISE else self
+
+    @property
+    def allowed(self) -> frozenset[GraphMode]:
+        """The kinds of captured graph (PIECEWISE, FULL) that this mode has."""
+        return frozenset({self.decode_mode, self.mixed_mode}) - {GraphMode.NONE}
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, GraphMode):
+            return NotImplemented
+        order = list(GraphMode)
+        return order.index(self) < order.index(other)
+
+
+class GraphSupport(enum.IntEnum):
+    """What an attention backend can do inside a full graph; more is better."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Every request has one token."""
+    UNIFORM_BATCH = 2
+    """Every request has the same number of tokens."""
+    ALWAYS = 3
+    """Any batch, prompts and decodes mixed."""
+
+
+class Refresh(enum.Enum):
+    """When a backend's metadata can follow a batch that moved on."""
+
+    IN_GRAPH = "in_graph"
+    """Lengths and tables are read on the device, so a whole draft chain can be one graph."""
+    HOST = "host"
+    """A host step runs before each replay: one draft step per graph."""
+
+
+class Pool(enum.Enum):
+    """Whose memory the graphs share. A drafter pool of its own cost vLLM 0.27 GiB (vllm#44078)."""
+
+    SHARED = "shared"
+    PER_ROLE = "per_role"
+
+
+class Reason(enum.StrEnum):
+    """Why a batch has no graph: the closed set of answers beside an entry."""
+
+    MODE = "mode"
+    """The role's resolved mode has no graph for this kind of batch."""
+    SIZES = "sizes"
+    """The batch is larger than the largest size that the policy plans."""
+    BACKEND_CAP = "backend_cap"
+    """The batch is larger than the backend can capture."""
+    BUDGET = "budget"
+    """A graph for it was planned and then dropped to meet the budget."""
+    NOT_ADMISSIBLE = "not_admissible"
+    """The limits or the schedule do not admit the batch."""
+    UNCOVERED = "uncovered"
+    """Neither an entry nor a waiver: a hole, which ``check`` reports as CP001."""

@@ -1,0 +1,98 @@
+"""The registry: finds the backends that are installed. The only plugin loader."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+
+import attrs
+import pluggy
+
+from capture_planner import hookspecs
+from capture_planner.contract import Backend
+from capture_planner.errors import BackendError
+
+
+@attrs.frozen(kw_only=True)
+class Registered:
+    """A backend with the distribution that brought it."""
+
+    backend: Backend
+    distribution: str
+    version: str
+
+
+class Registry(Mapping[str, Registered]):
+    """Backends by name, in the order of their names."""
+
+    def __init__(self, backends: Iterable[Registered] = ()) -> None:
+        found: dict[str, Registered] = {}
+        for item in backends:
+            if not isinstance(item.backend, Backend):
+                raise BackendError(
+                    f"{item.distribution}: {item.backend!r} is not a backend; it needs name, support, "
+                    "padding, refresh and workspace (see capture_planner.contract.Backend)"
+                )
+            name = item.backend.name
+            if name in found:
+                raise BackendError(
+                    f"two backends are named {name!r}: one from {found[name].distribution}, "
+                    f"one from {item.distribution}; uninstall one of them"
+                )
+            found[name] = item
+        self._found = dict(sorted(found.items()))
+
+    def __getitem__(self, name: str) -> Registered:
+        if name not in self._found:
+            near = difflib.get_close_matches(name, self._found, n=1)
+            raise BackendError(
+                f"no backend named {name!r} is installed; "
+                + (f"did you mean {near[0]!r}? " if near else "")
+                + f"installed: {', '.join(self._found) or 'none'}"
+            )
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def load(*plugins: object, installed: bool = True) -> Registry:
+    """Return the registry of the installed plugins and of ``plugins`` (modules or objects).
+
+    Raises ``BackendError`` where a plugin cannot be imported, breaks the contract, or brings a
+    name that is taken.
+    """
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    origins: dict[int, tuple[str, str]] = {}
+    for plugin in plugins:
+        manager.register(plugin)
+    if installed:
+        for entry_point in metadata.entry_points(group=hookspecs.PROJECT):
+            try:
+                plugin = entry_point.load()
+            except Exception as error:
+                origin = entry_point.dist.name if entry_point.dist else entry_point.value
+                raise BackendError(
+                    f"the plugin {origin} ({entry_point.value}) cannot be imported: "
+                    f"{type(error).__name__}: {error}; reinstall or remove it"
+                ) from error
+            if not manager.is_registered(plugin):
+                manager.register(plugin)
+                if entry_point.dist is not None:
+                    origins[id(plugin)] = (entry_point.dist.name, entry_point.dist.version)
+    return Registry(_backends(manager, origins))
+
+
+def _backends(manager: pluggy.PluginManager, origins: Mapping[int, tuple[str, str]]) -> Iterator[Registered]:
+    for implementation in manager.hook.capture_planner_backends.get_hookimpls():
+        plugin = implementation.plugin
+        unpackaged = (getattr(plugin, "__name__", type(plugin).__name__), "0")
+        distribution, version = origins.get(id(plugin), unpackaged)
+        brought: Iterable[Backend] = implementation.function()  # type: ignore[assignment]
+        for backend in brought:
+            yield Registered(backend=backend, distribution=distribution, version=version)

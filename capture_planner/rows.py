@@ -1,0 +1,97 @@
+"""Rows: entries as a plan file lists them, one row per mode and query length.
+
+A row is compact and complete: uniform decodes list requests, and tokens follow (T = R * q); a row
+whose tokens do not follow, as only a plan made by hand has, lists both, for the lint to find.
+"""
+
+from capture_planner._record import Count, NonNegative, field, record
+from capture_planner.entry import Entry
+from capture_planner.errors import InvalidValue, Problem
+from capture_planner.modes import GraphMode
+from capture_planner.spec import QueryLength
+
+
+@record
+class Row:
+    """Graphs of one mode and query length, largest first."""
+
+    mode: GraphMode = field("PIECEWISE or FULL")
+    query_len: QueryLength | None = field("tokens of each request in a uniform decode", default=None)
+    draft_steps: Count | None = field("length of a fused draft chain", default=None)
+    active_loras: tuple[NonNegative, ...] = field("each size is captured for each of these", default=(0,))
+    num_reqs: tuple[Count, ...] | None = field(
+        "padded requests of each graph; left out where PIECEWISE", default=None
+    )
+    num_tokens: tuple[Count, ...] | None = field(
+        "padded tokens of each graph; left out where they are num_reqs times query_len", default=None
+    )
+
+    def __attrs_post_init__(self) -> None:
+        problems = []
+        if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
+            problems.append(Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}"))
+        if self.num_tokens is None and (self.query_len is None or self.num_reqs is None):
+            problems.append(
+                Problem(path=("num_tokens",), message="needed unless both query_len and num_reqs are given")
+            )
+        if self.num_tokens and self.num_reqs and len(self.num_tokens) != len(self.num_reqs):
+            problems.append(
+                Problem(
+                    path=("num_reqs",),
+                    message=f"{len(self.num_reqs)} request counts for {len(self.num_tokens)} token counts",
+                    remedy="list one of each for every graph",
+                )
+            )
+        if problems:
+            raise InvalidValue(problems)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return the graphs of this row."""
+        tokens, reqs, query_len = self.num_tokens, self.num_reqs, self.query_len
+        if tokens is None:
+            assert reqs is not None and query_len is not None
+            tokens = tuple(count * query_len for count in reqs)
+        return tuple(
+            Entry(
+                mode=self.mode,
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                query_len=query_len,
+                active_loras=loras,
+                draft_steps=self.draft_steps,
+            )
+            for num_tokens, num_reqs in zip(tokens, reqs or (None,) * len(tokens), strict=True)
+            for loras in self.active_loras
+        )
+
+
+def pack(entries: tuple[Entry, ...]) -> tuple[Row, ...]:
+    """Return the rows of a plan's entries, in the order in which they are first captured."""
+    Key = tuple[GraphMode, int | None, int | None, bool]
+    by_case: dict[Key, dict[int, list[Entry]]] = {}
+    for entry in entries:
+        key = (entry.mode, entry.query_len, entry.draft_steps, entry.num_reqs is None)
+        by_case.setdefault(key, {}).setdefault(entry.active_loras, []).append(entry)
+    rows = []
+    for (mode, query_len, draft_steps, unpadded), cases in by_case.items():
+        shared: dict[tuple[tuple[int, int | None], ...], list[int]] = {}
+        for loras, graphs in cases.items():
+            shared.setdefault(tuple((g.num_tokens, g.num_reqs) for g in graphs), []).append(loras)
+        for shapes, loras_of in shared.items():
+            follows = query_len is not None and all(t == (r or 0) * query_len for t, r in shapes)
+            rows.append(
+                Row(
+                    mode=mode,
+                    query_len=query_len,
+                    draft_steps=draft_steps,
+                    active_loras=tuple(sorted(loras_of, reverse=True)),
+                    num_reqs=None if unpadded else tuple(r for _, r in shapes if r is not None),
+                    num_tokens=None if follows else tuple(t for t, _ in shapes),
+                )
+            )
+    return tuple(rows)
+
+
+def unpack(rows: tuple[Row, ...]) -> tuple[Entry, ...]:
+    """Return the entries of a plan file's rows."""
+    return tuple(entry for row in rows for entry in row.entries())

@@ -1,0 +1,217 @@
+import attrs
+import pytest
+from capture_planner_flash_attention import FlashAttention
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner import registry
+from capture_planner.contract import Axis, Fill, Lifetime, PaddingContract, Where
+from capture_planner.entry import Entry
+from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
+from capture_planner.spec import DataType, Latent, Limits
+
+BACKEND = FlashAttention()
+LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
+LATENT = Latent(kv_lora_rank=512, rope_head_dim=64)
+TORCH = {"torch": "2.13.0"}
+NEVER, UNIFORM, ALWAYS = GraphSupport.NEVER, GraphSupport.UNIFORM_BATCH, GraphSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "says"),
+    [
+        ("h100", ALWAYS, "FlashAttention 3 (3.0.0) on NVIDIA H100 80GB HBM3 (SM90)"),
+        ("h200", ALWAYS, "FlashAttention 3"),
+        ("b200", ALWAYS, "FlashAttention 4"),
+        ("a100", UNIFORM, "vllm#22945"),
+        ("l40s", UNIFORM, "FlashAttention 2"),
+        ("t4", NEVER, "No flash-attention library supports Tesla T4 (SM75), so attention runs eagerly"),
+        ("cpu", NEVER, "the CPU x86-64"),
+    ],
+)
+def test_support_on_the_committed_environments(committed, layers, name, level, says):
+    support = BACKEND.support(Role.TARGET, layers(), committed(name))
+    assert support.level is level
+    assert says in support.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "level", "says"),
+    [
+        ("9.0", {"flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}, ALWAYS, "FlashAttention 3"),
+        ("9.0", {"flash-attn-4": "4.0.0b36"}, ALWAYS, "FlashAttention 4"),
+        ("10.0", {"flash-attn-3": "3.0.0"}, NEVER, "install flash-attn-4"),
+        ("12.0", {"flash-attn-4": "4.0.0b36"} | TORCH, UNIFORM, "torch varlen"),
+        ("9.0", TORCH, UNIFORM, "torch varlen attention (2.13.0)"),
+        ("9.0", {"torch": "2.12.1"}, NEVER, "install flash-attn-3"),
+        ("8.0", {}, NEVER, "install flash-attn (GPU (SM80))"),
+        ("7.5", TORCH, NEVER, "scaled_dot_product_attention"),
+    ],
+)
+def test_the_best_installed_library_serves(machine, layers, capability, packages, level, says):
+    support = BACKEND.support(Role.TARGET, layers(), machine(capability, packages))
+    assert support.level is level
+    assert says in support.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "level", "says"),
+    [
+        ("9.0", {"head_dim": 512}, ALWAYS, "FlashAttention 4"),
+        ("9.0", {"head_dim": 100}, NEVER, "multiples of 8"),
+        ("8.0", {"head_dim": 512}, NEVER, "up to 256"),
+        ("9.0", {"dtype": DataType.FLOAT32}, NEVER, "float32"),
+        ("9.0", {"kv_dtype": DataType.FP8}, ALWAYS, "FlashAttention 3"),
+        ("10.0", {"kv_dtype": DataType.FP8}, ALWAYS, "FlashAttention 4"),
+        ("8.0", {"kv_dtype": DataType.FP8}, NEVER, "fp8"),
+        ("10.0", {"kv_dtype": DataType.NVFP4}, NEVER, "nvfp4"),
+        ("9.0", {"latent": LATENT}, UNIFORM, "latent attention for uniform batches"),
+        ("9.0", {"latent": LATENT, "kv_dtype": DataType.FP8}, NEVER, "fp8"),
+        ("10.0", {"latent": LATENT}, NEVER, "needs FlashAttention 3 on SM90"),
+        ("8.0", {"latent": LATENT}, NEVER, "SM8x"),
+    ],
+)
+def test_the_shape_of_the_heads_decides(machine, layers, capability, changes, level, says):
+    support = BACKEND.support(Role.TARGET, layers(**changes), machine(capability))
+    assert support.level is level
+    assert says in support.reason
+
+
+def test_latent_attention_names_the_package_it_misses(machine, layers):
+    support = BACKEND.support(Role.TARGET, layers(latent=LATENT), machine("9.0", TORCH))
+    assert support.level is NEVER
+    assert "flash-attn-3, which is not installed" in support.reason
+
+
+@given(
+    capability=st.sampled_from(["7.5", "8.0", "8.9", "9.0", "10.0", "12.0"]),
+    have=st.sets(st.sampled_from(["torch", "flash-attn", "flash-attn-3", "flash-attn-4"])),
+    more=st.sampled_from(["torch", "flash-attn", "flash-attn-3", "flash-attn-4"]),
+)
+def test_another_package_never_lowers_support(machine, layers, capability, have, more):
+    def level(names):
+        packages = {name: version for name, version in ALL.items() if name in names}
+        return BACKEND.support(Role.TARGET, layers(), machine(capability, packages)).level
+
+    assert level(have | {more}) >= level(have)
+
+
+ALL = {"torch": "2.13.0", "flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}
+
+
+@given(role=st.sampled_from(list(Role)), head_dim=st.sampled_from([64, 80, 96, 128, 256]))
+def test_a_newer_gpu_never_lowers_support(machine, layers, role, head_dim):
+    levels = [
+        BACKEND.support(role, layers(head_dim=head_dim), machine(capability)).level
+        for capability in (None, "7.5", "8.0", "8.9", "9.0", "10.0")
+    ]
+    assert levels == sorted(levels)
+
+
+@pytest.mark.parametrize(
+    ("capability", "role", "changes", "names"),
+    [
+        ("9.0", Role.TARGET, {}, ["max_query_len", "max_seq_len", "num_splits", "scheduler_metadata"]),
+        ("9.0", Role.DRAFT_PREFILL, {}, ["max_query_len", "max_seq_len", "num_splits", "scheduler_metadata"]),
+        ("9.0", Role.DRAFT_DECODE, {}, ["max_query_len", "max_seq_len", "num_splits"]),
+        ("10.0", Role.TARGET, {}, ["max_query_len", "max_seq_len"]),
+        (
+            "10.0",
+            Role.TARGET,
+            {"decode_context": 2},
+            ["max_query_len", "max_seq_len", "dcp_context_kv_lens"],
+        ),
+        ("8.0", Role.TARGET, {}, ["max_query_len", "max_seq_len", "num_splits"]),
+        ("7.5", Role.TARGET, {}, []),
+        (None, Role.TARGET, {}, []),
+    ],
+)
+def test_fields_by_library(machine, layers, capability, role, changes, names):
+    contract = BACKEND.padding(role, layers(**changes), machine(capability))
+    assert [field.name for field in contract.fields] == names
+
+
+def test_the_tail_of_scheduler_metadata_is_zeroed(machine, layers):
+    field = BACKEND.padding(Role.TARGET, layers(), machine("9.0"))["scheduler_metadata"]
+    assert (field.axis, field.offset, field.scale, field.align) == (Axis.REQUEST, 1, 4, 4)
+    assert (field.fill, field.value, field.lifetime) == (Fill.CONSTANT, 0, Lifetime.EVERY_STEP)
+
+
+@pytest.mark.parametrize("name", ["max_query_len", "max_seq_len", "num_splits"])
+def test_what_the_launch_bakes_in_is_frozen_at_its_worst(machine, layers, name):
+    field = BACKEND.padding(Role.TARGET, layers(), machine("9.0"))[name]
+    assert (field.axis, field.fill) == (Axis.SCALAR, Fill.WORST_CASE)
+    assert (field.lifetime, field.where) == (Lifetime.FROZEN, Where.HOST)
+
+
+@pytest.mark.parametrize(
+    ("capability", "decode_context", "refresh"),
+    [
+        ("9.0", 1, Refresh.IN_GRAPH),
+        ("8.0", 1, Refresh.IN_GRAPH),
+        ("9.0", 2, Refresh.HOST),
+        ("7.5", 1, Refresh.HOST),
+    ],
+)
+def test_refresh(machine, layers, capability, decode_context, refresh):
+    where = layers(decode_context=decode_context), machine(capability)
+    assert BACKEND.refresh(Role.DRAFT_DECODE, *where) is refresh
+
+
+def test_workspace_of_a_split_kv(machine, layers, graph):
+    need = BACKEND.workspace(Role.TARGET, layers(), machine("9.0"), [graph(16)], LIMITS)
+    assert need.device == 32 * 16 * 32 * (128 + 1) * 4
+    assert "splits 32" in need.formula
+
+
+def test_workspace_of_latent_attention_is_as_wide_as_the_latent(machine, layers, graph):
+    need = BACKEND.workspace(Role.TARGET, layers(latent=LATENT), machine("9.0"), [graph(16)], LIMITS)
+    assert need.device == 32 * 16 * 32 * (512 + 1) * 4
+
+
+def test_no_workspace_without_splits_or_full_graphs(machine, layers, graph):
+    piecewise = [Entry(mode=GraphMode.PIECEWISE, num_tokens=512)]
+    for capability, entries in [("10.0", [graph(16)]), ("9.0", piecewise), ("7.5", [graph(16)])]:
+        assert BACKEND.workspace(Role.TARGET, layers(), machine(capability), entries, LIMITS).device == 0
+
+
+@given(
+    capability=st.sampled_from(["7.5", "8.0", "9.0", "10.0"]),
+    sizes=st.lists(st.integers(1, 8192), min_size=1),
+    more=st.integers(1, 8192),
+)
+def test_workspace_grows_with_entries(machine, layers, capability, sizes, more):
+    def device(tokens):
+        entries = [Entry(mode=GraphMode.FULL, num_tokens=n, num_reqs=min(n, 256)) for n in tokens]
+        return BACKEND.workspace(Role.TARGET, layers(), machine(capability), entries, LIMITS).device
+
+    assert device([*sizes, more]) >= device(sizes)
+    assert device([max(sizes) + more]) >= device(sizes)
+
+
+def test_no_contract_where_attention_is_eager(machine, layers):
+    assert BACKEND.padding(Role.TARGET, layers(), machine("9.0", {})) == PaddingContract()
+
+
+@given(
+    capability=st.sampled_from([None, "7.5", "8.0", "9.0", "10.0", "12.0", "99.0"]),
+    packages=st.sampled_from([{}, {"torch": "2.12.0"}, None]),
+    head_dim=st.sampled_from([100, 128, 512, 1024]),
+    kv_dtype=st.sampled_from(list(DataType)),
+    latent=st.sampled_from([None, LATENT]),
+)
+def test_every_machine_gets_a_reason(machine, layers, capability, packages, head_dim, kv_dtype, latent):
+    where = machine(capability) if packages is None else machine(capability, packages)
+    where = attrs.evolve(where, device=attrs.evolve(where.device, name="G" * 128))
+    model = layers(head_dim=head_dim, kv_dtype=kv_dtype, latent=latent)
+    support = BACKEND.support(Role.TARGET, model, where)
+    assert "G" * 128 in support.reason
+    assert BACKEND.padding(Role.TARGET, model, where).fields or support.level is NEVER
+
+
+def test_the_distribution_registers_it():
+    assert registry.load()["flash_attention"].distribution == "capture-planner-flash-attention"
+
+
+def test_it_imports_without_torch_or_kernels(imports):
+    assert not imports("capture_planner_flash_attention") & {"torch", "flash_attn", "flash_attn_interface"}

@@ -1,0 +1,34 @@
+import pytest
+from capture_planner_reference import Reference
+
+from capture_planner import registry
+from capture_planner.contract import PaddingContract
+from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.spec import Limits
+
+BACKEND = Reference()
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("capability", [None, "7.0", "9.0", "12.0"])
+def test_it_holds_every_batch_on_every_device(machine, layers, graph, role, capability):
+    where = layers(), machine(capability)
+    assert BACKEND.support(role, *where).level is GraphSupport.ALWAYS
+    assert BACKEND.refresh(role, *where) is Refresh.IN_GRAPH
+    assert BACKEND.padding(role, *where) == PaddingContract()
+    limits = Limits(max_num_reqs=8, max_num_tokens=64)
+    workspace = BACKEND.workspace(role, *where, [graph(8)], limits)
+    assert (workspace.device, workspace.pinned) == (0, 0)
+
+
+def test_a_graph_on_a_cpu_is_recorded(machine, layers):
+    assert "recorded" in BACKEND.support(Role.TARGET, layers(), machine(None)).reason
+    assert "CUDA" in BACKEND.support(Role.TARGET, layers(), machine("9.0")).reason
+
+
+def test_the_distribution_registers_it():
+    assert registry.load()["reference"].distribution == "capture-planner-reference"
+
+
+def test_it_imports_without_torch(imports):
+    assert "torch" not in imports("capture_planner_reference")
