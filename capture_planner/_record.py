@@ -159,10 +159,7 @@ def _each(elements: list[Check | None], repeated: bool) -> Check | None:
 
 def _enforce(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    return [
-        f if (check := _validator(hints[f.name])) is None else f.evolve(validator=check)
-        for f in fields
-    ]
+    return [f if (check := _validator(hints[f.name])) is None else f.evolve(validator=check) for f in fields]
 
 
 def field(doc: str, **options: Any) -> Any:

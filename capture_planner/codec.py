@@ -62,11 +62,14 @@ def load_plan(path: str | Path) -> Plan:
 
 def load_spec_or_plan(path: str | Path) -> Spec | Plan:
     """Read a file that is either; a plan is the one whose roles are a list."""
-    text, name = _read(path), str(path)
-    node = parse(text, name)
+    node = parse(read(path), str(path))
+    return _structure(node, str(path), Plan) if is_plan(node) else _structure(node, str(path), Spec)
+
+
+def is_plan(node: Node) -> bool:
+    """Say whether a parsed file is a plan: its roles are a list, those of a spec a mapping."""
     roles = node.value.get("roles") if isinstance(node.value, dict) else None
-    is_plan = roles is not None and isinstance(roles.value, list)
-    return _structure(node, name, Plan) if is_plan else _structure(node, name, Spec)
+    return roles is not None and isinstance(roles.value, list)
 
 
 def loads(text: str, kind: type[T], name: str = "<text>") -> T:
@@ -75,11 +78,11 @@ def loads(text: str, kind: type[T], name: str = "<text>") -> T:
 
 
 def _load(path: str | Path, kind: type[T]) -> T:
-    return loads(_read(path), kind, str(path))
+    return loads(read(path), kind, str(path))
 
 
-def _read(path: str | Path) -> str:
-    """Read a text file, no further than the size limit."""
+def read(path: str | Path) -> str:
+    """Read a text file, no further than the size limit; raises ``InvalidDocument``."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -107,7 +110,9 @@ def _structure(node: Node, name: str, kind: type[T]) -> T:
     try:
         return _CONVERTER.structure(node.plain(), kind)
     except (ClassValidationError, InvalidValue) as error:
-        found = sorted((_located(p, node, name) for p in _problems(error)), key=lambda p: (p.line or 0, p.column or 0))
+        found = sorted(
+            (_located(p, node, name) for p in _problems(error)), key=lambda p: (p.line or 0, p.column or 0)
+        )
         raise InvalidDocument(found) from None
 
 
@@ -176,7 +181,9 @@ def _bytes(value: Any) -> Any:
         return value
     match = _SIZE.fullmatch(value)
     if match is None:
-        raise _fail(f"expected a size, got {value!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB")
+        raise _fail(
+            f"expected a size, got {value!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB"
+        )
     return int(match[1]) << _UNITS[match[2]]
 
 
@@ -296,7 +303,9 @@ def _metadata(annotation: Any) -> tuple[Any, ...]:
     """Return the metadata of ``Annotated[...]``, or of that in ``Annotated[...] | None``."""
     if _is_annotated(annotation):
         return tuple(annotation.__metadata__)
-    return tuple(item for arg in typing.get_args(annotation) if _is_annotated(arg) for item in arg.__metadata__)
+    return tuple(
+        item for arg in typing.get_args(annotation) if _is_annotated(arg) for item in arg.__metadata__
+    )
 
 
 def _is_enum(annotation: Any) -> bool:
@@ -390,7 +399,9 @@ def _styled(data: Any, *, top: bool = False) -> Any:
 
 
 def _is_flat(data: dict[str, Any]) -> bool:
-    return not any(isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values())
+    return not any(
+        isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values()
+    )
 
 
 def write(path: str | Path, text: str) -> None:

@@ -118,7 +118,9 @@ class PaddingContract:
         names = [f.name for f in self.fields]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise InvalidValue([Problem(path=("fields", index, "name"), message=f"{name!r} is declared twice")])
+                raise InvalidValue(
+                    [Problem(path=("fields", index, "name"), message=f"{name!r} is declared twice")]
+                )
 
     def __getitem__(self, name: str) -> MetadataField:
         return next(f for f in self.fields if f.name == name)
@@ -212,7 +214,5 @@ COMMON_FIELDS = (
 )
 """The fields that the runner owns, for every role (vLLM 0.33's input buffers)."""
 
-SPECULATIVE_FIELDS = (
-    _field("cu_num_draft_tokens", Axis.REQUEST, Fill.REPEAT_LAST, indexes=Bound.TOKENS),
-)
+SPECULATIVE_FIELDS = (_field("cu_num_draft_tokens", Axis.REQUEST, Fill.REPEAT_LAST, indexes=Bound.TOKENS),)
 """What the target reads besides when it verifies draft tokens."""

@@ -112,7 +112,9 @@ def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[
         return
     mixed = [entry for entry in role.entries if entry.query_len is None]
     stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
-    levels = {entry.num_reqs for entry in mixed if entry.num_reqs is not None and entry.num_reqs < entry.num_tokens}
+    levels = {
+        entry.num_reqs for entry in mixed if entry.num_reqs is not None and entry.num_reqs < entry.num_tokens
+    }
     for first, last in _ranges(tokens, stops):
         requests = Domain.upto(min(last, plan.limits.max_num_reqs))
         for fewest, most in _ranges(requests, levels):

@@ -202,7 +202,9 @@ class _Builder:
             return text.lower() == "true"
         if tag.endswith(":int") and re.fullmatch(r"[-+]?[0-9]{1,18}", text):
             return int(text)
-        if tag.endswith(":float") and re.fullmatch(r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,3})?", text):
+        if tag.endswith(":float") and re.fullmatch(
+            r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,3})?", text
+        ):
             return float(text)
         return text
 

@@ -2,11 +2,11 @@
 
 import enum
 from collections.abc import Mapping
+from typing import Annotated
 
 from capture_planner._record import ByteCount, Count, Matches, Name, field, record
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.spec import SCHEMA_VERSION, SchemaVersion
-from typing import Annotated
 
 Capability = Annotated[str, Matches(r"[0-9]{1,2}\.[0-9]", 'a compute capability in quotes, such as "9.0"')]
 Version = Annotated[str, Matches(r"[0-9][0-9A-Za-z.+-]{0,63}", "a version such as 2.13.0")]

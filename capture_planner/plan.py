@@ -7,7 +7,6 @@ reading it changes nothing. It holds no decision that somebody downstream would 
 import enum
 from typing import Annotated
 
-
 from capture_planner._record import Matches, Name, NonNegative, field, record
 from capture_planner.contract import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.entry import Batch, Entry
@@ -149,5 +148,3 @@ class Plan:
     def num_graphs(self) -> int:
         """How many graphs the plan captures, over all roles."""
         return sum(len(role.entries) for role in self.roles)
-
-

@@ -3,24 +3,66 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
+from typing import TypeVar
 
 import attrs
 import pluggy
 
 from capture_planner import hookspecs
-from capture_planner.contract import Backend
+from capture_planner.contract import Attention, Backend, PaddingContract, Support, Workspace
+from capture_planner.entry import Entry
+from capture_planner.environment import Environment
 from capture_planner.errors import BackendError
+from capture_planner.modes import Refresh, Role
+from capture_planner.spec import Limits
+
+Answer = TypeVar("Answer")
 
 
 @attrs.frozen(kw_only=True)
 class Registered:
-    """A backend with the distribution that brought it."""
+    """A backend with the distribution that brought it, asked under guard.
+
+    What a backend raises, or returns of a wrong type, becomes a ``BackendError`` that names it.
+    """
 
     backend: Backend
     distribution: str
     version: str
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        """Ask ``Backend.support``."""
+        return self._ask("support", Support, role, model, environment)
+
+    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
+        """Ask ``Backend.padding``."""
+        return self._ask("padding", PaddingContract, role, model, environment)
+
+    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
+        """Ask ``Backend.refresh``."""
+        return self._ask("refresh", Refresh, role, model, environment)
+
+    def workspace(
+        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
+    ) -> Workspace:
+        """Ask ``Backend.workspace``."""
+        return self._ask("workspace", Workspace, role, model, environment, entries, limits)
+
+    def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
+        who = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
+        try:
+            answer = getattr(self.backend, call)(role, *args)
+        except Exception as error:
+            raise BackendError(f"{who}, raised {type(error).__name__}: {error}; tell its authors") from error
+        if not isinstance(answer, kind):
+            raise BackendError(f"{who}, returned {answer!r}, not a {kind.__name__}; tell its authors")
+        return answer
 
 
 class Registry(Mapping[str, Registered]):

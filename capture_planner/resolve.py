@@ -81,7 +81,10 @@ def resolve(
     target whose backend has no full graphs at all, as vLLM does; a drafter steps down instead.
     """
     cause = weakest(groups)
-    level, why = cause.support.level, f"{cause.backend} has {cause.support.level.name}: {cause.support.reason}"
+    level, why = (
+        cause.support.level,
+        f"{cause.backend} has {cause.support.level.name}: {cause.support.reason}",
+    )
     ladder = _Ladder(role, cause, requested)
     split = piecewise.split_attention
 
@@ -170,7 +173,9 @@ def resolve_draft_decode(
     return Resolved(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
-def _lowered(role: Role, target: GraphMode, wanted: GraphMode | None) -> tuple[GraphMode, tuple[Decision, ...]]:
+def _lowered(
+    role: Role, target: GraphMode, wanted: GraphMode | None
+) -> tuple[GraphMode, tuple[Decision, ...]]:
     """Start a drafter at the target's resolved mode, or at the lesser one that the spec asks for."""
     if wanted is None or wanted is target:
         return target, ()

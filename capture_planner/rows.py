@@ -29,7 +29,9 @@ class Row:
     def __attrs_post_init__(self) -> None:
         problems = []
         if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
-            problems.append(Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}"))
+            problems.append(
+                Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+            )
         if self.num_tokens is None and (self.query_len is None or self.num_reqs is None):
             problems.append(
                 Problem(path=("num_tokens",), message="needed unless both query_len and num_reqs are given")

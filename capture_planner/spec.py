@@ -159,7 +159,9 @@ class Speculative:
 
     def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:
         """Return ``(first, last, k)`` over 1..max_num_reqs: dense, clamped to K, neighbours merged."""
-        bounds = [tier for tier in self.schedule if tier[0] <= max_num_reqs] or [(1, max_num_reqs, self.num_tokens)]
+        bounds = [tier for tier in self.schedule if tier[0] <= max_num_reqs] or [
+            (1, max_num_reqs, self.num_tokens)
+        ]
         tiers: list[tuple[int, int, int]] = []
         for index, (first, _, k) in enumerate(bounds):
             last = bounds[index + 1][0] - 1 if index + 1 < len(bounds) else max_num_reqs
@@ -195,9 +197,7 @@ class Sizes:
     num_tokens: tuple[Count, ...] | None = field(
         "explicit: token counts for mixed batches; vllm: cudagraph_capture_sizes", default=None
     )
-    num_reqs: tuple[Count, ...] | None = field(
-        "explicit: request counts for uniform decodes", default=None
-    )
+    num_reqs: tuple[Count, ...] | None = field("explicit: request counts for uniform decodes", default=None)
     max_tokens: Count | None = field("largest size for mixed batches, in tokens", default=None)
     max_reqs: Count | None = field("largest size for uniform decodes, in requests", default=None)
     padding: bool | None = field(
@@ -219,7 +219,11 @@ class Sizes:
             problems.append(Problem(path=("graphs",), message="the policy minimax needs a number of graphs"))
         if self.policy is Policy.EXPLICIT and not (self.num_tokens or self.num_reqs):
             problems.append(
-                Problem(path=(), message="the policy explicit needs sizes", remedy="give num_tokens, num_reqs or both")
+                Problem(
+                    path=(),
+                    message="the policy explicit needs sizes",
+                    remedy="give num_tokens, num_reqs or both",
+                )
             )
         if problems:
             raise InvalidValue(problems)
@@ -376,7 +380,11 @@ class Spec:
             ]
         for role in Role:
             groups = self.roles.of(role).groups
-            layers = self.speculative.model.num_layers if self.speculative and role.is_drafter else self.model.num_layers
+            layers = (
+                self.speculative.model.num_layers
+                if self.speculative and role.is_drafter
+                else self.model.num_layers
+            )
             if groups and sum(group.layers for group in groups) != layers:
                 problems.append(
                     Problem(

@@ -106,5 +106,7 @@ def lint(plan: Plan) -> tuple[Finding, ...]:
     """Return every finding of every rule about ``plan``, by code."""
     walked = coverage(plan)
     return tuple(
-        Finding(rule=RULES[code], found=found) for code in sorted(RULES) for found in RULES[code].check(walked)
+        Finding(rule=RULES[code], found=found)
+        for code in sorted(RULES)
+        for found in RULES[code].check(walked)
     )

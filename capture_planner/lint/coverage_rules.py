@@ -92,7 +92,9 @@ def tokens_limit_requests(walked: Coverage) -> Iterator[Found]:
     """
     limits = walked.plan.limits
     speculative = walked.plan.speculative
-    for first, last, k in speculative.tiers(limits.max_num_reqs) if speculative else ((1, limits.max_num_reqs, 0),):
+    for first, last, k in (
+        speculative.tiers(limits.max_num_reqs) if speculative else ((1, limits.max_num_reqs, 0),)
+    ):
         if last * (1 + k) > limits.max_num_tokens:
             fits = limits.max_num_tokens // (1 + k)
             yield Found(
@@ -161,7 +163,12 @@ def decodes_run_eager(walked: Coverage) -> Iterator[Found]:
     for role in walked.plan.roles:
         families = decode_families(role.role, walked.plan)
         cells = [c for c in walked.cells if c.role is role.role and c.kind is Kind.DECODE]
-        if families and role.requested is not GraphMode.NONE and cells and all(c.entry is None for c in cells):
+        if (
+            families
+            and role.requested is not GraphMode.NONE
+            and cells
+            and all(c.entry is None for c in cells)
+        ):
             yield Found(
                 role=role.role,
                 path=_role_path(walked, role.role, "mode"),

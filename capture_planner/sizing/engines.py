@@ -53,7 +53,9 @@ def vllm_tokens(
     return tuple(sorted(sizes))
 
 
-def vllm_requests(tokens: Sequence[int], *, query_len: int, max_query_len: int, max_num_reqs: int) -> tuple[int, ...]:
+def vllm_requests(
+    tokens: Sequence[int], *, query_len: int, max_query_len: int, max_num_reqs: int
+) -> tuple[int, ...]:
     """Return the request counts of vLLM's uniform decode graphs of one query length, ascending.
 
     Each size is rounded up to a multiple of ``query_len``; what then passes the largest size or
@@ -83,7 +85,13 @@ def sglang_requests(top: int, *, speculative: bool, padding: bool) -> tuple[int,
     if not padding:
         return tuple(range(1, top + 1))
     if speculative:
-        grid = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, top + 1, 16)]
+        grid = [
+            *range(1, 9),
+            *range(10, 33, 2),
+            *range(40, 65, 4),
+            *range(72, 257, 8),
+            *range(272, top + 1, 16),
+        ]
     else:
         grid = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, top + 1, 32)]
     return tuple(sorted({size for size in grid if size <= top} | {top}))

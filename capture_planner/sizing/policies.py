@@ -8,9 +8,9 @@ import attrs
 
 from capture_planner.admissible import Domain
 from capture_planner.environment import Environment
-from capture_planner.spec import Limits, Parallel, Policy, Sizes, Speculative
 from capture_planner.sizing import engines
 from capture_planner.sizing.minimax import fewest, minimax, worst_ratio
+from capture_planner.spec import Limits, Parallel, Policy, Sizes, Speculative
 
 DEFAULT_RATIO = Fraction(9, 8)
 """The default policy takes as many sizes as keep the worst padding within one eighth."""
@@ -105,7 +105,9 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
 
 def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str) -> Choice:
     if not domain:
-        return Choice(domain=domain, sizes=(), adaptive=True, says=f"no {unit} are left below the maximum set")
+        return Choice(
+            domain=domain, sizes=(), adaptive=True, says=f"no {unit} are left below the maximum set"
+        )
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
     if sizes.policy is Policy.POWERS_OF_TWO:
         doubling = (1 << i for i in range(domain.ceiling.bit_length()))
@@ -118,9 +120,11 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str)
     else:
         graphs = len(fewest(domain, DEFAULT_RATIO, anchors=anchors))
         chosen = minimax(domain, graphs, anchors)
-        how = f"{graphs} sizes keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
+        how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
-    return Choice(domain=domain, sizes=chosen, adaptive=adaptive, says=f"{how}; {_worst(domain, chosen, unit)}")
+    return Choice(
+        domain=domain, sizes=chosen, adaptive=adaptive, says=f"{how}; {_worst(domain, chosen, unit)}"
+    )
 
 
 def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
@@ -131,8 +135,10 @@ def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
     changed = sorted(set(named) - set(chosen))
     says = f"as named; {_worst(covered, chosen, unit)}"
     if changed:
-        says += f"; {', '.join(map(str, changed))} are rounded to the step of {domain.step}" if domain.step > 1 else (
-            f"; {', '.join(map(str, changed))} serve no batch that there can be"
+        says += (
+            f"; {', '.join(map(str, changed))} are rounded to the step of {domain.step}"
+            if domain.step > 1
+            else (f"; {', '.join(map(str, changed))} serve no batch that there can be")
         )
     return Choice(domain=covered, sizes=chosen, adaptive=False, says=says)
 
@@ -145,7 +151,9 @@ def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) 
     says = f"the list of {policy.value}"
     if len(chosen) < len(listed):
         says += f", {len(chosen)} of its {len(listed)} sizes being aligned and reachable"
-    return Choice(domain=covered, sizes=chosen, adaptive=False, says=f"{says}; {_worst(covered, chosen, unit)}")
+    return Choice(
+        domain=covered, sizes=chosen, adaptive=False, says=f"{says}; {_worst(covered, chosen, unit)}"
+    )
 
 
 def _worst(domain: Domain, chosen: tuple[int, ...], unit: str) -> str:

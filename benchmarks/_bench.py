@@ -1,0 +1,121 @@
+"""What the benchmark scripts share: provenance, results, and the deployments that ship."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from capture_planner import codec
+from capture_planner.environment import Environment
+from capture_planner.spec import Spec
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CONSOLE = Console()
+
+_PACKAGES = ("capture-planner", "attrs", "cattrs", "pluggy", "ruamel.yaml", "rich", "hypothesis", "torch")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a command-line parser with the options that every script has."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--output",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        help="write JSON: to this file, or to <script>-<date>.json in this folder "
+        "(benchmarks/results where no value is given); default: print only",
+    )
+    return made
+
+
+def provenance() -> dict[str, Any]:
+    """Return where and with what a result was measured; no absolute path in it."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", str(shown), *map(_relative, sys.argv[1:])]),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "capture_planner", "backends", "benchmarks")),
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)},
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def finish(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write the results where the command line says."""
+    if arguments.output is None:
+        return
+    target: Path = arguments.output
+    if target.suffix != ".json":
+        target = target / f"{Path(sys.argv[0]).stem}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"provenance": provenance(), **results}, indent=2) + "\n", encoding="utf-8")
+    CONSOLE.print(f"written to {target.name}")
+
+
+def table(title: str, *columns: str) -> Table:
+    """Return a table whose first column is text and the others are numbers."""
+    made = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index else "left")
+    return made
+
+
+def verdict(holds: bool) -> str:
+    """Return how a target is shown."""
+    return "[green]met[/]" if holds else "[red]MISSED[/]"
+
+
+def shipped_specs() -> dict[str, Spec]:
+    """Return the specs in plans/specs by name."""
+    return {path.stem: codec.load_spec(path) for path in sorted((ROOT / "plans" / "specs").glob("*.yaml"))}
+
+
+def shipped_environments() -> dict[str, Environment]:
+    """Return the environments in plans/environments by name."""
+    folder = ROOT / "plans" / "environments"
+    return {path.stem: codec.load_environment(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def _relative(argument: str) -> str:
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

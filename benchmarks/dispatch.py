@@ -1,0 +1,241 @@
+"""Dispatch time and quality: ours against vLLM 0.33's smallest-group rule.
+
+Three dynamic schedules with max_num_reqs 256. Both dispatchers answer the same batches in the same
+process, in turns; the ratio is the median over the repeats of one run. vLLM's rule is given the
+uniform query length ready made, as its runner computes it beforehand; ours tests it in the call.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
+from vllm_rule import SmallestGroup, Tier, emulate
+
+from capture_planner import planner, registry
+from capture_planner._record import replace
+from capture_planner.coverage import coverage
+from capture_planner.dispatch import Dispatcher
+from capture_planner.entry import Batch
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Plan
+from capture_planner.spec import Budget, Limits, Method, Speculative
+
+MAX_NUM_REQS = 256
+TARGET_RATIO = 0.8
+SCHEDULES: dict[str, tuple[Tier, ...]] = {
+    "k 2/1": ((1, 16, 2), (17, 256, 1)),
+    "k 5/3/1": ((1, 16, 5), (17, 64, 3), (65, 256, 1)),
+    "k 4/2/0": ((1, 16, 4), (17, 64, 2), (65, 256, 0)),
+}
+REPORTED = {"k 2/1": (20, 102, 53), "k 5/3/1": (44, 150, 69), "k 4/2/0": (80, None, None)}
+"""Missed batch sizes, FULL graphs captured and reachable, as the engine itself was seen to have them."""
+
+Call = tuple[Any, ...]
+
+
+def time_calls(function: Callable[..., object], calls: Sequence[Call], rounds: int) -> float:
+    """Return nanoseconds per call, the loop included."""
+    start = time.perf_counter_ns()
+    for _ in range(rounds):
+        for call in calls:
+            function(*call)
+    return (time.perf_counter_ns() - start) / (rounds * len(calls))
+
+
+def in_turns(
+    functions: dict[str, tuple[Callable[..., object], Sequence[Call]]], repeats: int, rounds: int
+) -> dict[str, list[float]]:
+    """Time the functions one after the other, ``repeats`` times over."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for name, (function, calls) in functions.items():
+                times[name].append(time_calls(function, calls, rounds))
+    finally:
+        gc.enable()
+    return times
+
+
+def decodes(tiers: Sequence[Tier]) -> list[tuple[int, int]]:
+    """Return (requests, query length) of every scheduled decode batch."""
+    return [(reqs, 1 + k) for first, last, k in tiers for reqs in range(first, last + 1)]
+
+
+def mixed_batches(most_tokens: int) -> list[tuple[int, int]]:
+    """Return (requests, tokens) of mixed batches: some decodes and a part of a prompt."""
+    return [(1 + tokens % min(tokens, MAX_NUM_REQS), tokens) for tokens in range(1, most_tokens + 1, 2)]
+
+
+def holes(plan: Plan, tiers: Sequence[Tier]) -> int:
+    """Count decode batch sizes that get no FULL graph though the plan has a compatible one."""
+    dispatcher, entries, found = Dispatcher(plan), plan.role(Role.TARGET).entries, 0
+    for reqs, query_len in decodes(tiers):
+        batch = Batch(role=Role.TARGET, num_reqs=reqs, num_tokens=reqs * query_len, query_len=query_len)
+        answer = dispatcher.dispatch(Role.TARGET, reqs, reqs * query_len, query_len)
+        could = any(e.mode is GraphMode.FULL and e.rejection(batch) is None for e in entries)
+        found += could and answer.mode is not GraphMode.FULL
+    return found
+
+
+def unreachable(plan: Plan) -> tuple[int, int]:
+    """Return how many FULL graphs of the target no batch can reach, and how many of any mode."""
+    reached = coverage(plan).reached(Role.TARGET)
+    idle = [entry for entry in plan.role(Role.TARGET).entries if entry not in reached]
+    return sum(entry.mode is GraphMode.FULL for entry in idle), len(idle)
+
+
+def plans(tiers: tuple[Tier, ...]) -> tuple[Plan, Plan, SmallestGroup]:
+    """Return our plan of the schedule, the same with vLLM's graphs, and vLLM's rule over them."""
+    k = max(k for *_, k in tiers)
+    spec = replace(
+        shipped_specs()["qwen3-8b-eagle3"],
+        limits=Limits(max_num_reqs=MAX_NUM_REQS, max_num_tokens=8192),
+        speculative=Speculative(method=Method.EAGLE3, num_tokens=k, schedule=tiers),
+        budget=Budget(),
+    )
+    own = planner.plan(spec, shipped_environments()["h100"], registry.load())
+    manager, _ = emulate(spec, GraphMode.FULL_AND_PIECEWISE, 512)
+    entries = tuple(graph.entry() for graph in manager.captured)
+    target, *drafters = own.roles
+    same = replace(own, roles=(replace(target, entries=entries), *drafters))
+    return own, same, manager
+
+
+def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> dict[str, Any]:
+    """Return everything about one schedule."""
+    own, same, manager = plans(tiers)
+    role, most = Role.TARGET, max(graph.num_tokens for graph in manager.captured)
+    uniform, mixed = decodes(tiers), mixed_batches(most)
+    ours = {
+        "decode": [(role, reqs, reqs * q, q, True, 0) for reqs, q in uniform],
+        "mixed": [(role, reqs, tokens, None, False, 0) for reqs, tokens in mixed],
+    }
+    theirs: dict[str, list[Call]] = {
+        "decode": [(reqs, reqs * q, q, 0, q) for reqs, q in uniform],
+        "mixed": [(reqs, tokens, None, 0, None) for reqs, tokens in mixed],
+    }
+    found: dict[str, Any] = {"schedule": [list(tier) for tier in tiers], "times": {}}
+    for kind in ("decode", "mixed"):
+        lookup = {call: Dispatcher(same).dispatch(*call) for call in ours[kind]}
+        dispatchers = {"same graphs": Dispatcher(same), "own plan": Dispatcher(own)}
+        cold = {}
+        for label, dispatcher in dispatchers.items():
+            cold[label] = time_calls(dispatcher.dispatch, ours[kind], 1)
+        functions: dict[str, tuple[Callable[..., object], Sequence[Call]]] = {
+            "vllm": (manager.dispatch, theirs[kind]),
+            "same graphs": (dispatchers["same graphs"].dispatch, ours[kind]),
+            "own plan": (dispatchers["own plan"].dispatch, ours[kind]),
+            "dict lookup": (lookup.get, [(call,) for call in ours[kind]]),
+        }
+        times = in_turns(functions, repeats, rounds)
+        found["times"][kind] = {
+            label: {
+                "best_ns": round(min(values), 1),
+                "median_ns": round(statistics.median(values), 1),
+                "ratio_to_vllm": round(
+                    statistics.median(v / w for v, w in zip(values, times["vllm"], strict=True)), 3
+                ),
+                **({"first_call_ns": round(cold[label], 1)} if label in cold else {}),
+            }
+            for label, values in times.items()
+        }
+    reached = manager.reached(tiers, own.limits.max_num_tokens)
+    reached_full = sum(graph.mode is GraphMode.FULL for graph in reached)
+    found["vllm"] = {
+        "missed": sum(manager.misses(reqs, q) for reqs, q in uniform),
+        "full": len(manager.full),
+        "full_reachable": reached_full,
+        "full_unreachable": len(manager.full) - reached_full,
+        "graphs": len(manager.captured),
+        "unreachable": len(manager.captured) - len(reached),
+        "as_reported": list(REPORTED[name]),
+    }
+    for label, plan in (("same graphs", same), ("own plan", own)):
+        entries = plan.role(role).entries
+        full_idle, idle = unreachable(plan)
+        found[label] = {
+            "missed": holes(plan, tiers),
+            "full": sum(entry.mode is GraphMode.FULL for entry in entries),
+            "full_unreachable": full_idle,
+            "graphs": len(entries),
+            "unreachable": idle,
+        }
+    return found
+
+
+def main() -> int:
+    """Measure, print and write; exit code 1 where a target is missed."""
+    options = parser(__doc__)
+    options.add_argument("--repeats", type=int, default=15, help="times each dispatcher is timed (default 15)")
+    options.add_argument("--rounds", type=int, default=200, help="passes over all batches per time (default 200)")
+    arguments = options.parse_args()
+    results = {
+        name: measure(name, tiers, arguments.repeats, arguments.rounds) for name, tiers in SCHEDULES.items()
+    }
+    speed = table("ns per call (best), ratio to vLLM's rule (median)", "schedule, batches", "vllm", "same graphs")
+    for column in ("ratio", "own plan", "ratio", "dict lookup", "first call"):
+        speed.add_column(column, justify="right")
+    for name, found in results.items():
+        for kind, times in found["times"].items():
+            same, own = times["same graphs"], times["own plan"]
+            speed.add_row(
+                f"{name}, {kind}",
+                f"{times['vllm']['best_ns']:.0f}",
+                f"{same['best_ns']:.0f}",
+                f"{same['ratio_to_vllm']:.2f}",
+                f"{own['best_ns']:.0f}",
+                f"{own['ratio_to_vllm']:.2f}",
+                f"{times['dict lookup']['best_ns']:.0f}",
+                f"{same['first_call_ns']:.0f}",
+            )
+    CONSOLE.print(speed)
+    quality = table(
+        f"of {MAX_NUM_REQS} decode batch sizes, FULL graphs missed; graphs of the target unreachable",
+        "schedule, dispatcher",
+        "missed",
+        "FULL",
+        "FULL unreachable",
+        "graphs",
+        "unreachable",
+    )
+    for name, found in results.items():
+        for label in ("vllm", "same graphs", "own plan"):
+            row = found[label]
+            numbers = (row[key] for key in ("missed", "full", "full_unreachable", "graphs", "unreachable"))
+            quality.add_row(f"{name}, {label}", *map(str, numbers))
+    CONSOLE.print(quality)
+    ratios = [
+        times[label]["ratio_to_vllm"]
+        for found in results.values()
+        for times in found["times"].values()
+        for label in ("same graphs", "own plan")
+    ]
+    reproduced = all(
+        wanted is None or wanted == found["vllm"][key]
+        for name, found in results.items()
+        for key, wanted in zip(("missed", "full", "full_reachable"), REPORTED[name], strict=True)
+    )
+    targets = {
+        f"ratio at most {TARGET_RATIO} (worst {max(ratios):.2f})": max(ratios) <= TARGET_RATIO,
+        "no FULL graph missed by ours": not any(
+            found[label]["missed"] for found in results.values() for label in ("same graphs", "own plan")
+        ),
+        "nothing unreachable in our plans": not any(f["own plan"]["unreachable"] for f in results.values()),
+        "vLLM's reported misses reproduced": reproduced,
+    }
+    for target, holds in targets.items():
+        CONSOLE.print(f"{target}: {verdict(holds)}")
+    finish(arguments, {"results": results, "targets": targets})
+    return 0 if all(targets.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

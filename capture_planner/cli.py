@@ -1,0 +1,374 @@
+"""The command line: thin over the library. Exit codes: 0 fine, 1 error, 2 findings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeVar
+
+import click
+from rich.console import Console, RenderableType
+
+import capture_planner
+from capture_planner import catalog, codec, documents, registry
+from capture_planner.batches import answer_line, read_batches
+from capture_planner.codec import dumps_json, to_data
+from capture_planner.compare import compare
+from capture_planner.coverage import coverage
+from capture_planner.dispatch import Dispatcher
+from capture_planner.entry import Batch
+from capture_planner.environment import Environment
+from capture_planner.errors import CapturePlannerError, InvalidValue
+from capture_planner.explain import explain as explain_batch
+from capture_planner.lint import Finding, Severity, lint
+from capture_planner.modes import Role
+from capture_planner.plan import Plan
+from capture_planner.planner import plan as make_plan
+from capture_planner.report import findings, tables
+from capture_planner.report.data import backend_data, coverage_data, explanation_data
+from capture_planner.schema import SCHEMAS
+from capture_planner.spec import Spec
+
+FINDINGS = 2
+"""Exit code: the files are valid, and something in them wants attention."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def main() -> NoReturn:
+    """Run the command line; every error a user can make ends as text and exit code 1."""
+    arguments = sys.argv[1:]
+    try:
+        code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        code = 1
+    except click.ClickException as error:
+        error.show()
+        code = 1
+    except CapturePlannerError as error:
+        _show_error(error, as_json=_wants_json(arguments))
+        code = 1
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    return any(a in ("--format=json", "json") for a in arguments)
+
+
+def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
+    problems = error.problems if isinstance(error, InvalidValue) else ()
+    for line in [str(problem) for problem in problems] or [str(error)]:
+        click.echo(f"error: {line}", err=True)
+    if as_json:
+        keep = ("message", "remedy", "file", "line", "column")
+        listed: list[dict[str, Any]] = [
+            {"path": list(p.path)} | {name: getattr(p, name) for name in keep} for p in problems
+        ]
+        click.echo(dumps_json({"errors": listed or [{"message": str(error)}]}))
+
+
+def _print(shown: RenderableType) -> None:
+    """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    lines = capture.get().splitlines()
+    click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
+
+
+def _format_option(*formats: str) -> Callable[[F], F]:
+    return click.option(
+        "--format",
+        "form",
+        type=click.Choice(formats or ("text", "json")),
+        default=formats[0] if formats else "text",
+        show_default=True,
+        help="How to print the result.",
+    )
+
+
+_environment_option = click.option(
+    "-e",
+    "--environment",
+    metavar="NAME|FILE",
+    help="The machine to plan for: a shipped environment or a file.",
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(capture_planner.__version__, prog_name="capture-planner")
+def cli() -> None:
+    """Plan, check and explain which CUDA graphs a serving engine captures.
+
+    A SPEC says what is wanted, a PLAN what was decided and why. Wherever a plan is asked for, a
+    spec will do: it is planned first. No GPU is needed.
+    """
+
+
+def _environment(name: str | None, output: str | None = None) -> Environment:
+    """Find the environment, and say which one it is where nobody named it."""
+    chosen = name or catalog.environment_of_output(output)
+    if chosen is None:
+        chosen = catalog.DEFAULT_ENVIRONMENT
+        click.echo(f"note: no --environment was named, so this is for {chosen}", err=True)
+    return catalog.find_environment(chosen)
+
+
+def _plan_of(path: str, environment: str | None) -> Plan:
+    """Read a plan, or read a spec and plan it."""
+    value = codec.load_spec_or_plan(path)
+    if isinstance(value, Spec):
+        return make_plan(value, _environment(environment), registry.load())
+    if environment is not None:
+        raise click.UsageError(
+            f"{path} is a plan, for {value.environment.name}; --environment goes with a spec."
+        )
+    return value
+
+
+@cli.command()
+@click.argument("spec")
+@click.option("-o", "--output", metavar="FILE", help="Write the plan here, and print a summary.")
+@_environment_option
+@_format_option("text", "json")
+def plan(spec: str, output: str | None, environment: str | None, form: str) -> None:
+    """Make the plan of SPEC.
+
+    Without --output the plan itself is printed, as YAML or JSON. Without --environment, a file name
+    such as model.h100.yaml states the environment; else it is h100.
+    """
+    wanted = codec.load_spec(spec)
+    made = make_plan(wanted, _environment(environment, output), registry.load())
+    if output is not None:
+        is_json = Path(output).suffix == ".json"
+        codec.write(output, dumps_json(to_data(made)) + "\n" if is_json else codec.dumps(made))
+    if form == "json":
+        click.echo(dumps_json(to_data(made)))
+    elif output is None:
+        click.echo(codec.dumps(made), nl=False)
+    else:
+        _print(tables.plan_summary(made))
+        click.echo(f"written to {output}")
+
+
+@cli.command()
+@click.argument("plan_file", metavar="PLAN|SPEC")
+@_environment_option
+@_format_option()
+def show(plan_file: str, environment: str | None, form: str) -> None:
+    """Show a plan as tables: modes, graphs, waivers, and each decision with its reason."""
+    shown = _plan_of(plan_file, environment)
+    if form == "json":
+        click.echo(dumps_json(to_data(shown)))
+    else:
+        _print(tables.plan_tables(shown))
+
+
+@cli.command()
+@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.option("--role", type=click.Choice([r.value for r in Role]), default="target", show_default=True)
+@click.option("--num-reqs", type=int, help="Requests in the batch.")
+@click.option("--num-tokens", type=int, help="Tokens in the batch; requests times query length if left out.")
+@click.option("--query-len", type=int, help="Tokens of every request, if all have the same number.")
+@click.option("--past-prompt/--prompt", default=True, help="Whether all requests are past their prompt.")
+@click.option("--active-loras", type=int, default=0, show_default=True, help="Distinct active adapters.")
+@click.option("--coverage", "whole", is_flag=True, help="The whole admissible space, by role.")
+@click.option("--batches", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")
+@_environment_option
+@_format_option()
+def explain(
+    plan_file: str,
+    role: str,
+    num_reqs: int | None,
+    num_tokens: int | None,
+    query_len: int | None,
+    past_prompt: bool,
+    active_loras: int,
+    whole: bool,
+    batches: IO[bytes] | None,
+    environment: str | None,
+    form: str,
+) -> None:
+    """Say which graph serves a batch, and why; or what serves every batch.
+
+    A line of --batches is {"role", "num_reqs", "num_tokens", "query_len", "past_prompt",
+    "active_loras"}; its answer {"mode", "num_tokens", "num_reqs", "query_len", "active_loras",
+    "reason"}.
+    """
+    if (num_reqs is not None) + whole + (batches is not None) != 1:
+        raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
+    asked = _plan_of(plan_file, environment)
+    if whole:
+        walked = coverage(asked)
+        _emit(form, partial(coverage_data, walked), partial(tables.coverage_table, walked))
+        return
+    dispatcher = Dispatcher(asked)
+    if batches is not None:
+        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), asked):
+            click.echo(json.dumps(answer_line(batch, dispatcher)))
+        return
+    assert num_reqs is not None
+    if num_tokens is None:
+        if query_len is None:
+            raise click.UsageError("Give --num-tokens, or --query-len for a uniform batch.")
+        num_tokens = num_reqs * query_len
+    explained = explain_batch(
+        dispatcher,
+        Batch(
+            role=Role(role),
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_len=query_len,
+            past_prompt=past_prompt,
+            active_loras=active_loras,
+        ),
+    )
+    _emit(form, partial(explanation_data, explained), partial(tables.explanation_table, explained))
+
+
+def _emit(form: str, data: Callable[[], Any], shown: Callable[[], RenderableType]) -> None:
+    if form == "json":
+        click.echo(dumps_json(data()))
+    else:
+        _print(shown())
+
+
+@cli.command()
+@click.argument("files", metavar="PLAN|SPEC...", nargs=-1, required=True)
+@click.option("--spec", metavar="SPEC", help="The spec a plan must be the plan of: any drift is a finding.")
+@click.option("--strict", is_flag=True, help="Count notes as findings too.")
+@_environment_option
+@_format_option("text", "json", "github", "sarif")
+def check(files: tuple[str, ...], spec: str | None, strict: bool, environment: str | None, form: str) -> None:
+    """Check plans, and specs by planning them. Exit code 2 where there are findings.
+
+    Notes are printed and count only with --strict. With --spec, a plan is also compared with the
+    one that the spec gives now, on the plan's own environment.
+    """
+    placed = []
+    drift: list[findings.Drift] = []
+    for file in files:
+        placed += list(_checked(file, environment))
+        if spec is not None:
+            drift += _drift(file, spec)
+    if form == "json":
+        listed = [{"file": d.file, "message": d.says} for d in drift]
+        click.echo(dumps_json({"findings": findings.as_data(placed), "drift": listed}))
+    elif form == "sarif":
+        click.echo(dumps_json(findings.as_sarif(placed, drift, capture_planner.__version__)))
+    elif form == "github":
+        click.echo(findings.as_github(placed, drift), nl=bool(placed or drift))
+    else:
+        click.echo(findings.as_text(placed, drift), nl=bool(placed or drift))
+        click.echo(_count(placed, drift, len(files)))
+    counted = [p for p in placed if strict or p.severity is not Severity.NOTE]
+    if counted or drift:
+        click.get_current_context().exit(FINDINGS)
+
+
+def _checked(file: str, environment: str | None) -> Iterator[findings.Placed]:
+    """Lint one file, and place each finding in it."""
+    node = documents.parse(codec.read(file), file)
+    made = _plan_of(file, environment)
+    is_plan = codec.is_plan(node)
+    for finding in lint(made):
+        line, column = node.locate(finding.found.path if is_plan else _in_spec(finding))
+        yield findings.Placed(finding=finding, file=file, line=line, column=column)
+
+
+def _in_spec(finding: Finding) -> tuple[str | int, ...]:
+    """Where in a spec to mend what was found in its plan."""
+    return finding.rule.mend or tuple(part for part in finding.found.path[:1] if part != "roles")
+
+
+def _drift(file: str, spec: str) -> Iterator[findings.Drift]:
+    """Compare a plan with what its spec gives now."""
+    kept = codec.load_plan(file)
+    fresh = make_plan(codec.load_spec(spec), kept.environment, registry.load())
+    for change in compare(kept, fresh):
+        again = f"capture-planner plan {spec} -e {kept.environment.name} -o {file}"
+        yield findings.Drift(file=file, says=f"{spec} gives another plan: {change.says}; run {again}")
+
+
+def _count(placed: list[findings.Placed], drift: list[findings.Drift], files: int) -> str:
+    counts = {severity: sum(p.severity is severity for p in placed) for severity in Severity}
+    parts = [
+        f"{count} {severity.value}{'s' if count != 1 else ''}" for severity, count in counts.items() if count
+    ]
+    if drift:
+        parts.append(f"{len(drift)} differences from the spec")
+    return f"{files} file{'s' if files != 1 else ''} checked: {', '.join(parts) or 'nothing to report'}"
+
+
+@cli.command()
+@click.argument("old", metavar="OLD")
+@click.argument("new", metavar="NEW")
+@_environment_option
+@_format_option()
+def diff(old: str, new: str, environment: str | None, form: str) -> None:
+    """Say in words what changes on the machine when plan NEW replaces plan OLD.
+
+    Exit code 2 where they differ. Either may be a spec, which is then planned.
+    """
+    before, after = (_plan_of(file, None if _is_plan(file) else environment) for file in (old, new))
+    changes = compare(before, after)
+    if form == "json":
+        listed = [
+            {
+                "role": change.role,
+                "what": change.what,
+                "says": change.says,
+                "entries": [tables.entry_data(entry) for entry in change.entries],
+            }
+            for change in changes
+        ]
+        click.echo(dumps_json({"changes": listed}))
+    else:
+        click.echo("\n".join(change.says for change in changes) or "the plans are the same")
+    if changes:
+        click.get_current_context().exit(FINDINGS)
+
+
+def _is_plan(file: str) -> bool:
+    return codec.is_plan(documents.parse(codec.read(file), file))
+
+
+@cli.command()
+@click.option("--spec", metavar="SPEC", help="Ask about this deployment's model instead of a plain 8B one.")
+@_environment_option
+@_format_option()
+def backends(spec: str | None, environment: str | None, form: str) -> None:
+    """List the installed attention backends, and how far each goes inside a full graph.
+
+    On every shipped environment, or with its reasons on the one that is named.
+    """
+    names = [environment] if environment else list(catalog.shipped_environments())
+    data = backend_data(
+        registry.load(),
+        [catalog.find_environment(name) for name in names],
+        codec.load_spec(spec) if spec else None,
+    )
+    if form == "json":
+        click.echo(dumps_json(data))
+    else:
+        _print(tables.backends_table(data, reasons=environment is not None))
+
+
+@cli.command()
+@click.argument("kind", type=click.Choice(list(SCHEMAS)))
+@_format_option("json")
+def schema(kind: str, form: str) -> None:
+    """Print the JSON Schema of a file kind, for editors."""
+    click.echo(dumps_json(SCHEMAS[kind]()))
+
+
+if __name__ == "__main__":
+    main()

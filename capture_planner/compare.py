@@ -1,0 +1,131 @@
+"""What changes on the machine when one plan replaces another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from capture_planner import rows
+from capture_planner.codec import to_data
+from capture_planner.entry import Entry
+from capture_planner.modes import Role
+from capture_planner.plan import Plan, RolePlan
+
+
+@attrs.frozen(kw_only=True)
+class Change:
+    """One difference, as data and in words. ``role`` is None where it concerns the whole plan."""
+
+    role: Role | None
+    what: str
+    """role, mode, backend, added, gone, waiver, decision, environment, or a field of the plan."""
+    says: str
+    entries: tuple[Entry, ...] = ()
+
+
+def compare(old: Plan, new: Plan) -> tuple[Change, ...]:
+    """Return the differences from ``old`` to ``new``, the whole plan first, then role by role."""
+    return (*_whole(old, new), *_roles(old, new))
+
+
+def _whole(old: Plan, new: Plan) -> Iterator[Change]:
+    for name in (
+        "model",
+        "limits",
+        "speculative",
+        "lora",
+        "parallel",
+        "piecewise",
+        "budget",
+        "pool",
+        "environment",
+    ):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            yield Change(role=None, what=name, says=f"{name}: {_fields(before, after)}")
+    if old.spec != new.spec:
+        yield Change(
+            role=None, what="spec", says=f"the spec changed: {old.spec[:19]}... became {new.spec[:19]}..."
+        )
+
+
+def _fields(before: object, after: object) -> str:
+    """Write what differs between two records, field by field."""
+    if before is None or after is None:
+        return f"{'off' if before is None else 'on'} became {'off' if after is None else 'on'}"
+    left, right = dict(_leaves(to_data(before))), dict(_leaves(to_data(after)))
+    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    return ", ".join(
+        f"{name} {_shown(left.get(name))} became {_shown(right.get(name))}".strip() for name in names
+    )
+
+
+def _leaves(data: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Return every leaf of plain data under its dotted name."""
+    if isinstance(data, dict):
+        for key, item in data.items():
+            yield from _leaves(item, f"{name}.{key}" if name else key)
+    else:
+        yield name, data
+
+
+def _shown(value: object) -> str:
+    return "(none)" if value is None else str(value)
+
+
+def _roles(old: Plan, new: Plan) -> Iterator[Change]:
+    before = {role.role: role for role in old.roles}
+    after = {role.role: role for role in new.roles}
+    for role in Role:
+        if role in before and role not in after:
+            yield Change(role=role, what="role", says=f"{role} is gone, with {_graphs(before[role].entries)}")
+        elif role in after and role not in before:
+            yield Change(role=role, what="role", says=f"{role} is new, with {_graphs(after[role].entries)}")
+        elif role in before:
+            yield from _role(before[role], after[role])
+
+
+def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    role = new.role
+    if old.mode is not new.mode:
+        yield Change(role=role, what="mode", says=f"{role} runs {new.mode.value}, it ran {old.mode.value}")
+    for name in ("groups", "inputs"):
+        if getattr(old, name) != getattr(new, name):
+            left = ", ".join(f"{g.name} on {g.backend} {g.version}" for g in old.groups)
+            right = ", ".join(f"{g.name} on {g.backend} {g.version}" for g in new.groups)
+            moved = f"{left} became {right}" if left != right else "declarations or workspace changed"
+            yield Change(role=role, what="backend", says=f"{role}: {moved}")
+    added, gone = set(new.entries) - set(old.entries), set(old.entries) - set(new.entries)
+    for what, entries in (("added", added), ("gone", gone)):
+        if entries:
+            ordered = tuple(sorted(entries, key=lambda e: e.capture_order))
+            word = "captures in addition" if what == "added" else "no longer captures"
+            yield Change(role=role, what=what, says=f"{role} {word} {_graphs(ordered)}", entries=ordered)
+    for waiver in new.waivers:
+        if waiver not in old.waivers:
+            yield Change(role=role, what="waiver", says=f"{role} newly waives: {waiver.says}")
+    for waiver in old.waivers:
+        if waiver not in new.waivers:
+            yield Change(role=role, what="waiver", says=f"{role} no longer waives: {waiver.says}")
+    if old.decisions != new.decisions and not (added or gone or old.mode is not new.mode):
+        yield Change(role=role, what="decision", says=f"{role}: the same graphs for other reasons")
+
+
+def _graphs(entries: tuple[Entry, ...]) -> str:
+    """Write entries compactly: ``3 graphs: FULL decodes of 4 tokens at 16, 8, 1 requests``."""
+    if not entries:
+        return "no graphs"
+    parts = []
+    for row in rows.pack(entries):
+        sizes = row.num_reqs if row.query_len is not None and row.num_reqs else row.num_tokens or ()
+        shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
+        kind = (
+            f"{row.mode.value} decodes of {row.query_len} tokens"
+            if row.query_len
+            else f"{row.mode.value} mixed"
+        )
+        unit = "requests" if row.query_len is not None else "tokens"
+        loras = f" with {', '.join(map(str, row.active_loras))} LoRA" if row.active_loras != (0,) else ""
+        parts.append(f"{kind} at {shown} {unit}{loras}")
+    return f"{len(entries)} graph{'s' if len(entries) > 1 else ''}: {'; '.join(parts)}"

@@ -1,0 +1,137 @@
+"""Findings as text, JSON, GitHub annotations and SARIF."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from capture_planner.lint import RULES, Finding, Severity
+
+DRIFT_CODE = "CP099"
+"""A plan is not what its spec gives; found by comparison, not by a rule."""
+
+
+@attrs.frozen(kw_only=True)
+class Placed:
+    """A finding with its place in a file."""
+
+    finding: Finding
+    file: str
+    line: int
+    column: int
+
+    @property
+    def severity(self) -> Severity:
+        return self.finding.rule.severity
+
+
+@attrs.frozen(kw_only=True)
+class Drift:
+    """A difference between a plan and what its spec gives now."""
+
+    file: str
+    says: str
+
+
+def as_text(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
+    """One finding a line, as compilers write them."""
+    lines = [f"{p.file}:{p.line}:{p.column}: {p.severity.value}: {p.finding}" for p in placed]
+    return "\n".join(lines + [f"{d.file}:1:1: error: {DRIFT_CODE} drift: {d.says}" for d in drift])
+
+
+def as_data(placed: Sequence[Placed]) -> list[dict[str, Any]]:
+    """Findings as plain data, for ``--format json``."""
+    return [
+        {
+            "code": p.finding.rule.code,
+            "name": p.finding.rule.name,
+            "severity": p.severity.value,
+            "class": p.finding.rule.bug_class.name,
+            "role": p.finding.found.role,
+            "message": p.finding.found.says,
+            "remedy": p.finding.found.remedy,
+            "threads": list(p.finding.rule.threads),
+            "file": p.file,
+            "line": p.line,
+            "column": p.column,
+        }
+        for p in placed
+    ]
+
+
+def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
+    """Workflow commands: GitHub shows them beside the line that they are about."""
+    level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
+    lines = [
+        f"::{level[p.severity]} file={_property(p.file)},line={p.line},col={p.column},"
+        f"title={_property(f'{p.finding.rule.code} {p.finding.rule.name}')}::"
+        f"{_escaped(f'{p.finding.found.says}; {p.finding.found.remedy}')}"
+        for p in placed
+    ]
+    lines += [
+        f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.says)}" for d in drift
+    ]
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> dict[str, Any]:
+    """SARIF 2.1.0, for code-scanning services; every rule is described, found or not."""
+    level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
+    rules = [
+        {
+            "id": rule.code,
+            "name": rule.name,
+            "shortDescription": {"text": rule.explanation.splitlines()[0]},
+            "fullDescription": {"text": rule.explanation},
+            "defaultConfiguration": {"level": level[rule.severity]},
+            "properties": {"class": rule.bug_class.name, "threads": list(rule.threads)},
+        }
+        for rule in RULES.values()
+    ]
+    rules.append(
+        {
+            "id": DRIFT_CODE,
+            "name": "drift",
+            "shortDescription": {"text": "A plan is not what its spec gives."},
+        }
+    )
+    results = [
+        _result(
+            p.finding.rule.code, level[p.severity], f"{p.finding.found.says}; {p.finding.found.remedy}", p
+        )
+        for p in placed
+    ]
+    results += [_result(DRIFT_CODE, "error", d.says, d) for d in drift]
+    driver = {"name": "capture-planner", "version": version, "rules": rules}
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": results}],
+    }
+
+
+def _result(code: str, level: str, text: str, place: Placed | Drift) -> dict[str, Any]:
+    line, column = (place.line, place.column) if isinstance(place, Placed) else (1, 1)
+    return {
+        "ruleId": code,
+        "level": level,
+        "message": {"text": text},
+        "locations": [
+            {
+                "physicalLocation": {
+                    "artifactLocation": {"uri": place.file},
+                    "region": {"startLine": line, "startColumn": column},
+                }
+            }
+        ],
+    }

@@ -1,0 +1,233 @@
+"""Plans, coverage, explanations and backends as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from capture_planner import rows
+from capture_planner.coverage import Cell, Coverage
+from capture_planner.entry import Entry
+from capture_planner.explain import Explanation
+from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.plan import Kind, Plan, RolePlan
+
+_COLORS = {GraphMode.FULL: "green", GraphMode.PIECEWISE: "cyan", GraphMode.NONE: "yellow"}
+
+
+def _table(*columns: str, right: Iterable[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def mode_text(mode: GraphMode) -> Text:
+    """Write a mode in its colour; the word says it all where there are no colours."""
+    return Text(mode.value, style=_COLORS.get(mode.decode_mode, ""))
+
+
+def plan_summary(plan: Plan) -> RenderableType:
+    """One line a role: what was wanted, what it became, how many graphs."""
+    table = _table("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",))
+    for role in plan.roles:
+        table.add_row(
+            role.role,
+            mode_text(role.mode),
+            "" if role.mode is role.requested else role.requested.value,
+            ", ".join(dict.fromkeys(group.backend for group in role.groups)),
+            str(len(role.entries)),
+            "; ".join(_waived(role)) or "nothing",
+        )
+    bound = plan.budget.allowed_graphs()
+    total = f"{plan.num_graphs} graphs" + (f" of at most {bound[0]}" if bound else "")
+    return Group(Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold"), table)
+
+
+def _waived(role: RolePlan) -> Iterator[str]:
+    for waiver in role.waivers:
+        unit = "tokens, mixed" if waiver.kind is Kind.MIXED else f"requests of {waiver.query_len}"
+        yield f"{waiver.first} to {waiver.last} {unit} ({waiver.reason})"
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    """The whole plan: each role with its groups, graphs, waivers and decisions."""
+    parts: list[RenderableType] = [plan_summary(plan)]
+    for role in plan.roles:
+        parts += [Text(""), Text(role.role, style="bold underline"), *_role_parts(role)]
+    return Group(*parts)
+
+
+def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
+    groups = _table("group", "layers", "backend", "support", "workspace", right=("layers",))
+    for group in role.groups:
+        groups.add_row(
+            group.name,
+            str(group.layers),
+            f"{group.backend} {group.version}",
+            group.support.level.name,
+            f"{group.workspace.device / (1 << 20):,.1f} MiB" if group.workspace.device else "none",
+        )
+    yield Padding(groups, (0, 0, 0, 2))
+    if role.entries:
+        graphs = _table("graphs", "for", "LoRA", "sizes, in capture order", right=("graphs",))
+        for row in rows.pack(role.entries):
+            sizes = (
+                row.num_reqs
+                if row.query_len is not None and row.num_reqs is not None
+                else row.num_tokens or ()
+            )
+            graphs.add_row(
+                str(len(row.entries())),
+                _kind_text(row.mode, row.query_len, row.draft_steps),
+                ", ".join(map(str, row.active_loras)) if row.active_loras != (0,) else "",
+                " ".join(map(str, sizes)),
+            )
+        yield Padding(graphs, (0, 0, 0, 2))
+    for waiver in role.waivers:
+        yield Padding(Text(f"waived ({waiver.reason}): {waiver.says}", style="yellow"), (0, 0, 0, 2))
+    if role.decisions:
+        decisions = _table("decision", "before", "after", "because")
+        for decision in role.decisions:
+            decisions.add_row(decision.rule, decision.before, decision.after, decision.says)
+        yield Padding(decisions, (0, 0, 0, 2))
+
+
+def _kind_text(mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:
+    if query_len is None:
+        return f"{mode.value}, any batch, by tokens"
+    chain = f", chain of {draft_steps}" if draft_steps else ""
+    return f"{mode.value}, decodes of {query_len}{chain}, by requests"
+
+
+def explanation_table(explained: Explanation) -> RenderableType:
+    """One batch: its answer, why, and what each nearer entry lacked."""
+    batch, answer = explained.batch, explained.answer
+    shape = f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
+    if batch.query_len is not None:
+        shape += f", {batch.query_len} each"
+    if not batch.past_prompt:
+        shape += ", prompts among them"
+    if batch.active_loras:
+        shape += f", {batch.active_loras} active LoRA"
+    lines: list[RenderableType] = [
+        Text.assemble(f"{batch.role}: {shape}", " -> ", mode_text(answer.mode)),
+        Text(f"  {answer.entry or 'no graph'}: {explained.says}"),
+    ]
+    if explained.rejected:
+        table = _table("nearer entry", "rejected because it")
+        for rejected in explained.rejected:
+            table.add_row(str(rejected.entry), rejected.says)
+        lines += [Text(""), Padding(table, (0, 0, 0, 2))]
+    return Group(*lines)
+
+
+def coverage_table(walked: Coverage) -> RenderableType:
+    """The whole admissible space by role: what serves it, how much of it is padding."""
+    table = _table(
+        "role",
+        "batches",
+        "LoRA",
+        "served by",
+        "sizes",
+        "padding",
+        "worst",
+        right=("sizes", "padding", "worst"),
+    )
+    for run in coverage_runs(walked):
+        first, last = run[0], run[-1]
+        unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {first.query_len}"
+        mode = mode_text(first.answer.mode)
+        if first.answer.reason is not None:
+            mode.append(f" ({first.answer.reason})")
+        served = [cell for cell in run if cell.entry is not None]
+        table.add_row(
+            first.role,
+            f"{first.first} to {last.last} {unit}",
+            f"{min(c.min_loras for c in run)} to {max(c.max_loras for c in run)}"
+            if max(c.max_loras for c in run)
+            else "",
+            mode,
+            str(len({cell.entry for cell in served})) if served else "",
+            f"{share_padded(served):.1%}" if served else "",
+            f"{max(cell.worst for cell in served) - 1:.0%}" if served else "",
+        )
+    return table
+
+
+def coverage_runs(walked: Coverage) -> list[list[Cell]]:
+    """Group neighbouring cells that are served in the same way."""
+
+    def kind(cell: Cell) -> tuple[Role, Kind, int | None, GraphMode, str | None]:
+        return cell.role, cell.kind, cell.query_len, cell.answer.mode, cell.answer.reason
+
+    runs: list[list[Cell]] = []
+    for cell in walked.cells:
+        if runs and kind(runs[-1][-1]) == kind(cell):
+            runs[-1].append(cell)
+        else:
+            runs.append([cell])
+    return runs
+
+
+def share_padded(cells: Iterable[Cell]) -> float:
+    """Return the share of computed tokens that is padding, every batch size counted once."""
+    real = computed = 0.0
+    for cell in cells:
+        if cell.entry is not None:
+            count = cell.last - cell.first + 1
+            computed += count * cell.entry.num_tokens
+            real += count * cell.entry.num_tokens * (1 - cell.padded)
+    return 1 - real / computed if computed else 0.0
+
+
+def backends_table(data: list[dict[str, Any]], *, reasons: bool) -> RenderableType:
+    """Backends against environments, or one environment with the reasons."""
+    environments = list(dict.fromkeys(s["environment"] for backend in data for s in backend["support"]))
+    if reasons:
+        table = _table("backend", "version", "role", "group", "support", "because")
+        for backend in data:
+            for s in backend["support"]:
+                table.add_row(
+                    backend["name"], backend["version"], s["role"], s["group"], s["level"], s["reason"]
+                )
+        return table
+    table = _table("backend", "version", *environments)
+    for backend in data:
+        levels = [
+            min(
+                (s["level"] for s in backend["support"] if s["environment"] == name),
+                key=lambda n: GraphSupport[n],
+            )
+            for name in environments
+        ]
+        table.add_row(backend["name"], backend["version"], *(_SHORT[level] for level in levels))
+    legend = ", ".join(f"{short} = {level}" for level, short in _SHORT.items())
+    return Group(table, Text(f"\n{legend}; add --environment NAME for the reasons", style="dim"))
+
+
+_SHORT = {
+    "ALWAYS": "always",
+    "UNIFORM_BATCH": "uniform",
+    "UNIFORM_SINGLE_TOKEN_DECODE": "single",
+    "NEVER": "never",
+}
+
+
+def entry_data(entry: Entry | None) -> dict[str, object] | None:
+    """Return an entry as plain data."""
+    if entry is None:
+        return None
+    return {
+        "mode": entry.mode.value,
+        "num_tokens": entry.num_tokens,
+        "num_reqs": entry.num_reqs,
+        "query_len": entry.query_len,
+        "active_loras": entry.active_loras,
+        "draft_steps": entry.draft_steps,
+    }

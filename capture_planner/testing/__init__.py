@@ -1,0 +1,47 @@
+"""Hypothesis strategies for people who test backends, or tools over specs and plans.
+
+Needs Hypothesis: ``pip install capture-planner[testing]``.
+"""
+
+from __future__ import annotations
+
+try:
+    import hypothesis as _hypothesis
+except ImportError as error:  # pragma: no cover - said in the message, seen without the extra only
+    raise ImportError(
+        "capture_planner.testing needs hypothesis; install it with: pip install capture-planner[testing]"
+    ) from error
+
+from capture_planner.testing.strategies import (
+    Deployment,
+    Document,
+    FakeBackend,
+    arbitrary_plans,
+    backends,
+    batches,
+    deployments,
+    documents,
+    environments,
+    padding_contracts,
+    plans,
+    registries,
+    specs,
+)
+
+del _hypothesis
+
+__all__ = [
+    "Deployment",
+    "Document",
+    "FakeBackend",
+    "arbitrary_plans",
+    "backends",
+    "batches",
+    "deployments",
+    "documents",
+    "environments",
+    "padding_contracts",
+    "plans",
+    "registries",
+    "specs",
+]

@@ -1,0 +1,105 @@
+"""Law 1, coverage: every admissible batch maps to an entry or a waiver."""
+
+import reference
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from capture_planner.admissible import decode_families
+from capture_planner.coverage import coverage
+from capture_planner.dispatch import Dispatcher
+from capture_planner.modes import GraphMode, Reason
+from capture_planner.testing import arbitrary_plans, plans
+
+
+def _small(plan):
+    assume(plan.limits.max_num_tokens <= 512)
+    return plan
+
+
+@given(plans(max_reqs=33))
+def test_every_admissible_batch_has_an_entry_or_a_waiver(plan):
+    """Law 1, by enumeration: each role, request count, query length and adapter count."""
+    _small(plan)
+    for role in plan.roles:
+        for batch in reference.admissible(plan, role):
+            entry = reference.dispatch(plan, batch)
+            assert entry is not None or reference.is_waived(role, batch), (str(role.role), batch)
+
+
+@given(plans(max_reqs=33) | arbitrary_plans())
+def test_coverage_finds_exactly_the_holes_that_enumeration_finds(plan):
+    """Law 1: the cells that ``check`` walks have a hole where, and only where, some batch has one."""
+    _small(plan)
+    cells = coverage(plan).uncovered
+    for role in plan.roles:
+        holes = {
+            (reference.is_decode(batch), batch.query_len)
+            for batch in reference.admissible(plan, role)
+            if reference.dispatch(plan, batch) is None and not reference.is_waived(role, batch)
+        }
+        found = {(c.query_len is not None, c.query_len) for c in cells if c.role is role.role}
+        assert found == holes
+
+
+@given(plans(max_reqs=33) | arbitrary_plans())
+def test_each_batch_lies_in_a_cell_with_its_answer(plan):
+    """Law 1: coverage and dispatch are one truth; a batch is answered as its cell says."""
+    _small(plan)
+    cells = {}
+    for cell in coverage(plan).cells:
+        cells.setdefault((cell.role, cell.query_len), []).append(cell)
+    for role in plan.roles:
+        for batch in reference.admissible(plan, role):
+            extent = batch.num_reqs if reference.is_decode(batch) else batch.num_tokens
+            found = {
+                (cell.entry, cell.answer.reason)
+                for cell in cells.get((role.role, batch.query_len), ())
+                if cell.first <= extent <= cell.last
+                and cell.min_reqs <= batch.num_reqs <= cell.max_reqs
+                and cell.min_loras <= batch.active_loras <= cell.max_loras
+                and (not reference.is_decode(batch) or _scheduled(plan, role, cell, batch))
+            }
+            answer = Dispatcher(plan).answer(batch) if len(found) != 1 else None
+            assert found, (batch, answer)
+            assert {entry for entry, _ in found} == {reference.dispatch(plan, batch)}, batch
+
+
+def _scheduled(plan, role, cell, batch):
+    """Whether a decode cell and a batch are of one chain length, where two overlap in request counts."""
+    return reference.chain_length(plan, role.role, cell.last) == reference.chain_length(
+        plan, role.role, batch.num_reqs
+    )
+
+
+@given(plans(max_reqs=64))
+def test_the_largest_decode_is_itself_a_size_unless_waived(plan):
+    """Law 1: a uniform family with a full graph ends in its ceiling, or the rest is waived."""
+    for role in plan.roles:
+        for family in decode_families(role.role, plan):
+            most = family.requests.intervals[-1][1]
+            sizes = [e.num_reqs for e in role.entries if e.query_len == family.query_len]
+            waived = [w for w in role.waivers if w.query_len == family.query_len and w.last >= most]
+            if role.mode.is_separate and not waived:
+                piecewise = [e.num_tokens for e in role.entries if e.query_len is None]
+                assert max([0, *sizes]) >= most or max([0, *piecewise]) >= most * family.query_len
+
+
+@given(plans(max_reqs=64), st.data())
+def test_a_waived_batch_says_why(plan, data):
+    """Law 1: what is left eager on purpose has a waiver with a sentence, found by dispatch."""
+    waivers = [(role.role, waiver) for role in plan.roles for waiver in role.waivers]
+    assume(waivers)
+    _, waiver = data.draw(st.sampled_from(waivers))
+    assert waiver.says
+    assert waiver.reason not in (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE)
+    assert waiver.first <= waiver.last
+
+
+@given(plans(max_reqs=64))
+def test_a_mode_of_none_waives_everything(plan):
+    """Law 1: without graphs, each kind of batch of the role is waived."""
+    for role in plan.roles:
+        if role.mode is GraphMode.NONE:
+            kinds = len(decode_families(role.role, plan)) + (role.role != "draft_decode")
+            assert len(role.waivers) == kinds
+            assert not role.entries

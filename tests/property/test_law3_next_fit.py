@@ -1,0 +1,107 @@
+"""Law 3, next fit: the cheapest compatible entry over all entries; total and deterministic."""
+
+import reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.dispatch import Dispatcher
+from capture_planner.entry import Batch
+from capture_planner.modes import GraphMode
+from capture_planner.testing import arbitrary_plans, batches, plans
+
+ANY_PLAN = plans(max_reqs=64) | arbitrary_plans()
+
+
+def _ask(dispatcher, batch):
+    return dispatcher.dispatch(
+        batch.role, batch.num_reqs, batch.num_tokens, batch.query_len, batch.past_prompt, batch.active_loras
+    )
+
+
+@given(ANY_PLAN, st.data())
+def test_dispatch_equals_a_scan_over_all_entries(plan, data):
+    """Law 3: the fast dispatcher answers as the reference does, padding included."""
+    dispatcher = Dispatcher(plan)
+    for batch in data.draw(st.lists(batches(plan), min_size=1, max_size=30)):
+        best = reference.dispatch(plan, batch)
+        answer = _ask(dispatcher, batch)
+        assert answer.entry == best
+        assert (answer.reason is None) == (best is not None)
+        if best is not None:
+            assert answer.padded_tokens == best.num_tokens - batch.num_tokens
+            assert answer.padded_reqs == (0 if best.num_reqs is None else best.num_reqs - batch.num_reqs)
+
+
+@given(ANY_PLAN, st.data())
+def test_compatibility_is_what_the_entry_says(plan, data):
+    """Law 3: ``Entry.rejection`` and an independent statement of compatibility are one."""
+    batch = reference.without_adapters(data.draw(batches(plan)))
+    chain = reference.chain_length(plan, batch.role, batch.num_reqs)
+    for entry in plan.role(batch.role).entries:
+        assert (entry.rejection(batch, chain) is None) == reference.serves(entry, batch, chain)
+
+
+@given(ANY_PLAN, st.data())
+def test_no_answer_depends_on_what_was_asked_before(plan, data):
+    """Law 3: deterministic; in any order, any number of times, and with nothing kept."""
+    asked = data.draw(st.lists(batches(plan), min_size=1, max_size=20))
+    shuffled = data.draw(st.permutations(asked * 2))
+    one, other = Dispatcher(plan), Dispatcher(plan)
+    for batch in shuffled:
+        _ask(one, batch)
+    for batch in asked:
+        assert _ask(one, batch) == other.answer(batch) == Dispatcher(plan).answer(batch)
+
+
+@given(ANY_PLAN, st.data())
+def test_padded_is_never_less_than_real(plan, data):
+    """Law 3: padding is at least zero on both axes."""
+    answer = _ask(Dispatcher(plan), data.draw(batches(plan)))
+    assert answer.padded_tokens >= 0
+    assert answer.padded_reqs >= 0
+
+
+@given(ANY_PLAN, st.data())
+def test_a_full_entry_is_never_passed_over_for_piecewise(plan, data):
+    """Law 3: no nearer size of another query length hides a compatible FULL entry."""
+    batch = reference.without_adapters(data.draw(batches(plan)))
+    chain = reference.chain_length(plan, batch.role, batch.num_reqs)
+    answer = _ask(Dispatcher(plan), batch)
+    if answer.mode is GraphMode.PIECEWISE:
+        full = [entry for entry in plan.role(batch.role).entries if entry.mode is GraphMode.FULL]
+        assert not any(reference.serves(entry, batch, chain) for entry in full)
+
+
+WILD = st.integers(-(1 << 63), 1 << 63)
+
+
+@given(ANY_PLAN, WILD, WILD, st.none() | WILD, st.booleans(), WILD)
+def test_dispatch_is_total(plan, num_reqs, num_tokens, query_len, past_prompt, loras):
+    """Law 3: any numbers at all have an answer; what cannot be is not admissible."""
+    role = plan.roles[0].role
+    batch = Batch(
+        role=role,
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        query_len=query_len,
+        past_prompt=past_prompt,
+        active_loras=loras,
+    )
+    answer = _ask(Dispatcher(plan), batch)
+    assert answer.entry == reference.dispatch(plan, batch)
+    assert (answer.entry is None) == (answer.reason is not None)
+
+
+@given(ANY_PLAN, st.data())
+def test_a_role_by_name_is_the_role(plan, data):
+    """Law 3: asking by the role's name changes nothing."""
+    batch, dispatcher = data.draw(batches(plan)), Dispatcher(plan)
+    by_name = dispatcher.dispatch(
+        batch.role.value,
+        batch.num_reqs,
+        batch.num_tokens,
+        batch.query_len,
+        batch.past_prompt,
+        batch.active_loras,
+    )
+    assert by_name == _ask(dispatcher, batch)
