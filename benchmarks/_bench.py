@@ -50,7 +50,9 @@ def provenance() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", str(shown), *map(_relative, sys.argv[1:])]),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "capture_planner", "backends", "benchmarks")),
+        "uncommitted_changes": bool(
+            _git("status", "--porcelain", "--", "capture_planner", "backends", "benchmarks")
+        ),
         "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)},
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
@@ -118,4 +120,6 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )

@@ -114,7 +114,7 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
     own, same, manager = plans(tiers)
     role, most = Role.TARGET, max(graph.num_tokens for graph in manager.captured)
     uniform, mixed = decodes(tiers), mixed_batches(most)
-    ours = {
+    ours: dict[str, list[Call]] = {
         "decode": [(role, reqs, reqs * q, q, True, 0) for reqs, q in uniform],
         "mixed": [(role, reqs, tokens, None, False, 0) for reqs, tokens in mixed],
     }
@@ -174,13 +174,19 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
 def main() -> int:
     """Measure, print and write; exit code 1 where a target is missed."""
     options = parser(__doc__)
-    options.add_argument("--repeats", type=int, default=15, help="times each dispatcher is timed (default 15)")
-    options.add_argument("--rounds", type=int, default=200, help="passes over all batches per time (default 200)")
+    options.add_argument(
+        "--repeats", type=int, default=15, help="times each dispatcher is timed (default 15)"
+    )
+    options.add_argument(
+        "--rounds", type=int, default=200, help="passes over all batches per time (default 200)"
+    )
     arguments = options.parse_args()
     results = {
         name: measure(name, tiers, arguments.repeats, arguments.rounds) for name, tiers in SCHEDULES.items()
     }
-    speed = table("ns per call (best), ratio to vLLM's rule (median)", "schedule, batches", "vllm", "same graphs")
+    speed = table(
+        "ns per call (best), ratio to vLLM's rule (median)", "schedule, batches", "vllm", "same graphs"
+    )
     for column in ("ratio", "own plan", "ratio", "dict lookup", "first call"):
         speed.add_column(column, justify="right")
     for name, found in results.items():

@@ -57,7 +57,11 @@ def serves(
         return False
     if graph.num_reqs is not None and graph.num_reqs < num_reqs:
         return False
-    return graph.num_tokens >= num_tokens and graph.num_active_loras == loras and graph.num_ubatches == num_ubatches
+    return (
+        graph.num_tokens >= num_tokens
+        and graph.num_active_loras == loras
+        and graph.num_ubatches == num_ubatches
+    )
 
 
 class SmallestGroup:
@@ -175,7 +179,9 @@ def _captured(
                 reqs = -(-size // query_len)
                 tokens = reqs * query_len
                 if tokens <= min(top, max_num_reqs * max_query_len) and reqs <= max_num_reqs:
-                    graphs[Descriptor(mode.decode_mode, tokens, reqs, query_len, num_active_loras=case)] = None
+                    graphs[Descriptor(mode.decode_mode, tokens, reqs, query_len, num_active_loras=case)] = (
+                        None
+                    )
             if mode.mixed_mode is not GraphMode.NONE:
                 reqs_or_none = min(size, max_num_reqs) if mode.mixed_mode is GraphMode.FULL else None
                 graphs[Descriptor(mode.mixed_mode, size, reqs_or_none, num_active_loras=case)] = None

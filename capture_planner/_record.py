@@ -201,6 +201,8 @@ def canonical(value: Any) -> Any:
         return {str(key): canonical(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [canonical(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # 1.0 equals 1, and is written so by some
     return value
 
 

@@ -32,9 +32,9 @@ def find_environment(name: str) -> Environment:
     if Path(name).suffix or Path(name).exists():
         return codec.load_environment(name)
     near = difflib.get_close_matches(name, shipped, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else ";"
     raise CapturePlannerError(
-        f"no environment is named {name!r}{hint} Shipped are {', '.join(shipped)}; a path to a file works too"
+        f"no environment is named {name!r}{hint} shipped are {', '.join(shipped)}, and a path to a file works too"
     )
 
 

@@ -13,7 +13,7 @@ import click
 from rich.console import Console, RenderableType
 
 import capture_planner
-from capture_planner import catalog, codec, documents, registry
+from capture_planner import catalog, codec, registry
 from capture_planner.batches import answer_line, read_batches
 from capture_planner.codec import dumps_json, to_data
 from capture_planner.compare import compare
@@ -21,7 +21,7 @@ from capture_planner.coverage import coverage
 from capture_planner.dispatch import Dispatcher
 from capture_planner.entry import Batch
 from capture_planner.environment import Environment
-from capture_planner.errors import CapturePlannerError, InvalidValue
+from capture_planner.errors import CapturePlannerError, InvalidDocument, InvalidValue, PlanningError
 from capture_planner.explain import explain as explain_batch
 from capture_planner.lint import Finding, Severity, lint
 from capture_planner.modes import Role
@@ -30,7 +30,6 @@ from capture_planner.planner import plan as make_plan
 from capture_planner.report import findings, tables
 from capture_planner.report.data import backend_data, coverage_data, explanation_data
 from capture_planner.schema import SCHEMAS
-from capture_planner.spec import Spec
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -124,14 +123,23 @@ def _environment(name: str | None, output: str | None = None) -> Environment:
 
 def _plan_of(path: str, environment: str | None) -> Plan:
     """Read a plan, or read a spec and plan it."""
-    value = codec.load_spec_or_plan(path)
-    if isinstance(value, Spec):
-        return make_plan(value, _environment(environment), registry.load())
+    if not _is_plan(path):
+        return _planned(path, _environment(environment))
+    value = codec.load_plan(path)
     if environment is not None:
         raise click.UsageError(
             f"{path} is a plan, for {value.environment.name}; --environment goes with a spec."
         )
     return value
+
+
+def _planned(path: str, environment: Environment) -> Plan:
+    """Read a spec and plan it; what is wrong with it as a plan has its place in the file too."""
+    node = codec.parse(codec.read(path), path)
+    try:
+        return make_plan(codec.load_spec(path), environment, registry.load())
+    except PlanningError as error:
+        raise InvalidDocument(codec.placed(error.problems, node, path)) from None
 
 
 @cli.command()
@@ -145,8 +153,7 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     Without --output the plan itself is printed, as YAML or JSON. Without --environment, a file name
     such as model.h100.yaml states the environment; else it is h100.
     """
-    wanted = codec.load_spec(spec)
-    made = make_plan(wanted, _environment(environment, output), registry.load())
+    made = _planned(spec, _environment(environment, output))
     if output is not None:
         is_json = Path(output).suffix == ".json"
         codec.write(output, dumps_json(to_data(made)) + "\n" if is_json else codec.dumps(made))
@@ -175,11 +182,23 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 @cli.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @click.option("--role", type=click.Choice([r.value for r in Role]), default="target", show_default=True)
-@click.option("--num-reqs", type=int, help="Requests in the batch.")
-@click.option("--num-tokens", type=int, help="Tokens in the batch; requests times query length if left out.")
-@click.option("--query-len", type=int, help="Tokens of every request, if all have the same number.")
+@click.option("--num-reqs", type=click.IntRange(min=1), help="Requests in the batch.")
+@click.option(
+    "--num-tokens",
+    type=click.IntRange(min=1),
+    help="Tokens in the batch; requests times query length if left out.",
+)
+@click.option(
+    "--query-len", type=click.IntRange(min=1), help="Tokens of every request, if all have the same number."
+)
 @click.option("--past-prompt/--prompt", default=True, help="Whether all requests are past their prompt.")
-@click.option("--active-loras", type=int, default=0, show_default=True, help="Distinct active adapters.")
+@click.option(
+    "--active-loras",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Distinct active adapters.",
+)
 @click.option("--coverage", "whole", is_flag=True, help="The whole admissible space, by role.")
 @click.option("--batches", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")
 @_environment_option
@@ -220,6 +239,11 @@ def explain(
         if query_len is None:
             raise click.UsageError("Give --num-tokens, or --query-len for a uniform batch.")
         num_tokens = num_reqs * query_len
+    if query_len is not None and num_tokens != num_reqs * query_len:
+        raise click.UsageError(
+            f"{num_reqs} requests of {query_len} tokens are {num_reqs * query_len} tokens, not {num_tokens}; "
+            "leave out --query-len where requests differ."
+        )
     explained = explain_batch(
         dispatcher,
         Batch(
@@ -276,7 +300,7 @@ def check(files: tuple[str, ...], spec: str | None, strict: bool, environment: s
 
 def _checked(file: str, environment: str | None) -> Iterator[findings.Placed]:
     """Lint one file, and place each finding in it."""
-    node = documents.parse(codec.read(file), file)
+    node = codec.parse(codec.read(file), file)
     made = _plan_of(file, environment)
     is_plan = codec.is_plan(node)
     for finding in lint(made):
@@ -292,10 +316,8 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(file: str, spec: str) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now."""
     kept = codec.load_plan(file)
-    fresh = make_plan(codec.load_spec(spec), kept.environment, registry.load())
-    for change in compare(kept, fresh):
-        again = f"capture-planner plan {spec} -e {kept.environment.name} -o {file}"
-        yield findings.Drift(file=file, says=f"{spec} gives another plan: {change.says}; run {again}")
+    for change in compare(kept, _planned(spec, kept.environment)):
+        yield findings.Drift(file=file, says=f"{spec} gives another plan: {change.says}")
 
 
 def _count(placed: list[findings.Placed], drift: list[findings.Drift], files: int) -> str:
@@ -304,7 +326,7 @@ def _count(placed: list[findings.Placed], drift: list[findings.Drift], files: in
         f"{count} {severity.value}{'s' if count != 1 else ''}" for severity, count in counts.items() if count
     ]
     if drift:
-        parts.append(f"{len(drift)} differences from the spec")
+        parts.append(f"{len(drift)} difference{'s' if len(drift) != 1 else ''} from the spec (plan it again)")
     return f"{files} file{'s' if files != 1 else ''} checked: {', '.join(parts) or 'nothing to report'}"
 
 
@@ -338,7 +360,7 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
 
 
 def _is_plan(file: str) -> bool:
-    return codec.is_plan(documents.parse(codec.read(file), file))
+    return codec.is_plan(codec.parse(codec.read(file), file))
 
 
 @cli.command()

@@ -10,7 +10,7 @@ from capture_planner import rows
 from capture_planner.codec import to_data
 from capture_planner.entry import Entry
 from capture_planner.modes import Role
-from capture_planner.plan import Plan, RolePlan
+from capture_planner.plan import GroupPlan, Plan, RolePlan
 
 
 @attrs.frozen(kw_only=True)
@@ -90,41 +90,69 @@ def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     role = new.role
     if old.mode is not new.mode:
         yield Change(role=role, what="mode", says=f"{role} runs {new.mode.value}, it ran {old.mode.value}")
-    for name in ("groups", "inputs"):
-        if getattr(old, name) != getattr(new, name):
-            left = ", ".join(f"{g.name} on {g.backend} {g.version}" for g in old.groups)
-            right = ", ".join(f"{g.name} on {g.backend} {g.version}" for g in new.groups)
-            moved = f"{left} became {right}" if left != right else "declarations or workspace changed"
-            yield Change(role=role, what="backend", says=f"{role}: {moved}")
+    if old.inputs != new.inputs:
+        yield Change(role=role, what="inputs", says=f"{role}: the fields that the runner pads changed")
+    yield from _groups(old, new)
     added, gone = set(new.entries) - set(old.entries), set(old.entries) - set(new.entries)
     for what, entries in (("added", added), ("gone", gone)):
         if entries:
             ordered = tuple(sorted(entries, key=lambda e: e.capture_order))
             word = "captures in addition" if what == "added" else "no longer captures"
             yield Change(role=role, what=what, says=f"{role} {word} {_graphs(ordered)}", entries=ordered)
-    for waiver in new.waivers:
-        if waiver not in old.waivers:
-            yield Change(role=role, what="waiver", says=f"{role} newly waives: {waiver.says}")
-    for waiver in old.waivers:
-        if waiver not in new.waivers:
-            yield Change(role=role, what="waiver", says=f"{role} no longer waives: {waiver.says}")
+    waived, waives = ({waiver.says: None for waiver in plan.waivers} for plan in (old, new))
+    for says in waives:
+        if says not in waived:
+            yield Change(role=role, what="waiver", says=f"{role} newly waives: {says}")
+    for says in waived:
+        if says not in waives:
+            yield Change(role=role, what="waiver", says=f"{role} no longer waives: {says}")
     if old.decisions != new.decisions and not (added or gone or old.mode is not new.mode):
         yield Change(role=role, what="decision", says=f"{role}: the same graphs for other reasons")
 
 
+def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    before = {group.name: group for group in old.groups}
+    after = {group.name: group for group in new.groups}
+    for name in {**before, **after}:
+        left, right = before.get(name), after.get(name)
+        if left == right:
+            continue
+        if left is None or right is None:
+            says = f"the attention group {name} is {'new' if left is None else 'gone'}"
+        else:
+            says = f"group {name}: {'; '.join(_group(left, right))}"
+        yield Change(role=new.role, what="backend", says=f"{new.role}: {says}")
+
+
+def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
+    for name in ("layers", "backend", "version"):
+        if getattr(old, name) != getattr(new, name):
+            yield f"{name} {getattr(old, name)} became {getattr(new, name)}"
+    if old.support.level is not new.support.level:
+        yield f"support {old.support.level.name} became {new.support.level.name}"
+    elif old.support != new.support:
+        yield "support has another reason or cap"
+    if old.workspace != new.workspace:
+        yield f"workspace {old.workspace.device:,} bytes became {new.workspace.device:,}"
+    pads, padded = ({field.name: field for field in group.padding.fields} for group in (new, old))
+    for word, names in (
+        ("pads in addition", pads.keys() - padded.keys()),
+        ("no longer pads", padded.keys() - pads.keys()),
+        ("pads otherwise", {name for name in pads.keys() & padded.keys() if pads[name] != padded[name]}),
+    ):
+        if names:
+            yield f"{word} {', '.join(sorted(names))}"
+
+
 def _graphs(entries: tuple[Entry, ...]) -> str:
-    """Write entries compactly: ``3 graphs: FULL decodes of 4 tokens at 16, 8, 1 requests``."""
+    """Write entries compactly: ``3 graphs: FULL decodes of 4 at 16, 8, 1 requests``."""
     if not entries:
         return "no graphs"
     parts = []
     for row in rows.pack(entries):
         sizes = row.num_reqs if row.query_len is not None and row.num_reqs else row.num_tokens or ()
         shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
-        kind = (
-            f"{row.mode.value} decodes of {row.query_len} tokens"
-            if row.query_len
-            else f"{row.mode.value} mixed"
-        )
+        kind = f"{row.mode.value} decodes of {row.query_len}" if row.query_len else f"{row.mode.value} mixed"
         unit = "requests" if row.query_len is not None else "tokens"
         loras = f" with {', '.join(map(str, row.active_loras))} LoRA" if row.active_loras != (0,) else ""
         parts.append(f"{kind} at {shown} {unit}{loras}")

@@ -17,7 +17,8 @@ from capture_planner.modes import GraphSupport, Refresh, Role
 from capture_planner.spec import DataType, Latent, Limits
 
 FieldName = Annotated[str, Matches(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
-Sentence = Annotated[str, Matches(r"(?s).{1,500}", "a sentence of at most 500 characters")]
+Constant = Annotated[int, Between(-(1 << 31), (1 << 31) - 1)]
+Sentence = Annotated[str, Matches(r"[\s\S]{1,500}", "a sentence of at most 500 characters")]
 
 
 @record
@@ -93,7 +94,7 @@ class MetadataField:
         "element type", default="int32"
     )
     fill: Fill = field("what the padded tail holds")
-    value: int | None = field("the constant, where fill is constant", default=None)
+    value: Constant | None = field("the constant, where fill is constant", default=None)
     lifetime: Lifetime = field("how long a value holds", default=Lifetime.EVERY_STEP)
     indexes: Bound | None = field("what it indexes; None: not an index", default=None)
     where: Where = field("where it is read", default=Where.DEVICE)

@@ -7,6 +7,7 @@ a waiver (law 1), and which entries any batch can reach (law 4).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 import attrs
@@ -186,18 +187,22 @@ def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
     holds it; where those have another query length, a full graph a little further on is missed
     (vllm#53407, #56136). Sizes are counted in requests.
     """
-    entries = [e for e in plan.role(role).entries if e.mode is GraphMode.FULL and e.active_loras == 0]
-    sizes = sorted({entry.num_tokens for entry in entries})
-    dispatcher = Dispatcher(plan)
+    by_tokens: dict[int, list[Entry]] = {}
+    for entry in plan.role(role).entries:
+        if entry.mode is GraphMode.FULL and entry.active_loras == 0:
+            by_tokens.setdefault(entry.num_tokens, []).append(entry)
+    if len({entry.query_len for entries in by_tokens.values() for entry in entries}) < 2:
+        return ()  # sizes of one kind cannot hide each other
+    sizes, dispatcher = sorted(by_tokens), Dispatcher(plan)
     missed = []
     for family in decode_families(role, plan):
         count = family.requests.after(0)
         while count is not None:
             tokens = count * family.query_len
             batch = Batch(role=role, num_reqs=count, num_tokens=tokens, query_len=family.query_len)
-            nearest = next((size for size in sizes if size >= tokens), None)
-            steps = family.draft_steps
-            seen = any(e.num_tokens == nearest and e.rejection(batch, steps) is None for e in entries)
+            nearest = bisect_left(sizes, tokens)
+            near = by_tokens[sizes[nearest]] if nearest < len(sizes) else []
+            seen = any(entry.rejection(batch, family.draft_steps) is None for entry in near)
             if not seen and dispatcher.answer(batch).mode is GraphMode.FULL:
                 missed.append(count)
             count = family.requests.after(count)

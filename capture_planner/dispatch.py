@@ -2,13 +2,14 @@
 
 The rule is ``Entry.rejection``: of all entries of the role that do not reject the batch, the one of
 least ``Entry.cost``. Nothing is searched when a batch arrives: next-fit tables are laid out per
-query length and adapter case when a dispatcher is made, and an answer that was given once is kept.
+query length and adapter case, and an answer that was given once is kept, so that a batch costs two
+look-ups and a few comparisons.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import attrs
 
@@ -50,9 +51,10 @@ class Dispatcher:
         # Answers given, where the next such batch looks first: uniform decodes by (role, query
         # length, adapters) and requests; batches whose requests do not matter by (role, adapters)
         # and tokens; all others as they are.
-        self._decodes: dict[tuple[str, int, int], list[Dispatch | None]] = {}
-        self._mixed: dict[tuple[str, int], list[Dispatch | None]] = {}
+        self._decodes: dict[tuple[str, int, int], dict[int, Dispatch]] = {}
+        self._mixed: dict[tuple[str, int], dict[int, Dispatch]] = {}
         self._others: dict[tuple[str, int, int, int], Dispatch] = {}
+        self._kept = 0
 
     def dispatch(
         self,
@@ -68,20 +70,17 @@ class Dispatcher:
         All counts are real; ``Batch`` says what each means. Total for every batch; raises
         ``DispatchError`` only for a role that the plan does not have.
         """
+        answer: Dispatch | None
         if query_len is not None and past_prompt and num_reqs * query_len == num_tokens:
             row = self._decodes.get((role, query_len, active_loras))
-            if row is not None and 0 < num_reqs < len(row):
-                answer = row[num_reqs]
-                if answer is not None:
-                    return answer
+            answer = None if row is None else row.get(num_reqs)
         else:
             row = self._mixed.get((role, active_loras))
-            if row is not None and 0 < num_reqs <= num_tokens < len(row):
-                answer = row[num_tokens]
-            else:
+            answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
+            if answer is None:
                 answer = self._others.get((role, num_reqs, num_tokens, active_loras))
-            if answer is not None:
-                return answer
+        if answer is not None:
+            return answer
         return self._first(
             Batch(
                 role=self.plan.role(role).role,
@@ -101,22 +100,18 @@ class Dispatcher:
         """Answer from the tables, and keep the answer for the next batch like it."""
         tables = self._tables[batch.role]
         answer = tables.answer(batch)
-        role, loras, most_reqs = batch.role, batch.active_loras, self.plan.limits.max_num_reqs
-        if loras not in tables.lora_counts:
-            return answer
-        if batch.uniform_query_len is not None:
-            if batch.query_len in tables.query_lens and 0 < batch.num_reqs <= most_reqs:
-                row = self._decodes.setdefault(
-                    (role, batch.uniform_query_len, loras), [None] * (most_reqs + 1)
-                )
-                row[batch.num_reqs] = answer
-        elif tables.requests_matter or not 0 < batch.num_reqs <= batch.num_tokens <= tables.largest_mixed:
-            if len(self._others) >= _KEPT_ANSWERS:
-                self._others.clear()
-            self._others[role, batch.num_reqs, batch.num_tokens, loras] = answer
+        role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
+        self._kept += 1
+        if self._kept > _KEPT_ANSWERS:
+            self._kept = 1
+            for kept in (self._decodes, self._mixed, self._others):
+                kept.clear()
+        if query_len is not None:
+            self._decodes.setdefault((role, query_len, loras), {})[batch.num_reqs] = answer
+        elif answer.entry is not None and not tables.requests_matter:
+            self._mixed.setdefault((role, loras), {})[batch.num_tokens] = answer
         else:
-            row = self._mixed.setdefault((role, loras), [None] * (tables.largest_mixed + 1))
-            row[batch.num_tokens] = answer
+            self._others[role, batch.num_reqs, batch.num_tokens, loras] = answer
         return answer
 
 
@@ -127,14 +122,11 @@ class _RoleTables:
         self._role, self._plan = role, plan
         self._families = decode_families(role.role, plan)
         self._cases = sorted({entry.active_loras for entry in role.entries})
-        self._decode_fits: dict[tuple[int, int | None, int], list[Entry]] = {}
-        self._mixed_fits: dict[tuple[GraphMode, int | None, int], list[Entry]] = {}
+        self._decode_fits: dict[tuple[int, int | None, int], _Fit] = {}
+        self._mixed_fits: dict[tuple[GraphMode, int | None, int | None, int], _Fit] = {}
         mixed = [entry for entry in role.entries if entry.query_len is None]
         self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
-        self.query_lens = {e.query_len for e in role.entries} | {f.query_len for f in self._families}
-        self.largest_mixed = max((entry.num_tokens for entry in mixed), default=0)
-        self.requests_matter = bool(self._levels)
-        self.lora_counts = range(1 if plan.lora is None else plan.lora.max_active + 2)
+        self.requests_matter = bool(self._levels) or any(entry.draft_steps for entry in mixed)
 
     def answer(self, batch: Batch) -> Dispatch:
         """Return the cheapest compatible entry with its padding, or the reason for none."""
@@ -161,20 +153,20 @@ class _RoleTables:
             return None
         loras, query_len = self._cases[case], batch.uniform_query_len
         found: list[Entry | None] = []
-        if query_len in self.query_lens and query_len is not None:
-            steps = draft_steps(self._role.role, batch.num_reqs, self._plan.speculative)
-            found.append(_at(self._decode_fit(query_len, steps, loras), batch.num_reqs))
+        steps = draft_steps(self._role.role, batch.num_reqs, self._plan.speculative)
+        if query_len is not None:
+            found.append(self._decode_fit(query_len, steps, loras).at(batch.num_reqs))
         level = bisect_left(self._levels, batch.num_reqs)
         bound = self._levels[level] if level < len(self._levels) else None
         for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
-            found.append(_at(self._mixed_fit(mode, bound, loras), batch.num_tokens))
+            found.append(self._mixed_fit(mode, bound, steps, loras).at(batch.num_tokens))
         return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
 
-    def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> list[Entry]:
+    def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest uniform entry by requests."""
         key = (query_len, steps, loras)
         if key not in self._decode_fits:
-            self._decode_fits[key] = _next_fit(
+            self._decode_fits[key] = _Fit.of(
                 (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
                 for entry in self._role.entries
                 if entry.query_len == query_len
@@ -183,16 +175,17 @@ class _RoleTables:
             )
         return self._decode_fits[key]
 
-    def _mixed_fit(self, mode: GraphMode, bound: int | None, loras: int) -> list[Entry]:
+    def _mixed_fit(self, mode: GraphMode, bound: int | None, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entry for any batch by tokens, among those for ``bound`` requests."""
-        key = (mode, bound, loras)
+        key = (mode, bound, steps, loras)
         if key not in self._mixed_fits:
-            self._mixed_fits[key] = _next_fit(
+            self._mixed_fits[key] = _Fit.of(
                 (entry.num_tokens, entry)
                 for entry in self._role.entries
                 if entry.mode is mode
                 and entry.query_len is None
                 and entry.active_loras >= loras
+                and entry.draft_steps in (None, steps)
                 and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
             )
         return self._mixed_fits[key]
@@ -205,18 +198,23 @@ def _binding_reqs(entry: Entry) -> int | None:
     return entry.num_reqs
 
 
-def _next_fit(sized: Iterable[tuple[int, Entry]]) -> list[Entry]:
-    """Return a list that has, at each count, the cheapest entry whose size holds that count."""
-    descending = sorted(sized, key=lambda pair: (-pair[0], pair[1].cost))
-    steps: list[tuple[int, Entry]] = []
-    for size, entry in descending:
-        if not steps or entry.cost < steps[-1][1].cost:
-            steps.append((size, entry))
-    fit: list[Entry] = []
-    for size, entry in reversed(steps):
-        fit += [entry] * (size + 1 - len(fit))
-    return fit
+@attrs.frozen
+class _Fit:
+    """The cheapest entry at each count: ascending sizes, each with the entry up to it."""
 
+    sizes: tuple[int, ...]
+    entries: tuple[Entry, ...]
 
-def _at(fit: Sequence[Entry], count: int) -> Entry | None:
-    return fit[count] if count < len(fit) else None
+    @classmethod
+    def of(cls, sized: Iterable[tuple[int, Entry]]) -> _Fit:
+        """Keep of ``(size, entry)`` pairs those that no larger entry undercuts."""
+        kept: list[tuple[int, Entry]] = []
+        for size, entry in sorted(sized, key=lambda pair: (-pair[0], pair[1].cost)):
+            if not kept or entry.cost < kept[-1][1].cost:
+                kept.append((size, entry))
+        kept.reverse()
+        return cls(tuple(size for size, _ in kept), tuple(entry for _, entry in kept))
+
+    def at(self, count: int) -> Entry | None:
+        index = bisect_left(self.sizes, count)
+        return self.entries[index] if index < len(self.sizes) else None

@@ -25,6 +25,9 @@ from capture_planner.spec import (
     Speculative,
 )
 
+MAX_GRAPHS = 1 << 15
+"""Most graphs in a plan: hundreds of times what any engine captures."""
+
 Digest = Annotated[str, Matches(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
 Rule = Annotated[str, Matches(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]
 

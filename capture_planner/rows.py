@@ -8,6 +8,7 @@ from capture_planner._record import Count, NonNegative, field, record
 from capture_planner.entry import Entry
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphMode
+from capture_planner.plan import MAX_GRAPHS
 from capture_planner.spec import QueryLength
 
 
@@ -36,7 +37,11 @@ class Row:
             problems.append(
                 Problem(path=("num_tokens",), message="needed unless both query_len and num_reqs are given")
             )
-        if self.num_tokens and self.num_reqs and len(self.num_tokens) != len(self.num_reqs):
+        if (
+            self.num_tokens is not None
+            and self.num_reqs is not None
+            and len(self.num_tokens) != len(self.num_reqs)
+        ):
             problems.append(
                 Problem(
                     path=("num_reqs",),
@@ -46,6 +51,11 @@ class Row:
             )
         if problems:
             raise InvalidValue(problems)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs the row stands for."""
+        return len(self.num_tokens or self.num_reqs or ()) * len(self.active_loras)
 
     def entries(self) -> tuple[Entry, ...]:
         """Return the graphs of this row."""
@@ -62,7 +72,9 @@ class Row:
                 active_loras=loras,
                 draft_steps=self.draft_steps,
             )
-            for num_tokens, num_reqs in zip(tokens, reqs or (None,) * len(tokens), strict=True)
+            for num_tokens, num_reqs in zip(
+                tokens, (None,) * len(tokens) if reqs is None else reqs, strict=True
+            )
             for loras in self.active_loras
         )
 
@@ -95,5 +107,8 @@ def pack(entries: tuple[Entry, ...]) -> tuple[Row, ...]:
 
 
 def unpack(rows: tuple[Row, ...]) -> tuple[Entry, ...]:
-    """Return the entries of a plan file's rows."""
+    """Return the entries of a plan file's rows; raises ``InvalidValue`` where they are too many."""
+    total = sum(row.num_graphs for row in rows)
+    if total > MAX_GRAPHS:
+        raise InvalidValue([Problem(message=f"{total} graphs, and a plan has at most {MAX_GRAPHS}")])
     return tuple(entry for row in rows for entry in row.entries())

@@ -80,7 +80,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         for rule in constraints(hint):
             base |= rule.schema()
         if BYTES in args:
-            return {"anyOf": [base, {"type": "string", "pattern": "^[0-9]{1,15}\\s*(B|KiB|MiB|GiB|TiB)$"}]}
+            return {"anyOf": [base, {"type": "string", "pattern": "^[0-9]{1,19}\\s*(B|KiB|MiB|GiB|TiB)$"}]}
         return base
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_schema(arg, definitions) for arg in args]}
@@ -123,7 +123,7 @@ def reference(kind: type) -> str:
 
 
 def _records_in(hint: Any) -> Iterator[type]:
-    if attrs.has(hint):
+    if isinstance(hint, type) and attrs.has(hint):
         yield hint
     for arg in typing.get_args(hint):
         yield from _records_in(arg)
@@ -133,9 +133,8 @@ def _section(kind: type) -> str:
     lines = [f"### {kind.__name__}", "", inspect.cleandoc(kind.__doc__ or ""), ""]
     lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
     for attribute, hint in fields_of(kind):
-        lines.append(
-            f"| `{attribute.name}` | {type_text(hint)} | {_default_text(attribute)} | {attribute.metadata['doc']} |"
-        )
+        default = _default_text(attribute, is_size=BYTES in getattr(hint, "__metadata__", ()))
+        lines.append(f"| `{attribute.name}` | {type_text(hint)} | {default} | {attribute.metadata['doc']} |")
     return "\n".join([*lines, ""])
 
 
@@ -174,14 +173,18 @@ def _bound_text(schema: dict[str, Any], says: str) -> str:
     return f"from {low}" if high is None else f"{low} to {high}"
 
 
-def _default_text(attribute: attrs.Attribute[Any]) -> str:
+def _default_text(attribute: attrs.Attribute[Any], *, is_size: bool) -> str:
     default = default_of(attribute)
+    if is_size and default:
+        return f"`{codec.format_bytes(default)}`"
     if default is attrs.NOTHING:
         return "required"
-    if attrs.has(type(default)) or default in ((), {}):
-        return "none given" if default in ((), {}) else "all defaults"
-    if default is None:
+    if default in ((), {}, "", None):
         return "none"
+    if attrs.has(type(default)):
+        return "all defaults"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     if isinstance(default, enum.Enum):

@@ -20,6 +20,7 @@ SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
 
 SchemaVersion = Annotated[int, Between(1)]
+Requests = Annotated[int, Between(1, 1 << 16)]
 QueryLength = Annotated[int, Between(1, 256)]
 DraftTokens = Annotated[int, Between(0, 255)]
 
@@ -104,7 +105,7 @@ class Model:
 class Limits:
     """The scheduler's limits: they decide which batches there can be."""
 
-    max_num_reqs: Count = field("most requests in one batch (vLLM: max_num_seqs)")
+    max_num_reqs: Requests = field("most requests in one batch (vLLM: max_num_seqs)")
     max_num_tokens: Count = field("most tokens in one batch (vLLM: max_num_batched_tokens)")
 
 
@@ -199,7 +200,7 @@ class Sizes:
     )
     num_reqs: tuple[Count, ...] | None = field("explicit: request counts for uniform decodes", default=None)
     max_tokens: Count | None = field("largest size for mixed batches, in tokens", default=None)
-    max_reqs: Count | None = field("largest size for uniform decodes, in requests", default=None)
+    max_reqs: Requests | None = field("largest size for uniform decodes, in requests", default=None)
     padding: bool | None = field(
         "sglang, tensorrt_llm: the engine's list with padding on or off; None: its default",
         default=None,
@@ -289,7 +290,7 @@ class Lora:
     max_active + 1. The last one serves batches in which rows without an adapter count as one more.
     """
 
-    max_active: Count = field("most adapters active in one batch (vLLM: max_loras)")
+    max_active: Requests = field("most adapters active in one batch (vLLM: max_loras)")
     specialize: bool = field("plan graphs for smaller adapter counts too", default=False)
 
     def cases(self) -> tuple[int, ...]:
@@ -327,7 +328,7 @@ class Budget:
             graphs = self.memory // max(self.memory_per_graph, 1)
             bounds.append((graphs, f"memory {self.memory} bytes at {self.memory_per_graph} a graph"))
         if self.seconds is not None:
-            graphs = int(self.seconds / self.seconds_per_graph + 1e-9)
+            graphs = int(min(self.seconds / self.seconds_per_graph, 1e9) + 1e-9)
             bounds.append((graphs, f"{self.seconds:g} s at {self.seconds_per_graph:g} s a graph"))
         return min(bounds, default=None)
 

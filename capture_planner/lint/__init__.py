@@ -7,6 +7,9 @@ them all; ``lint`` runs them.
 from capture_planner.lint import coverage_rules, mode_rules, resource_rules, shape_rules
 from capture_planner.lint.core import RULES, BugClass, Finding, Found, Rule, Severity, lint
 
+for _code in sorted(RULES):  # modules register in the order of import
+    RULES[_code] = RULES.pop(_code)
+
 __all__ = [
     "RULES",
     "BugClass",

@@ -67,16 +67,14 @@ def unaligned_piecewise(walked: Coverage) -> Iterator[Found]:
     if speculative is None:
         return
     multiple = 1 + speculative.num_tokens
-    for index, role in enumerate(walked.plan.roles):
-        sizes = [e.num_tokens for e in role.entries if e.mode is GraphMode.PIECEWISE]
-        odd = sorted({size for size in sizes if size % multiple})
-        if odd:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: {len(odd)} of {len(set(sizes))} piecewise sizes are no multiple of {multiple}",
-                remedy="harmless here; for an engine that derives requests from tokens, name multiples",
-            )
+    sizes = {e.num_tokens for r in walked.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
+    odd = sum(size % multiple != 0 for size in sizes)
+    if odd:
+        yield Found(
+            path=("roles",),
+            says=f"{odd} of {len(sizes)} piecewise sizes are no multiple of {multiple}",
+            remedy="harmless here; for an engine that derives requests from tokens, name multiples",
+        )
 
 
 @rule("CP013", Severity.ERROR, BugClass.B, "vllm#28207", mend=("parallel",))
@@ -116,7 +114,8 @@ def unreachable_entry(walked: Coverage) -> Iterator[Found]:
     of one schedule are unreachable by its own dispatcher. Draft graphs were captured and never used.
     """
     for index, role in enumerate(walked.plan.roles):
-        idle = [entry for entry in role.entries if entry not in walked.reached(role.role)]
+        reached = walked.reached(role.role)
+        idle = [entry for entry in role.entries if entry not in reached]
         if idle:
             shown = "; ".join(str(entry) for entry in idle[:4]) + ("; ..." if len(idle) > 4 else "")
             yield Found(

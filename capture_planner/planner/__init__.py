@@ -12,8 +12,9 @@ from capture_planner._record import digest
 from capture_planner.contract import COMMON_FIELDS, SPECULATIVE_FIELDS, MetadataField
 from capture_planner.entry import Entry
 from capture_planner.environment import Environment
+from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.plan import GroupPlan, Plan, RolePlan
+from capture_planner.plan import MAX_GRAPHS, GroupPlan, Plan, RolePlan
 from capture_planner.planner.groups import Group, ask_backends, max_query_len
 from capture_planner.planner.role import RoleInProgress
 from capture_planner.planner.waivers import waivers
@@ -28,8 +29,8 @@ __all__ = ["plan"]
 def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
     """Return the plan of ``spec`` on ``environment``: deterministic, without torch or a device.
 
-    Raises ``PlanningError`` where a mode is out of reach, and ``BackendError`` where a backend is
-    unknown or breaks its contract.
+    Raises ``PlanningError`` where a mode is out of reach, a backend is not installed, or the graphs
+    are too many, and ``BackendError`` where a backend breaks its contract.
     """
     roles: list[RoleInProgress] = []
     for role in spec.active_roles:
@@ -41,6 +42,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
         working.choose_ladders()
         working.fit_backend()
     _fit_budget(spec, roles)
+    _refuse_excess(roles)
     return Plan(
         spec=digest(spec),
         environment=environment,
@@ -85,6 +87,20 @@ def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
     why = f"{rule} leaves {allowed} of {total(ladders)} graphs"
     for working in roles:
         working.refit([next(fitted) for _ in working.ladders], "budget", why)
+
+
+def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:
+    graphs = total([ladder for working in roles for ladder in working.ladders])
+    if graphs > MAX_GRAPHS:
+        raise PlanningError(
+            [
+                Problem(
+                    path=("sizes",),
+                    message=f"{graphs} graphs, and a plan has at most {MAX_GRAPHS}",
+                    remedy="set budget.max_graphs, or choose a policy with fewer sizes",
+                )
+            ]
+        )
 
 
 def _written(working: RoleInProgress) -> RolePlan:

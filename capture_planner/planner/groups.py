@@ -8,6 +8,7 @@ import attrs
 
 from capture_planner.contract import Attention, Support
 from capture_planner.environment import Environment
+from capture_planner.errors import BackendError, PlanningError, Problem
 from capture_planner.modes import Role
 from capture_planner.registry import Registered, Registry
 from capture_planner.resolve import GroupSupport
@@ -30,14 +31,29 @@ class Group:
 
 def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Registry) -> tuple[Group, ...]:
     """Ask the backend of each attention group of a role how far it goes."""
-    backend = spec.roles.of(role).backend or spec.backend
     groups = []
-    for group in groups_of(spec, role):
-        registered = registry[group.backend or backend]
+    for index, group in enumerate(groups_of(spec, role)):
+        registered = _backend(spec, role, index, group, registry)
         attention = attention_of(spec, role, group)
         support = registered.support(role, attention, environment)
         groups.append(Group(spec=group, registered=registered, attention=attention, support=support))
     return tuple(groups)
+
+
+def _backend(spec: Spec, role: Role, index: int, group: GroupSpec, registry: Registry) -> Registered:
+    """Find a group's backend; an unknown one is a problem at the place that names it."""
+    wanted = spec.roles.of(role)
+    path: tuple[str | int, ...]
+    if group.backend is not None:
+        name, path = group.backend, ("roles", role.value, "groups", index, "backend")
+    elif wanted.backend is not None:
+        name, path = wanted.backend, ("roles", role.value, "backend")
+    else:
+        name, path = spec.backend, ("backend",)
+    try:
+        return registry[name]
+    except BackendError as error:
+        raise PlanningError([Problem(path=path, message=str(error))]) from None
 
 
 def groups_of(spec: Spec, role: Role) -> tuple[GroupSpec, ...]:

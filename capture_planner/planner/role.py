@@ -162,7 +162,7 @@ class RoleInProgress:
     def _decode_ladder(self, family: DecodeFamily, sizes: Sizes, context: Context) -> Ladder:
         step, cap = family.requests.step, self.cap
         capped = family.requests if cap is None else family.requests.clipped(cap // step * step)
-        choice = decode_sizes(sizes, capped, family.query_len, context)
+        choice = decode_sizes(sizes, capped, family.query_len, context).within(cap)
         ladder = Ladder(
             role=self.role,
             kind=Kind.DECODE,

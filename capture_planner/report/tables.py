@@ -42,7 +42,7 @@ def plan_summary(plan: Plan) -> RenderableType:
             "" if role.mode is role.requested else role.requested.value,
             ", ".join(dict.fromkeys(group.backend for group in role.groups)),
             str(len(role.entries)),
-            "; ".join(_waived(role)) or "nothing",
+            "; ".join(_waived(role)) or ("nothing" if role.entries else "never runs"),
         )
     bound = plan.budget.allowed_graphs()
     total = f"{plan.num_graphs} graphs" + (f" of at most {bound[0]}" if bound else "")
@@ -117,7 +117,7 @@ def explanation_table(explained: Explanation) -> RenderableType:
         shape += f", {batch.active_loras} active LoRA"
     lines: list[RenderableType] = [
         Text.assemble(f"{batch.role}: {shape}", " -> ", mode_text(answer.mode)),
-        Text(f"  {answer.entry or 'no graph'}: {explained.says}"),
+        Padding(Text(f"{answer.entry or 'no graph'}: {explained.says}"), (0, 0, 0, 2)),
     ]
     if explained.rejected:
         table = _table("nearer entry", "rejected because it")

@@ -53,6 +53,14 @@ class Choice:
     adaptive: bool
     says: str
 
+    def within(self, cap: int | None) -> Choice:
+        """Return the choice without sizes beyond ``cap``, where an engine's list passes it."""
+        sizes = tuple(size for size in self.sizes if cap is None or size <= cap)
+        if sizes == self.sizes:
+            return self
+        domain = self.domain.clipped(sizes[-1] if sizes else 0)
+        return attrs.evolve(self, domain=domain, sizes=sizes, says=f"{self.says}; none beyond {cap}")
+
 
 def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context) -> Choice:
     """Choose request counts for uniform decodes of ``query_len`` tokens over the counts of ``domain``."""

@@ -128,10 +128,10 @@ def _models(draw: DrawFn, tensor: int) -> Model:
 
 
 @st.composite
-def _limits(draw: DrawFn, max_reqs: int) -> Limits:
+def _limits(draw: DrawFn, max_reqs: int, max_tokens: int) -> Limits:
     most = draw(_counts(min(max_reqs, 64)) | st.sampled_from((max_reqs, min(max_reqs, 64))))
     tokens = st.sampled_from((most, 2 * most, 4 * most, 256, 512, 1024, 4096)) | st.integers(1, 300)
-    return Limits(max_num_reqs=most, max_num_tokens=draw(tokens))
+    return Limits(max_num_reqs=most, max_num_tokens=min(draw(tokens), max_tokens))
 
 
 @st.composite
@@ -150,7 +150,7 @@ def _speculatives(draw: DrawFn) -> Speculative:
     longest = draw(st.sampled_from((1, 2, 3, 4, 5, 6, 15)))
     model = st.builds(
         DraftModel,
-        num_layers=st.integers(1, 3),
+        num_layers=st.sampled_from((2, 1, 3, 4)),
         num_heads=_maybe(st.sampled_from((4, 8))),
         num_kv_heads=_maybe(st.sampled_from((2, 4))),
         head_dim=_maybe(st.sampled_from((64, 128))),
@@ -192,13 +192,20 @@ def _sizes(draw: DrawFn) -> Sizes:
 @st.composite
 def _role_specs(draw: DrawFn, layers: int, names: Sequence[str]) -> RoleSpec:
     groups: list[GroupSpec] = []
-    for number in range(draw(st.sampled_from((0, 0, 1, 2, 3)))):
+    for number in range(draw(st.sampled_from((0, 1, 2, 3)))):
         left = layers - sum(group.layers for group in groups)
         if left == 0:
             break
         window, backend = draw(_maybe(st.sampled_from((128, 4096)))), draw(_maybe(st.sampled_from(names)))
         count = draw(st.integers(1, left))
-        groups.append(GroupSpec(name=f"group {number}", layers=count, backend=backend, window=window))
+        groups.append(
+            GroupSpec(
+                name=draw(st.sampled_from((f"group {number}", f"g{number}"))),
+                layers=count,
+                backend=backend,
+                window=window,
+            )
+        )
     if groups and (left := layers - sum(group.layers for group in groups)):
         groups[-1] = replace(groups[-1], layers=groups[-1].layers + left)
     return RoleSpec(
@@ -222,7 +229,9 @@ def _budgets() -> SearchStrategy[Budget]:
 
 
 @st.composite
-def specs(draw: DrawFn, *, max_reqs: int = 512, backends: Sequence[str] = BACKENDS) -> Spec:
+def specs(
+    draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends: Sequence[str] = BACKENDS
+) -> Spec:
     """Return specs: any field of any block takes part. ``backends`` are the names they choose from."""
     tensor = draw(st.sampled_from((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
@@ -232,10 +241,10 @@ def specs(draw: DrawFn, *, max_reqs: int = 512, backends: Sequence[str] = BACKEN
     roles = {}
     for role in Role:
         if role is Role.TARGET or speculative is not None:
-            roles[role.value] = draw(st.just(RoleSpec()) | _role_specs(layers[role], backends))
+            roles[role.value] = draw(_role_specs(layers[role], backends) | st.just(RoleSpec()))
     return Spec(
         model=model,
-        limits=draw(_limits(max_reqs)),
+        limits=draw(_limits(max_reqs, max_tokens)),
         mode=draw(st.sampled_from(GraphMode)),
         backend=draw(st.sampled_from(backends)),
         speculative=speculative,
@@ -381,10 +390,13 @@ class Deployment:
         return plan(self.spec, self.environment, self.registry)
 
 
-def deployments(*, max_reqs: int = 512) -> SearchStrategy[Deployment]:
+def deployments(*, max_reqs: int = 512, max_tokens: int = 4096) -> SearchStrategy[Deployment]:
     """Return specs with an environment and a registry that has every backend they name."""
     return st.builds(
-        Deployment, spec=specs(max_reqs=max_reqs), environment=environments(), registry=registries()
+        Deployment,
+        spec=specs(max_reqs=max_reqs, max_tokens=max_tokens),
+        environment=environments(),
+        registry=registries(),
     )
 
 
@@ -392,10 +404,10 @@ def deployments(*, max_reqs: int = 512) -> SearchStrategy[Deployment]:
 
 
 @st.composite
-def plans(draw: DrawFn, *, max_reqs: int = 64) -> Plan:
+def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096) -> Plan:
     """Return plans that the planner made."""
     try:
-        return draw(deployments(max_reqs=max_reqs)).plan()
+        return draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens)).plan()
     except PlanningError:
         reject()
 
@@ -470,9 +482,9 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
 
 
 @st.composite
-def arbitrary_plans(draw: DrawFn) -> Plan:
+def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
-    spec = draw(specs(max_reqs=64))
+    spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
     roles = draw(st.lists(st.sampled_from(Role), min_size=1, unique=True))
     return Plan(
         spec=digest(spec),

@@ -11,25 +11,18 @@ from capture_planner.modes import GraphMode, Reason
 from capture_planner.testing import arbitrary_plans, plans
 
 
-def _small(plan):
-    assume(plan.limits.max_num_tokens <= 512)
-    return plan
-
-
-@given(plans(max_reqs=33))
+@given(plans(max_reqs=17, max_tokens=96))
 def test_every_admissible_batch_has_an_entry_or_a_waiver(plan):
     """Law 1, by enumeration: each role, request count, query length and adapter count."""
-    _small(plan)
     for role in plan.roles:
         for batch in reference.admissible(plan, role):
             entry = reference.dispatch(plan, batch)
             assert entry is not None or reference.is_waived(role, batch), (str(role.role), batch)
 
 
-@given(plans(max_reqs=33) | arbitrary_plans())
+@given(plans(max_reqs=17, max_tokens=96) | arbitrary_plans(max_tokens=96))
 def test_coverage_finds_exactly_the_holes_that_enumeration_finds(plan):
     """Law 1: the cells that ``check`` walks have a hole where, and only where, some batch has one."""
-    _small(plan)
     cells = coverage(plan).uncovered
     for role in plan.roles:
         holes = {
@@ -41,10 +34,9 @@ def test_coverage_finds_exactly_the_holes_that_enumeration_finds(plan):
         assert found == holes
 
 
-@given(plans(max_reqs=33) | arbitrary_plans())
+@given(plans(max_reqs=17, max_tokens=96) | arbitrary_plans(max_tokens=96))
 def test_each_batch_lies_in_a_cell_with_its_answer(plan):
     """Law 1: coverage and dispatch are one truth; a batch is answered as its cell says."""
-    _small(plan)
     cells = {}
     for cell in coverage(plan).cells:
         cells.setdefault((cell.role, cell.query_len), []).append(cell)

@@ -7,7 +7,7 @@ over 32, and files over 1 MiB are refused as the events arrive, before anything 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -29,8 +29,12 @@ from capture_planner.errors import InvalidDocument, Problem
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
-MAX_NODES = 30_000
+MAX_LINES = 20_000
+MAX_LINE = 1 << 14
+MAX_NODES = 20_000
 """Values in one document, aliases expanded. The largest plan that we know of has a tenth of it."""
+MAX_PROBLEMS = 100
+"""Problems reported of one file."""
 
 
 class Key(str):
@@ -74,10 +78,15 @@ def parse(text: str, name: str) -> Node:
     """Return the single document of ``text``; raises ``InvalidDocument`` with all that is wrong."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise InvalidDocument([Problem(file=name, message="the file is larger than 1 MiB")])
+    lines = text.split("\n")
+    if len(lines) > MAX_LINES or max(map(len, lines)) > MAX_LINE:
+        message = f"more than {MAX_LINES} lines, or a line of more than {MAX_LINE} characters"
+        raise InvalidDocument([Problem(file=name, message=message)])
     yaml = YAML(typ="safe", pure=True)
     builder = _Builder(name, yaml)
+    events = yaml.parse(text)
     try:
-        for event in yaml.parse(text):
+        while (event := _next(events)) is not None:
             builder.take(event)
     except _Stop:
         pass
@@ -88,6 +97,14 @@ def parse(text: str, name: str) -> Node:
     if builder.problems:
         raise InvalidDocument(builder.problems)
     return builder.root or Node(None, 1, 1)
+
+
+def _next(events: Iterator[Event]) -> Event | None:
+    """Return the next event, or None at the end; whatever the parser raises is a YAMLError."""
+    try:
+        return next(events, None)
+    except (AssertionError, ValueError) as error:  # how ruamel refuses a %YAML directive
+        raise YAMLError(f"a directive is wrong: {error}") from error
 
 
 class _Stop(Exception):
@@ -120,7 +137,7 @@ class _Builder:
     def refuse(self, message: str, mark: Any, *, stop: bool = False) -> None:
         line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
         self.problems.append(Problem(file=self.name, line=line, column=column, message=message))
-        if stop:
+        if stop or len(self.problems) >= MAX_PROBLEMS:
             raise _Stop
 
     def take(self, event: Event) -> None:
@@ -170,8 +187,8 @@ class _Builder:
             self.root = node
             return
         top = self.open[-1]
-        if isinstance(node.value, str | int | float | bool | None):
-            top.node.size += 1
+        if node.size > 1 or not isinstance(node.value, dict | list):
+            top.node.size += node.size  # a container that is still open adds its size at its end
         if isinstance(top.node.value, list):
             top.node.value.append(node)
         elif not top.awaits_value:
@@ -200,7 +217,7 @@ class _Builder:
             return None
         if tag.endswith(":bool"):
             return text.lower() == "true"
-        if tag.endswith(":int") and re.fullmatch(r"[-+]?[0-9]{1,18}", text):
+        if tag.endswith(":int") and re.fullmatch(r"[-+]?[0-9]{1,19}", text):
             return int(text)
         if tag.endswith(":float") and re.fullmatch(
             r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,3})?", text

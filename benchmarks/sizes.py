@@ -1,0 +1,166 @@
+"""Worst padding by size policy, and the graphs that no batch can reach.
+
+Padding is the worst padded/real ratio minus one over the batch sizes that a policy covers; sizes
+that it leaves to eager are counted beside it. Reachability is over every admissible batch of every
+shipped spec on every shipped environment; vLLM's column is its own rule over the graphs that its
+default sizes capture for the same target and resolved mode, at the same limits.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
+from vllm_rule import emulate
+
+from capture_planner import planner, registry
+from capture_planner.admissible import Domain
+from capture_planner.coverage import coverage
+from capture_planner.errors import CapturePlannerError
+from capture_planner.modes import GraphMode, Role
+from capture_planner.sizing.minimax import worst_ratio
+from capture_planner.sizing.policies import Context, decode_sizes
+from capture_planner.spec import Limits, Parallel, Policy, Sizes
+
+POLICIES = {
+    "default": Sizes(),
+    "minimax, 18 sizes": Sizes(policy=Policy.MINIMAX, graphs=18),
+    "minimax, 35 sizes": Sizes(policy=Policy.MINIMAX, graphs=35),
+    "powers_of_two": Sizes(policy=Policy.POWERS_OF_TWO),
+    "vllm": Sizes(policy=Policy.VLLM),
+    "sglang": Sizes(policy=Policy.SGLANG),
+    "tensorrt_llm": Sizes(policy=Policy.TENSORRT_LLM),
+    "tensorrt_llm, padding on": Sizes(policy=Policy.TENSORRT_LLM, padding=True),
+    "tensorrt_llm, padding on, to the limit": Sizes(policy=Policy.TENSORRT_LLM, padding=True, max_reqs=512),
+}
+
+
+def padding(most: int) -> list[dict[str, Any]]:
+    """Return what each policy does to decodes of 1 to ``most`` requests of one token."""
+    context = Context(
+        limits=Limits(max_num_reqs=most, max_num_tokens=8192),
+        speculative=None,
+        parallel=Parallel(),
+        environment=shipped_environments()["h100"],
+    )
+    rows = []
+    for name, sizes in POLICIES.items():
+        choice = decode_sizes(sizes, Domain.upto(most), 1, context)
+        covered = choice.sizes[-1] if choice.sizes else 0
+        mean, previous = 0.0, 0
+        for size in choice.sizes:
+            mean += sum(size / real - 1 for real in range(previous + 1, size + 1))
+            previous = size
+        rows.append(
+            {
+                "policy": name,
+                "sizes": len(choice.sizes),
+                "largest": covered,
+                "worst_padding": round(float(worst_ratio(choice.domain, choice.sizes) - 1), 4),
+                "mean_padding": round(mean / max(covered, 1), 4),
+                "eager": max(most - covered, 0),
+            }
+        )
+    return rows
+
+
+def reachability() -> list[dict[str, Any]]:
+    """Return, for every shipped plan, its graphs and unreachable graphs beside vLLM's."""
+    backends = registry.load()
+    rows: list[dict[str, Any]] = []
+    emulated: dict[tuple[str, GraphMode, int], tuple[int, int]] = {}
+    for name, spec in shipped_specs().items():
+        for other, environment in shipped_environments().items():
+            try:
+                plan = planner.plan(spec, environment, backends)
+            except CapturePlannerError as error:
+                rows.append({"spec": name, "environment": other, "refused": str(error)})
+                continue
+            walked = coverage(plan)
+            idle = sum(
+                entry not in reached
+                for role in plan.roles
+                for reached in [walked.reached(role.role)]
+                for entry in role.entries
+            )
+            mode = plan.role(Role.TARGET).mode
+            platform_max = 1024 if environment.device.sm[0] == 10 else 512
+            key = (name, mode, platform_max)
+            if key not in emulated:
+                manager, tiers = emulate(spec, mode, platform_max)
+                reached = manager.reached(tiers, spec.limits.max_num_tokens)
+                emulated[key] = len(manager.captured), len(manager.captured) - len(reached)
+            captured, unreached = emulated[key]
+            rows.append(
+                {
+                    "spec": name,
+                    "environment": other,
+                    "mode": mode.value,
+                    "graphs": plan.num_graphs,
+                    "unreachable": idle,
+                    "uncovered_cells": len(walked.uncovered),
+                    "target_graphs": len(plan.role(Role.TARGET).entries),
+                    "vllm_target_graphs": captured,
+                    "vllm_target_unreachable": unreached,
+                }
+            )
+    return rows
+
+
+def main() -> int:
+    """Measure, print and write; exit code 1 where a target is missed."""
+    arguments = parser(__doc__).parse_args()
+    results: dict[str, Any] = {}
+    for most in (256, 512):
+        results[f"1..{most}"] = padding(most)
+        columns = ("policy", "sizes", "largest", "worst padding", "mean padding", "eager")
+        shown = table(f"decodes of 1 to {most} requests", *columns)
+        for row in results[f"1..{most}"]:
+            worst, mean = f"{row['worst_padding']:.1%}", f"{row['mean_padding']:.1%}"
+            shown.add_row(
+                row["policy"], str(row["sizes"]), str(row["largest"]), worst, mean, str(row["eager"])
+            )
+        CONSOLE.print(shown)
+    rows = results["reachability"] = reachability()
+    named = (
+        "spec @ environment",
+        "graphs",
+        "unreachable",
+        "uncovered",
+        "target",
+        "vLLM target",
+        "vLLM unreachable",
+    )
+    shown = table("graphs of shipped plans", *named)
+    for row in rows:
+        keys = (
+            "graphs",
+            "unreachable",
+            "uncovered_cells",
+            "target_graphs",
+            "vllm_target_graphs",
+            "vllm_target_unreachable",
+        )
+        cells = ("refused",) if "refused" in row else tuple(str(row[key]) for key in keys)
+        shown.add_row(f"{row['spec']} @ {row['environment']}", *cells)
+    CONSOLE.print(shown)
+    planned = [row for row in rows if "refused" not in row]
+    totals = {key: sum(row[key] for row in planned) for key in ("graphs", "unreachable", "uncovered_cells")}
+    totals |= {
+        key: sum(row[key] for row in planned) for key in ("vllm_target_graphs", "vllm_target_unreachable")
+    }
+    results["totals"] = totals
+    CONSOLE.print(totals)
+    targets = {
+        f"no unreachable graph in {len(planned)} shipped plans": not totals["unreachable"],
+        "no uncovered batch": not totals["uncovered_cells"],
+    }
+    for target, holds in targets.items():
+        CONSOLE.print(f"{target}: {verdict(holds)}")
+    finish(arguments, {"results": results, "targets": targets})
+    return 0 if all(targets.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

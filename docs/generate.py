@@ -1,0 +1,325 @@
+"""Write what the pages can be told from the program: reference tables, and the output of examples.
+
+``python docs/generate.py`` brings README.md and docs/*.md up to date; with ``--check`` it changes
+nothing, shows what is out of date, and exits with 1. In a page:
+
+- what stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` comes from ``PARTS``;
+- a ``console`` block holds commands (``$ ...``), each followed by its output. They run in order, in
+  a fresh folder per page that has the repository's ``plans``;
+- a block after ``<!-- file: NAME -->`` is a file of that folder;
+- a ``python`` block runs in the folder; the blocks of a page share their names.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import inspect
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import attrs
+
+from capture_planner import cli, contract, hookspecs, lint, schema, spec
+from capture_planner.environment import Environment
+from capture_planner.plan import Plan
+from capture_planner.report.findings import DRIFT_CODE
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_REPOSITORIES = {
+    "vllm": "vllm-project/vllm",
+    "vllm-ascend": "vllm-project/vllm-ascend",
+    "sglang": "sgl-project/sglang",
+    "TRT-LLM": "NVIDIA/TensorRT-LLM",
+    "flashinfer": "flashinfer-ai/flashinfer",
+}
+
+
+# Parts -----------------------------------------------------------------------------------------
+
+
+def _rules() -> str:
+    """Every lint rule: a table of all, then a section for each."""
+    table = ["| code | name | severity | class |", "| --- | --- | --- | --- |"]
+    sections = []
+    for code, rule in sorted(lint.RULES.items()):
+        kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
+        table.append(f"| [{code}](#{code.lower()}) | {rule.name} | {rule.severity.value} | {kind} |")
+        sections += [f"### {code}", "", f"**{rule.name}**: {rule.severity.value}, class {kind}.", ""]
+        sections += [rule.explanation, ""]
+        if rule.threads:
+            sections += [f"Seen in {', '.join(_thread(thread) for thread in rule.threads)}.", ""]
+        sections += ["Remedies:", "", *(f"- {remedy}" for remedy in _remedies(rule.check)), ""]
+        if rule.mend:
+            sections += [f"In a spec, look at `{'.'.join(rule.mend)}`.", ""]
+    table.append(f"| [{DRIFT_CODE}](#{DRIFT_CODE.lower()}) | drift | error | J (observability) |")
+    return "\n".join([*table, "", *sections]).rstrip()
+
+
+def _thread(thread: str) -> str:
+    project, number = thread.split("#")
+    return f"[{thread}](https://github.com/{_REPOSITORIES[project]}/issues/{number})"
+
+
+def _remedies(check: Callable[..., object]) -> list[str]:
+    """Return what a check proposes, read from its source; ``...`` stands for a figure."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(check)))
+    found: dict[str, None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "remedy":
+            parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts)
+            found[text] = None
+    return list(found)
+
+
+def _hooks() -> str:
+    """Every hook, then every method of a backend, with its documentation."""
+    lines = []
+    for name, function in vars(hookspecs).items():
+        if hasattr(function, f"{hookspecs.PROJECT}_spec"):
+            lines += _documented(name, function)
+    for name, method in vars(contract.Backend).items():
+        if not name.startswith("_") and (callable(method) or isinstance(method, property)):
+            lines += _documented(f"Backend.{name}", method)
+    return "\n".join(lines).rstrip()
+
+
+def _documented(name: str, thing: object) -> list[str]:
+    function = thing.fget if isinstance(thing, property) else thing
+    assert callable(function)
+    signature = re.sub(r"'|(\w+\.)+(?=\w)", "", str(inspect.signature(function)))
+    text = re.sub(r"``(.*?)``", r"`\1`", inspect.cleandoc(function.__doc__ or ""))
+    return [f"### `{name}`", "", f"`{name.rpartition('.')[2]}{signature}`", "", text, ""]
+
+
+def _policies() -> str:
+    """Every size policy with what its source says of it."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(spec.Policy))).body[0]
+    assert isinstance(source, ast.ClassDef)
+    lines = ["| policy | sizes | its options |", "| --- | --- | --- |"]
+    for member, text in zip(source.body[1::2], source.body[2::2], strict=True):
+        assert isinstance(member, ast.Assign)
+        assert isinstance(member.value, ast.Constant)
+        assert isinstance(text, ast.Expr)
+        assert isinstance(text.value, ast.Constant)
+        policy = spec.Policy(member.value.value)
+        options = [f"`{option}`" for option, takers in spec._OPTIONS.items() if policy in takers]
+        meaning = str(text.value.value).replace("``", "`")
+        lines.append(f"| `{policy.value}` | {meaning} | {', '.join(options) or 'none'} |")
+    return "\n".join(lines)
+
+
+def _environments() -> str:
+    """The shipped environments."""
+    from capture_planner.catalog import find_environment, shipped_environments
+
+    lines = ["| name | device | compute capability | memory |", "| --- | --- | --- | --- |"]
+    for name in shipped_environments():
+        device = find_environment(name).device
+        memory = f"{device.memory / (1 << 30):.0f} GiB"
+        lines.append(f"| `{name}` | {device.name} | {device.capability or 'none'} | {memory} |")
+    return "\n".join(lines)
+
+
+def _reference(kind: type, *elsewhere: type) -> str:
+    """The reference of a file kind, without the records that another kind's reference has."""
+    with mock.patch.object(schema, "_records_in", _records_in):
+        told = {section for other in elsewhere for section in _sections(other)}
+        return "\n\n".join(section for section in _sections(kind) if section not in told)
+
+
+def _sections(kind: type) -> list[str]:
+    text = re.sub(r"``(.+?)``", r"`\1`", schema.reference(kind)).replace("| `` |", "| empty |")
+    return [section.strip() for section in re.split(r"^(?=### )", text, flags=re.M)[1:]]
+
+
+def _records_in(hint: object) -> Iterator[type]:
+    if isinstance(hint, type) and attrs.has(hint):
+        yield hint
+    for arg in typing.get_args(hint):
+        yield from _records_in(arg)
+
+
+def _laws() -> str:
+    """The property tests of the laws, each with the first line of its file."""
+    lines = ["| law | tested in |", "| --- | --- |"]
+    for path in sorted((ROOT / "tests" / "property").glob("test_law*.py")):
+        says = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]
+        lines.append(f"| {says} | [{path.name}](../{path.relative_to(ROOT).as_posix()}) |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "laws": _laws,
+    "rules": _rules,
+    "hooks": _hooks,
+    "policies": _policies,
+    "environments": _environments,
+    "spec": lambda: _reference(spec.Spec),
+    "environment": lambda: _reference(Environment),
+    "plan": lambda: _reference(Plan, spec.Spec, Environment),
+}
+
+
+# Examples --------------------------------------------------------------------------------------
+
+
+class Workspace:
+    """The folder in which the examples of one page run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.code = 0
+        self.names: dict[str, object] = {"__name__": "example"}
+        self.plugins = folder / ".plugins"
+        shutil.copytree(
+            ROOT / "plans", folder / "plans", ignore=shutil.ignore_patterns("*.py", "__pycache__")
+        )
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the page."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+    def run(self, command: str) -> str:
+        """Run one command as a shell would, and return what it prints."""
+        if command == "echo $?":
+            return f"{self.code}\n"
+        if command.startswith("pip install "):
+            return self._install(shlex.split(command)[2:])
+        words = shlex.split(command, comments=True)
+        plain = words[0] == "capture-planner" and not set(command) & set("|<>;&$`")
+        return self._call(words[1:]) if plain and not self.plugins.exists() else self._shell(command)
+
+    def _call(self, arguments: list[str]) -> str:
+        """Run capture-planner in this process."""
+        out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+        with (
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+            mock.patch.object(sys, "argv", ["capture-planner", *arguments]),
+            mock.patch.dict(os.environ, _environment()),
+        ):
+            try:
+                cli.main()
+            except SystemExit as end:
+                self.code = int(end.code or 0)
+        buffer = out.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode("utf-8")
+
+    def _shell(self, command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env={**os.environ, **_environment(), "PYTHONPATH": str(self.plugins)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        self.code = done.returncode
+        return done.stdout
+
+    def _install(self, arguments: list[str]) -> str:
+        """Install a plugin of the page where only this page sees it; the core is already there."""
+        local = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(self.plugins)]
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *local, *arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.code = done.returncode
+        return done.stdout + (done.stderr if done.returncode else "")
+
+    def execute(self, source: str, where: str) -> str:
+        """Run Python; what it prints is returned."""
+        out = io.StringIO()
+        with contextlib.chdir(self.folder), contextlib.redirect_stdout(out):
+            exec(compile(source, where, "exec"), self.names)
+        return out.getvalue()
+
+
+def _environment() -> dict[str, str]:
+    scripts = sysconfig.get_path("scripts")
+    return {"PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")]), "COLUMNS": "100", "TERM": "dumb"}
+
+
+_BLOCK = re.compile(
+    r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S
+)
+_PART = re.compile(r"(?P<open><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<close><!-- end -->)", re.S)
+
+
+def blocks(text: str, kind: str) -> Iterator[str]:
+    """Return the blocks of one kind of a page."""
+    return (match["body"] for match in _BLOCK.finditer(text) if match["kind"] == kind)
+
+
+def commands(block: str) -> Iterator[str]:
+    """Return the commands of a console block."""
+    return (line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ "))
+
+
+def render(page: Path) -> str:
+    """Return a page as it should be."""
+    text = _PART.sub(lambda m: f"{m['open']}\n{PARTS[m['name']]()}\n\n{m['close']}", page.read_text("utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Workspace(Path(folder).resolve())
+        return _BLOCK.sub(lambda match: _rendered(match, workspace, page), text)
+
+
+def _rendered(match: re.Match[str], workspace: Workspace, page: Path) -> str:
+    if match["name"]:
+        workspace.write(match["name"], match["body"])
+    elif match["kind"] == "console":
+        ran = "".join(f"$ {command}\n{workspace.run(command)}" for command in commands(match["body"]))
+        return f"```console\n{ran}```"
+    elif match["kind"] == "python":
+        shown = workspace.execute(match["body"], str(page))
+        assert not shown, f"{page}: a python block prints; use assert instead"
+    return match[0]
+
+
+def main() -> None:
+    """Write the pages, or with ``--check`` compare them."""
+    check = sys.argv[1:] == ["--check"]
+    stale = []
+    for page in PAGES:
+        before, after = page.read_text("utf-8"), render(page)
+        if before == after:
+            continue
+        stale.append(page.relative_to(ROOT))
+        if check:
+            old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+            sys.stdout.writelines(difflib.unified_diff(old, new, str(page), "up to date", n=1))
+        else:
+            page.write_text(after, "utf-8")
+    sys.stdout.write(f"{'out of date' if check else 'written'}: {', '.join(map(str, stale)) or 'none'}\n")
+    sys.exit(bool(check and stale))
+
+
+if __name__ == "__main__":
+    main()

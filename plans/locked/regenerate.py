@@ -1,0 +1,39 @@
+"""Make every plan of this folder again, from ``plans/specs``.
+
+A file name says which: ``NAME.ENVIRONMENT.yaml`` is the spec ``NAME`` planned for ``ENVIRONMENT``.
+To lock another plan, make it once by hand:
+``capture-planner plan plans/specs/NAME.yaml -o plans/locked/NAME.ENVIRONMENT.yaml``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from capture_planner import catalog, codec, registry
+from capture_planner.planner import plan
+
+LOCKED = Path(__file__).parent
+SPECS = LOCKED.parent / "specs"
+
+
+def made_again() -> Iterator[tuple[Path, str]]:
+    """Return each locked plan's file with the text that its spec gives now."""
+    backends = registry.load()
+    for path in sorted(LOCKED.glob("*.yaml")):
+        name, _, environment = path.stem.rpartition(".")
+        spec = codec.load_spec(SPECS / f"{name}.yaml")
+        yield path, codec.dumps(plan(spec, catalog.find_environment(environment), backends))
+
+
+def main() -> None:
+    """Write each plan that changed, and say which did."""
+    for path, text in made_again():
+        if path.read_text("utf-8") != text:
+            codec.write(path, text)
+            sys.stdout.write(f"changed {path.name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Law 6, resolution: the ladder of vLLM 0.33, restated as a table; a drafter never lowers its target."""
+
+import itertools
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.contract import Support
+from capture_planner.errors import PlanningError
+from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.spec import Piecewise
+from capture_planner.testing import deployments
+
+N, P, D, S, F = (
+    GraphMode.NONE,
+    GraphMode.PIECEWISE,
+    GraphMode.FULL_DECODE_ONLY,
+    GraphMode.FULL_AND_PIECEWISE,
+    GraphMode.FULL,
+)
+# (requested, level): the result by (long queries, split) = (no, yes), (no, no), (yes, yes), (yes, no),
+# before pieces that cannot be captured are dropped. "!" is an error for a target.
+TABLE = {
+    (N, 0): "NNNN",
+    (N, 1): "NNNN",
+    (N, 2): "NNNN",
+    (N, 3): "NNNN",
+    (P, 0): "PPPP",
+    (P, 1): "PPPP",
+    (P, 2): "PPPP",
+    (P, 3): "PPPP",
+    (D, 0): "PNPN",
+    (D, 1): "DDPN",
+    (D, 2): "DDDD",
+    (D, 3): "DDDD",
+    (S, 0): "PNPN",
+    (S, 1): "SSPN",
+    (S, 2): "SSSS",
+    (S, 3): "SSSS",
+    (F, 0): "!!!!",
+    (F, 1): "SDPN",
+    (F, 2): "SDSD",
+    (F, 3): "FFFF",
+}
+LETTERS = {"N": N, "P": P, "D": D, "S": S, "F": F}
+DROPPED = {P: N, S: D}
+CASES = list(
+    itertools.product(GraphMode, GraphSupport, (False, True), (False, True), (False, True), (False, True))
+)
+
+
+def expected(requested, level, long, split, capturable, drafter):
+    """Look the result up; None where there is an error."""
+    column = 2 * long + (not split)
+    letter = TABLE[requested, int(level)][column]
+    if letter == "!":
+        if not drafter:
+            return None
+        letter = "P" if split else "N"
+    mode = LETTERS[letter]
+    return mode if capturable else DROPPED.get(mode, mode)
+
+
+def group(level, name="all", backend="alpha"):
+    """One attention group of a given support."""
+    return GroupSupport(group=name, backend=backend, support=Support(level=level, reason="told"))
+
+
+def result(requested, level, long, split, capturable, drafter=False):
+    """Resolve; None where there is an error."""
+    try:
+        return resolve(
+            Role.DRAFT_PREFILL if drafter else Role.TARGET,
+            requested,
+            [group(level)],
+            max_query_len=4 if long else 1,
+            piecewise=Piecewise(split_attention=split, capturable=capturable),
+        )
+    except PlanningError:
+        return None
+
+
+@pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
+def test_the_ladder_is_that_of_the_table(requested, level, long, split, capturable, drafter):
+    """Law 6: every mode, level, query length, split and capturability, for targets and drafters."""
+    found = result(requested, level, long, split, capturable, drafter)
+    assert (found and found.mode) == expected(requested, level, long, split, capturable, drafter)
+
+
+@pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
+def test_resolution_is_idempotent_and_never_above_the_request(
+    requested, level, long, split, capturable, drafter
+):
+    """Law 6: a resolved mode resolves to itself without a decision, and is at most what was wanted."""
+    found = result(requested, level, long, split, capturable, drafter)
+    if found is not None:
+        assert found.mode <= requested
+        again = result(found.mode, level, long, split, capturable, drafter)
+        assert again.mode is found.mode
+        assert not again.decisions
+
+
+@pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
+def test_each_downgrade_is_a_decision(requested, level, long, split, capturable, drafter):
+    """Law 6: the decisions lead, without a gap, from the request to the result."""
+    found = result(requested, level, long, split, capturable, drafter)
+    if found is not None:
+        chain = [requested.value, *(d.after for d in found.decisions)]
+        assert [d.before for d in found.decisions] == chain[:-1]
+        assert chain[-1] == found.mode.value
+        assert len(set(chain)) == len(chain)
+
+
+LEVELS = st.lists(st.sampled_from(GraphSupport), min_size=1, max_size=4)
+
+
+@given(LEVELS, st.sampled_from([m for m in GraphMode if m is not F]), st.booleans())
+def test_the_weakest_group_decides_and_is_named(levels, requested, long):
+    """Law 6: a role's support is the weakest of its groups; a decision names the group it blames."""
+    groups = [group(level, f"g{i}", f"b{i}") for i, level in enumerate(levels)]
+    found = resolve(Role.TARGET, requested, groups, max_query_len=4 if long else 1, piecewise=Piecewise())
+    assert found.mode is expected(requested, min(levels), long, True, True, False)
+    blamed = levels.index(min(levels))
+    assert {(d.group, d.backend) for d in found.decisions} <= {(f"g{blamed}", f"b{blamed}")}
+
+
+@pytest.mark.parametrize("target", GraphMode)
+@pytest.mark.parametrize("level", GraphSupport)
+@pytest.mark.parametrize("wanted", [None, *GraphMode])
+def test_a_draft_decode_is_full_decode_only_or_none(target, level, wanted):
+    """Law 6: FULL_DECODE_ONLY where target and backend can and the spec lets it, else NONE."""
+    found = resolve_draft_decode(target, wanted, [group(level)])
+    start = target if wanted is None or wanted > target else wanted
+    able = start in (D, S, F) and level > 0
+    assert found.mode is (D if able else N)
+    assert all(d.role is Role.DRAFT_DECODE for d in found.decisions)
+
+
+@pytest.mark.parametrize("target", GraphMode)
+@pytest.mark.parametrize("level", GraphSupport)
+@pytest.mark.parametrize("wanted", [None, *GraphMode])
+@pytest.mark.parametrize("split", [True, False])
+def test_a_draft_prefill_starts_from_the_targets_mode(target, level, wanted, split):
+    """Law 6: from the target's resolved mode, or less where the spec asks, down its own ladder."""
+    found = resolve_draft_prefill(
+        target, wanted, [group(level)], max_query_len=4, piecewise=Piecewise(split_attention=split)
+    )
+    start = target if wanted is None or wanted > target else wanted
+    assert found.mode is expected(start, level, True, split, True, True)
+    assert found.mode <= target
+
+
+@given(deployments(max_reqs=64), st.data())
+def test_a_drafters_backends_never_change_the_target(deployment, data):
+    """Law 6, metamorphic: whatever the backends say of drafters, the target's mode is the same."""
+
+    def told(item):
+        backend = item.backend
+        supports = dict(backend.supports)
+        for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE):
+            level = data.draw(st.sampled_from(GraphSupport))
+            supports[role] = Support(level=level, reason="changed")
+        return attrs.evolve(item, backend=attrs.evolve(backend, supports=supports))
+
+    unbounded = attrs.evolve(deployment.spec.budget, max_graphs=None, memory=None, seconds=None)
+    one = attrs.evolve(deployment, spec=attrs.evolve(deployment.spec, budget=unbounded))
+    other = attrs.evolve(one, registry=type(one.registry)(told(item) for item in one.registry.values()))
+    assert _target(one) == _target(other)
+
+
+def _target(deployment):
+    try:
+        role = deployment.plan().role(Role.TARGET)
+    except PlanningError as error:
+        return error.problems
+    return role
+
+
+@given(deployments(max_reqs=64))
+def test_planned_modes_obey_the_rules_of_their_role(deployment):
+    """Law 6: in a whole plan, no role is above its request, no drafter above its target."""
+    try:
+        plan = deployment.plan()
+    except PlanningError:
+        assert deployment.spec.roles.target.mode is F or deployment.spec.mode is F
+        return
+    target = plan.role(Role.TARGET).mode
+    for role in plan.roles:
+        assert role.mode <= role.requested
+        if role.role is Role.DRAFT_PREFILL:
+            assert role.requested is target
+        if role.role is Role.DRAFT_DECODE:
+            assert role.mode in (D, N)
+            assert role.mode is N or target in (D, S, F)

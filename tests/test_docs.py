@@ -1,0 +1,149 @@
+"""The pages: up to date, their examples run, and nothing that should be documented is left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from capture_planner import codec, contract, hookspecs, lint
+from capture_planner.cli import cli
+from capture_planner.environment import Environment
+from capture_planner.modes import Reason
+from capture_planner.planner import plan
+from capture_planner.registry import load
+from capture_planner.report.findings import DRIFT_CODE
+from capture_planner.spec import Policy, Spec
+
+ROOT = Path(__file__).parent.parent
+
+
+def _generate() -> ModuleType:
+    found = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+generate = _generate()
+PAGES: list[Path] = generate.PAGES
+TEXTS = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_is_up_to_date_and_its_examples_run(path: Path) -> None:
+    assert path.read_text("utf-8") == generate.render(path), "run: tox -e write-docs"
+
+
+def _yaml_blocks() -> Iterator[Any]:
+    for path in PAGES:
+        for number, block in enumerate(generate.blocks(path.read_text("utf-8"), "yaml")):
+            yield pytest.param(block, id=f"{path.stem}-{number}")
+
+
+@pytest.mark.parametrize("block", list(_yaml_blocks()))
+def test_a_yaml_example_can_be_read_and_planned(block: str) -> None:
+    """A whole file is read as what it is; a part of a spec is put into a plain one."""
+    yaml = YAML(typ="safe", pure=True)
+    data = yaml.load(block)
+    if "device" in data:
+        codec.loads(block, Environment)
+        return
+    if "version" not in data:
+        base = (ROOT / "plans" / "specs" / "llama-3.1-8b.yaml").read_text("utf-8")
+        block = codec.dumps_json({**yaml.load(base), **data})
+    environment = codec.load_environment(ROOT / "plans" / "environments" / "h100.yaml")
+    assert plan(codec.loads(block, Spec), environment, load()).roles
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in _anchors(target.read_text("utf-8")), link
+
+
+def test_every_hook_is_documented() -> None:
+    hooks = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
+    assert hooks
+    for name in hooks:
+        assert f"### `{name}`" in page("backends")
+        assert getattr(hookspecs, name).__doc__
+
+
+def test_every_method_of_a_backend_is_documented() -> None:
+    methods = [name for name in vars(contract.Backend) if not name.startswith("_")]
+    assert set(methods) == {"name", "support", "padding", "refresh", "workspace"}
+    for name in methods:
+        assert f"### `Backend.{name}`" in page("backends")
+        assert getattr(contract.Backend, name).__doc__
+
+
+@pytest.mark.parametrize("fill", contract.Fill)
+def test_every_fill_is_explained(fill: contract.Fill) -> None:
+    assert f"| `{fill.value}` |" in page("backends")
+
+
+@pytest.mark.parametrize("code", [*lint.RULES, DRIFT_CODE])
+def test_every_code_is_documented(code: str) -> None:
+    section = page("lint").partition(f"### {code}\n")[2].partition("\n### ")[0]
+    assert "Remedies:\n\n- " in section
+
+
+def test_every_bug_class_has_its_invariant() -> None:
+    for kind in lint.BugClass:
+        assert f"| {kind.name}, {kind.value} |" in page("lint")
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_command_is_shown(command: str) -> None:
+    assert f"\n## {command}\n" in page("cli")
+    assert f"$ capture-planner {command} " in page("cli") + page("cli").replace("\n", " ")
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_every_policy_is_explained(policy: Policy) -> None:
+    assert f"| `{policy.value}` |" in page("sizes")
+    assert f"**`{policy.value}`**" in page("sizes")
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_is_explained(reason: Reason) -> None:
+    assert f"| `{reason.value}` |" in page("concepts")
+
+
+def test_the_plugin_example_is_short() -> None:
+    files = re.findall(r"<!-- file: acme/\S+ -->\n```\w+\n(.*?)```", page("backends"), re.S)
+    assert len(files) == 2
+    assert sum(len(file.splitlines()) for file in files) < 100
+
+
+def test_every_environment_of_tox_is_explained() -> None:
+    listed = re.findall(r"^\[testenv:([\w-]+)\]", (ROOT / "tox.ini").read_text("utf-8"), re.M)
+    contributing = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    for name in listed:
+        assert f"| `{name}` |" in contributing
