@@ -22,9 +22,10 @@ from capture_planner._record import replace
 from capture_planner.coverage import coverage
 from capture_planner.dispatch import Dispatcher
 from capture_planner.entry import Batch
+from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Plan
-from capture_planner.spec import Budget, Limits, Method, Speculative
+from capture_planner.spec import Budget, Limits
 
 MAX_NUM_REQS = 256
 TARGET_RATIO = 0.8

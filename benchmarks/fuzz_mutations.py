@@ -415,6 +415,11 @@ def _schedule(rng: random.Random, most: int) -> list[list[int]]:
     ]
 
 
+def _wrapped(data: Any) -> str:
+    """Write data as JSON in lines of moderate length, as limits on lines are not what is tried here."""
+    return re.sub(r"(.{1,2000}), ", r"\1,\n  ", json.dumps(data))
+
+
 def _legal(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
     """A document that breaks no rule of its schema, as large as the rules let it be."""
     if kind == "environment":
@@ -425,7 +430,7 @@ def _legal(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
         )
     data = YAML(typ="safe", pure=True).load(base)
     if kind == "plan":
-        return "legal: plan", json.dumps(_legal_plan(rng, data))
+        return "legal: plan", _wrapped(_legal_plan(rng, data))
     reqs, tokens = _number(rng), _number(rng)
     data["limits"] = {"max_num_reqs": reqs, "max_num_tokens": tokens}
     data["mode"] = rng.choice(("FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"))
@@ -450,7 +455,7 @@ def _legal(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
     if rng.random() < 0.3:
         tensor = rng.choice((1, 2, 4, 8))
         data["parallel"] = {"tensor": tensor, "sequence": True}
-    return "legal: spec", json.dumps(data)
+    return "legal: spec", _wrapped(data)
 
 
 def _legal_plan(rng: random.Random, data: Any) -> Any:

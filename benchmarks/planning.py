@@ -26,8 +26,9 @@ from capture_planner._record import replace
 from capture_planner.environment import Environment
 from capture_planner.errors import CapturePlannerError
 from capture_planner.lint import lint
+from capture_planner.model import Method, Speculative
 from capture_planner.plan import Plan
-from capture_planner.spec import Budget, Limits, Lora, Method, Policy, Sizes, Spec, Speculative
+from capture_planner.spec import Budget, Limits, Lora, Policy, Sizes, Spec
 
 T = TypeVar("T")
 

@@ -14,9 +14,10 @@ from typing import Protocol
 import attrs
 
 from capture_planner.entry import Batch
+from capture_planner.model import Speculative
 from capture_planner.modes import Role
 from capture_planner.plan import Kind
-from capture_planner.spec import Limits, Lora, Parallel, Speculative
+from capture_planner.spec import Limits, Lora, Parallel
 
 
 class Deployment(Protocol):

@@ -13,8 +13,9 @@ from capture_planner._record import Between, ByteCount, Count, Matches, field, r
 from capture_planner.entry import Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import InvalidValue, Problem
+from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.spec import DataType, Latent, Limits
+from capture_planner.spec import Limits
 
 FieldName = Annotated[str, Matches(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
 Constant = Annotated[int, Between(-(1 << 31), (1 << 31) - 1)]

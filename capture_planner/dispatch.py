@@ -49,8 +49,8 @@ class Dispatcher:
         self.plan = plan
         self._tables = {role.role: _RoleTables(role, plan) for role in plan.roles}
         # Answers given, where the next such batch looks first: uniform decodes by (role, query
-        # length, adapters) and requests; batches whose requests do not matter by (role, adapters)
-        # and tokens; all others as they are.
+        # length, adapters) and requests; batches whose requests do not matter, being piecewise, by
+        # (role, adapters) and tokens; all others as they are.
         self._decodes: dict[tuple[str, int, int], dict[int, Dispatch]] = {}
         self._mixed: dict[tuple[str, int], dict[int, Dispatch]] = {}
         self._others: dict[tuple[str, int, int, int], Dispatch] = {}
@@ -108,7 +108,7 @@ class Dispatcher:
                 kept.clear()
         if query_len is not None:
             self._decodes.setdefault((role, query_len, loras), {})[batch.num_reqs] = answer
-        elif answer.entry is not None and not tables.requests_matter:
+        elif answer.entry is not None and answer.entry.num_reqs is None and not tables.requests_matter:
             self._mixed.setdefault((role, loras), {})[batch.num_tokens] = answer
         else:
             self._others[role, batch.num_reqs, batch.num_tokens, loras] = answer

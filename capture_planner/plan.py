@@ -12,18 +12,9 @@ from capture_planner.contract import MetadataField, PaddingContract, Support, Wo
 from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import DispatchError, InvalidValue, Problem
+from capture_planner.model import Model, Speculative
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.spec import (
-    SCHEMA_VERSION,
-    Budget,
-    Limits,
-    Lora,
-    Model,
-    Parallel,
-    Piecewise,
-    SchemaVersion,
-    Speculative,
-)
+from capture_planner.spec import SCHEMA_VERSION, Budget, Limits, Lora, Parallel, Piecewise, SchemaVersion
 
 MAX_GRAPHS = 1 << 15
 """Most graphs in a plan: hundreds of times what any engine captures."""

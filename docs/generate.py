@@ -26,17 +26,18 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-import attrs
-
 from capture_planner import cli, contract, hookspecs, lint, schema, spec
+from capture_planner.admissible import Domain
+from capture_planner.catalog import find_environment, shipped_environments
 from capture_planner.environment import Environment
 from capture_planner.plan import Plan
 from capture_planner.report.findings import DRIFT_CODE
+from capture_planner.sizing.minimax import worst_ratio
+from capture_planner.sizing.policies import Context, decode_sizes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -125,10 +126,38 @@ def _policies() -> str:
     return "\n".join(lines)
 
 
+def _figures() -> str:
+    """What each policy makes of up to 256 requests on an H100, without speculation and with K = 3."""
+    limits, machine = spec.Limits(max_num_reqs=256, max_num_tokens=8192), find_environment("h100")
+    lines = [
+        "| policy | graphs of 1 token | covers | worst | graphs of 4 tokens | covers | worst |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+    ]
+    for name, sizes in (
+        ("default", spec.Sizes()),
+        ("minimax, 35", spec.Sizes(policy=spec.Policy.MINIMAX, graphs=35)),
+        ("minimax, 18", spec.Sizes(policy=spec.Policy.MINIMAX, graphs=18)),
+        *(
+            (p.value, spec.Sizes(policy=p))
+            for p in spec.Policy
+            if p.value not in ("default", "minimax", "explicit")
+        ),
+    ):
+        cells = [name]
+        for tokens in (0, 3):
+            speculative = spec.Speculative(method=spec.Method.EAGLE3, num_tokens=tokens) if tokens else None
+            context = Context(
+                limits=limits, speculative=speculative, parallel=spec.Parallel(), environment=machine
+            )
+            choice = decode_sizes(sizes, Domain.upto(256), 1 + tokens, context)
+            worst = float(worst_ratio(choice.domain, choice.sizes) - 1)
+            cells += [str(len(choice.sizes)), f"1 to {choice.sizes[-1]}", f"{worst:.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _environments() -> str:
     """The shipped environments."""
-    from capture_planner.catalog import find_environment, shipped_environments
-
     lines = ["| name | device | compute capability | memory |", "| --- | --- | --- | --- |"]
     for name in shipped_environments():
         device = find_environment(name).device
@@ -139,21 +168,13 @@ def _environments() -> str:
 
 def _reference(kind: type, *elsewhere: type) -> str:
     """The reference of a file kind, without the records that another kind's reference has."""
-    with mock.patch.object(schema, "_records_in", _records_in):
-        told = {section for other in elsewhere for section in _sections(other)}
-        return "\n\n".join(section for section in _sections(kind) if section not in told)
+    told = {section for other in elsewhere for section in _sections(other)}
+    return "\n\n".join(section for section in _sections(kind) if section not in told)
 
 
 def _sections(kind: type) -> list[str]:
     text = re.sub(r"``(.+?)``", r"`\1`", schema.reference(kind)).replace("| `` |", "| empty |")
     return [section.strip() for section in re.split(r"^(?=### )", text, flags=re.M)[1:]]
-
-
-def _records_in(hint: object) -> Iterator[type]:
-    if isinstance(hint, type) and attrs.has(hint):
-        yield hint
-    for arg in typing.get_args(hint):
-        yield from _records_in(arg)
 
 
 def _laws() -> str:
@@ -170,6 +191,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rules": _rules,
     "hooks": _hooks,
     "policies": _policies,
+    "figures": _figures,
     "environments": _environments,
     "spec": lambda: _reference(spec.Spec),
     "environment": lambda: _reference(Environment),

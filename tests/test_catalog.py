@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,11 @@ def test_the_package_has_what_the_repository_has() -> None:
     repository = Path(__file__).parent.parent / "plans" / "environments"
     for name, path in catalog.shipped_environments().items():
         assert path.read_bytes() == (repository / f"{name}.yaml").read_bytes()
+
+
+@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="only tox installs the wheel")
+def test_what_is_tested_is_the_installed_wheel() -> None:
+    assert Path(catalog.__file__).is_relative_to(sysconfig.get_path("purelib"))
 
 
 def test_an_environment_may_be_a_file(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.entry import Batch, Entry, Rejection
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import DispatchError
+from capture_planner.model import Model
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Kind, Plan, RolePlan, Waiver
-from capture_planner.spec import Limits, Lora, Model
+from capture_planner.spec import Limits, Lora
 from capture_planner.testing import arbitrary_plans
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE

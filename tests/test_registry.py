@@ -11,10 +11,11 @@ from capture_planner.contract import Support
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import BackendError, PlanningError, Problem
 from capture_planner.hookspecs import hookimpl
+from capture_planner.model import Model
 from capture_planner.modes import GraphSupport, Role
 from capture_planner.planner import plan
 from capture_planner.registry import Registered, Registry, load
-from capture_planner.spec import Limits, Model, Spec
+from capture_planner.spec import Limits, Spec
 from capture_planner.testing import FakeBackend
 
 TOLD = dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="told"))

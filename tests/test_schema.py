@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from ruamel.yaml import YAML
 
 from capture_planner import codec
@@ -65,6 +65,7 @@ def test_the_environment_schema_accepts_what_is_written_of_any(environment: Envi
     validator("environment").validate(json.loads(codec.dumps_json(codec.to_data(environment))))
 
 
+@settings(max_examples=30)
 @given(plans())
 def test_the_plan_schema_accepts_what_is_written_of_any_plan(plan: Plan) -> None:
     validator("plan").validate(json.loads(codec.dumps_json(codec.to_data(plan))))

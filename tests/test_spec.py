@@ -8,21 +8,19 @@ from hypothesis import strategies as st
 
 from capture_planner._record import replace
 from capture_planner.errors import InvalidValue
+from capture_planner.model import Method, Model, Speculative
 from capture_planner.modes import Role
 from capture_planner.spec import (
     Budget,
     GroupSpec,
     Limits,
     Lora,
-    Method,
-    Model,
     Parallel,
     Policy,
     Roles,
     RoleSpec,
     Sizes,
     Spec,
-    Speculative,
 )
 from capture_planner.testing import specs
 

@@ -8,9 +8,10 @@ import attrs
 
 from capture_planner.admissible import Domain
 from capture_planner.environment import Environment
+from capture_planner.model import Speculative
 from capture_planner.sizing import engines
 from capture_planner.sizing.minimax import fewest, minimax, worst_ratio
-from capture_planner.spec import Limits, Parallel, Policy, Sizes, Speculative
+from capture_planner.spec import Limits, Parallel, Policy, Sizes
 
 DEFAULT_RATIO = Fraction(9, 8)
 """The default policy takes as many sizes as keep the worst padding within one eighth."""

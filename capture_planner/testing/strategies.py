@@ -33,20 +33,16 @@ from capture_planner.contract import (
 from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import PlanningError
+from capture_planner.model import DataType, DraftModel, Latent, Method, Model, Speculative
 from capture_planner.modes import GraphMode, GraphSupport, Pool, Reason, Refresh, Role
 from capture_planner.plan import Decision, GroupPlan, Kind, Plan, RolePlan, Waiver
 from capture_planner.planner import plan
 from capture_planner.registry import Registered, Registry
 from capture_planner.spec import (
     Budget,
-    DataType,
-    DraftModel,
     GroupSpec,
-    Latent,
     Limits,
     Lora,
-    Method,
-    Model,
     Parallel,
     Piecewise,
     Policy,
@@ -54,7 +50,6 @@ from capture_planner.spec import (
     RoleSpec,
     Sizes,
     Spec,
-    Speculative,
 )
 
 T = TypeVar("T")

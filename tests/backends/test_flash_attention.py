@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from capture_planner import registry
 from capture_planner.contract import Axis, Fill, Lifetime, PaddingContract, Where
 from capture_planner.entry import Entry
+from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import DataType, Latent, Limits
+from capture_planner.spec import Limits
 
 BACKEND = FlashAttention()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)

@@ -11,22 +11,12 @@ from capture_planner.contract import Support
 from capture_planner.entry import Entry
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.lint import RULES, Severity, lint
+from capture_planner.model import Method, Model, Speculative
 from capture_planner.modes import GraphMode, GraphSupport, Pool, Reason, Role
 from capture_planner.plan import Decision, Kind, Plan, Waiver
 from capture_planner.planner import plan
 from capture_planner.registry import Registered, Registry
-from capture_planner.spec import (
-    Budget,
-    Limits,
-    Lora,
-    Method,
-    Model,
-    Parallel,
-    Policy,
-    Sizes,
-    Spec,
-    Speculative,
-)
+from capture_planner.spec import Budget, Limits, Lora, Parallel, Policy, Sizes, Spec
 from capture_planner.testing import FakeBackend, plans
 
 GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)

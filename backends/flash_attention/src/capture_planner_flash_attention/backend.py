@@ -21,8 +21,9 @@ from capture_planner.contract import (
 )
 from capture_planner.entry import Entry
 from capture_planner.environment import DeviceKind, Environment
+from capture_planner.model import DataType
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import DataType, Limits
+from capture_planner.spec import Limits
 
 MAX_SPLITS = 32
 """Bound on KV splits under capture (vLLM 0.33: flash_attn_max_num_splits_for_cuda_graph)."""
@@ -43,6 +44,8 @@ class Library:
     why: str
     max_head_dim: int = 256
     fp8_majors: frozenset[int] = frozenset()
+    sinks: bool = False
+    """Whether its kernels take learned attention sinks (gpt-oss)."""
     splits: bool = False
     ahead_of_time: bool = False
     """Whether tiles are scheduled by a call of their own, before the graph."""
@@ -63,6 +66,8 @@ class Library:
                 f"{self.title} takes head dimensions that are multiples of 8 up to {self.max_head_dim}, "
                 f"not {model.head_dim}"
             )
+        if model.sinks and not self.sinks:
+            return f"{self.title} takes no attention sinks"
         if model.kv_dtype is DataType.NVFP4 or (
             model.kv_dtype is DataType.FP8 and major not in self.fp8_majors
         ):
@@ -85,6 +90,7 @@ FA3 = Library(
     level=GraphSupport.ALWAYS,
     why="reads lengths and tile counts on the device, so a graph holds any batch",
     fp8_majors=frozenset({9}),
+    sinks=True,
     splits=True,
     ahead_of_time=True,
 )
@@ -97,6 +103,7 @@ FA4 = Library(
     why="reads lengths and pages on the device, so a graph holds any batch",
     max_head_dim=512,
     fp8_majors=frozenset({10}),
+    sinks=True,
 )
 FA2 = Library(
     title="FlashAttention 2",

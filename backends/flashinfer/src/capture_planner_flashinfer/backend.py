@@ -21,8 +21,9 @@ from capture_planner.contract import (
 )
 from capture_planner.entry import Entry
 from capture_planner.environment import DeviceKind, Environment
+from capture_planner.model import DataType
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import DataType, Limits
+from capture_planner.spec import Limits
 from capture_planner_flashinfer import workspace
 
 PACKAGE = "flashinfer-python"
