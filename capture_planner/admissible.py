@@ -182,15 +182,14 @@ def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
     return Kind.DECODE if scheduled else Kind.MIXED
 
 
-def is_admissible(batch: Batch, deployment: Deployment) -> bool:
-    """Say whether the limits and the schedule admit a batch at all."""
+def is_admissible(batch: Batch, deployment: Deployment, families: Iterable[DecodeFamily]) -> bool:
+    """Say whether the limits and the schedule admit a batch at all; ``families`` are its role's."""
     limits = deployment.limits
-    most_loras = 0 if deployment.lora is None else deployment.lora.max_active + 1
+    most_loras = 0 if deployment.lora is None else min(deployment.lora.max_active + 1, batch.num_reqs)
     if not (
         1 <= batch.num_reqs <= limits.max_num_reqs
         and batch.num_reqs <= batch.num_tokens <= limits.max_num_tokens
         and 0 <= batch.active_loras <= most_loras
     ):
         return False
-    families = decode_families(batch.role, deployment)
     return batch.role is not Role.DRAFT_DECODE or kind_of(batch, families) is Kind.DECODE

@@ -26,7 +26,10 @@ class Change:
 
 def compare(old: Plan, new: Plan) -> tuple[Change, ...]:
     """Return the differences from ``old`` to ``new``, the whole plan first, then role by role."""
-    return (*_whole(old, new), *_roles(old, new))
+    changes = (*_whole(old, new), *_roles(old, new))
+    if not changes and old.spec != new.spec:
+        return (Change(role=None, what="spec", says="the spec changed, and nothing else did"),)
+    return changes
 
 
 def _whole(old: Plan, new: Plan) -> Iterator[Change]:
@@ -44,10 +47,6 @@ def _whole(old: Plan, new: Plan) -> Iterator[Change]:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield Change(role=None, what=name, says=f"{name}: {_fields(before, after)}")
-    if old.spec != new.spec:
-        yield Change(
-            role=None, what="spec", says=f"the spec changed: {old.spec[:19]}... became {new.spec[:19]}..."
-        )
 
 
 def _fields(before: object, after: object) -> str:

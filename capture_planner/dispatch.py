@@ -139,7 +139,7 @@ class _RoleTables:
                 entry.num_tokens - batch.num_tokens,
                 0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs,
             )
-        if not is_admissible(batch, self._plan):
+        if not is_admissible(batch, self._plan, self._families):
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
         kind = kind_of(batch, self._families)
         for waiver in self._role.waivers:

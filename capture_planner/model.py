@@ -8,6 +8,10 @@ from capture_planner._record import Between, Count, Name, field, record
 from capture_planner.errors import InvalidValue, Problem
 
 DraftTokens = Annotated[int, Between(0, 255)]
+Tier = tuple[Count, Count, DraftTokens]
+
+MAX_TIERS = 256
+"""Most ranges in a schedule: one for each query length there can be."""
 
 
 class DataType(enum.Enum):
@@ -91,12 +95,16 @@ class Speculative:
 
     method: Method = field("how the drafter works")
     num_tokens: Annotated[int, Between(1, 255)] = field("K, the most tokens drafted a step")
-    schedule: tuple[tuple[Count, Count, DraftTokens], ...] = field(
+    schedule: tuple[Tier, ...] = field(
         "[first, last, k] by batch size, for a K that changes with the load", default=()
     )
     model: DraftModel = field("the drafter's architecture", factory=DraftModel)
 
     def __attrs_post_init__(self) -> None:
+        if len(self.schedule) > MAX_TIERS:
+            raise refuse(
+                "schedule", message=f"{len(self.schedule)} ranges, and at most {MAX_TIERS} are allowed"
+            )
         previous = 0
         for index, (first, last, _) in enumerate(self.schedule):
             if first > last:

@@ -11,6 +11,8 @@ from capture_planner.modes import GraphMode
 from capture_planner.plan import MAX_GRAPHS
 from capture_planner.spec import QueryLength
 
+MAX_TOKENS = 1 << 20
+
 
 @record
 class Row:
@@ -32,6 +34,14 @@ class Row:
         if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
             problems.append(
                 Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+            )
+        if self.query_len is not None and max(self.num_reqs or (0,)) * self.query_len > MAX_TOKENS:
+            problems.append(
+                Problem(
+                    path=("num_reqs",),
+                    message=f"a graph of more than {MAX_TOKENS} tokens",
+                    remedy="check num_reqs",
+                )
             )
         if self.num_tokens is None and (self.query_len is None or self.num_reqs is None):
             problems.append(
@@ -81,8 +91,7 @@ class Row:
 
 def pack(entries: tuple[Entry, ...]) -> tuple[Row, ...]:
     """Return the rows of a plan's entries, in the order in which they are first captured."""
-    Key = tuple[GraphMode, int | None, int | None, bool]
-    by_case: dict[Key, dict[int, list[Entry]]] = {}
+    by_case: dict[tuple[GraphMode, int | None, int | None, bool], dict[int, list[Entry]]] = {}
     for entry in entries:
         key = (entry.mode, entry.query_len, entry.draft_steps, entry.num_reqs is None)
         by_case.setdefault(key, {}).setdefault(entry.active_loras, []).append(entry)

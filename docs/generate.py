@@ -30,10 +30,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from capture_planner import cli, contract, hookspecs, lint, schema, spec
+from capture_planner import cli, codec, contract, hookspecs, lint, schema, spec
 from capture_planner.admissible import Domain
 from capture_planner.catalog import find_environment, shipped_environments
 from capture_planner.environment import Environment
+from capture_planner.model import Speculative
 from capture_planner.plan import Plan
 from capture_planner.report.findings import DRIFT_CODE
 from capture_planner.sizing.minimax import worst_ratio
@@ -65,7 +66,7 @@ def _rules() -> str:
         sections += [rule.explanation, ""]
         if rule.threads:
             sections += [f"Seen in {', '.join(_thread(thread) for thread in rule.threads)}.", ""]
-        sections += ["Remedies:", "", *(f"- {remedy}" for remedy in _remedies(rule.check)), ""]
+        sections += [f"What to do: {rule.remedy}.", ""]
         if rule.mend:
             sections += [f"In a spec, look at `{'.'.join(rule.mend)}`.", ""]
     table.append(f"| [{DRIFT_CODE}](#{DRIFT_CODE.lower()}) | drift | error | J (observability) |")
@@ -75,18 +76,6 @@ def _rules() -> str:
 def _thread(thread: str) -> str:
     project, number = thread.split("#")
     return f"[{thread}](https://github.com/{_REPOSITORIES[project]}/issues/{number})"
-
-
-def _remedies(check: Callable[..., object]) -> list[str]:
-    """Return what a check proposes, read from its source; ``...`` stands for a figure."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(check)))
-    found: dict[str, None] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg == "remedy":
-            parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts)
-            found[text] = None
-    return list(found)
 
 
 def _hooks() -> str:
@@ -145,7 +134,9 @@ def _figures() -> str:
     ):
         cells = [name]
         for tokens in (0, 3):
-            speculative = spec.Speculative(method=spec.Method.EAGLE3, num_tokens=tokens) if tokens else None
+            speculative = (
+                codec.loads(f"{{method: eagle3, num_tokens: {tokens}}}", Speculative) if tokens else None
+            )
             context = Context(
                 limits=limits, speculative=speculative, parallel=spec.Parallel(), environment=machine
             )

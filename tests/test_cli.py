@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -747,6 +748,25 @@ def test_no_torch_and_no_cli_libraries_at_import(folder: Path) -> None:
     code = "import sys, capture_planner; print(sorted({'torch', 'rich', 'click'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [(click.exceptions.Abort(), "interrupted\n"), (BrokenPipeError(), "")]
+)
+def test_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, says: str
+) -> None:
+    def stop(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.cli, "main", stop)
+    monkeypatch.setattr(sys, "argv", ["capture-planner", "backends"])
+    if not says:
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == says
 
 
 # Whatever is given -------------------------------------------------------------------------------

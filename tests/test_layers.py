@@ -14,6 +14,7 @@ LAYERS = [
     "_record",
     "modes",
     "entry",
+    "model",
     "spec",
     "environment",
     "contract",

@@ -45,7 +45,7 @@ def problems_of(error: Exception) -> list[Problem]:
 def _unknown_key(key: str, known: list[str]) -> Problem:
     near = difflib.get_close_matches(key, known, n=1)
     return Problem(
-        path=(Key(key),),
+        path=(Key(key if len(key) <= 80 else key[:77] + "..."),),
         message="unknown key",
         remedy=f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}",
     )

@@ -31,8 +31,8 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_LINES = 20_000
 MAX_LINE = 1 << 14
-MAX_NODES = 20_000
-"""Values in one document, aliases expanded. The largest plan that we know of has a tenth of it."""
+MAX_NODES = 12_000
+"""Values in one document, aliases expanded: what can be read within half a second."""
 MAX_PROBLEMS = 100
 """Problems reported of one file."""
 
@@ -65,12 +65,10 @@ class Node:
         for part in path:
             if isinstance(part, Key) and part in node.keys:
                 return node.keys[part]
-            if isinstance(node.value, dict) and part in node.value:
-                node = node.value[part]
-            elif isinstance(node.value, list) and isinstance(part, int) and part < len(node.value):
-                node = node.value[part]
-            else:
+            held = dict(enumerate(node.value)) if isinstance(node.value, list) else node.value
+            if not isinstance(held, dict) or part not in held:
                 break
+            node = held[part]
         return node.line, node.column
 
 
@@ -146,6 +144,8 @@ class _Builder:
             self.documents += 1
             if self.documents > 1:
                 self.refuse("a second document; a file holds one", mark, stop=True)
+            if event.version is not None:
+                self.refuse("a %YAML directive is not allowed; files are YAML 1.2", mark, stop=True)
         elif isinstance(event, MappingEndEvent | SequenceEndEvent):
             closed = self.open.pop()
             if closed.anchor:

@@ -76,9 +76,9 @@ def _structure(node: Node, name: str, kind: type[T]) -> T:
         )
         raise InvalidDocument([_located(problem, node, name)])
     other = {Spec: "a plan, not a spec", Plan: "a spec, not a plan"}.get(kind)
-    if other is not None and isinstance(node.value, dict) and "model" in node.value:
-        if is_plan(node) is not (kind is Plan):
-            raise InvalidDocument([_located(Problem(message=f"this is {other}"), node, name)])
+    is_either = isinstance(node.value, dict) and "model" in node.value
+    if other is not None and is_either and is_plan(node) is not (kind is Plan):
+        raise InvalidDocument([_located(Problem(message=f"this is {other}"), node, name)])
     try:
         return CONVERTER.structure(node.plain(), kind)
     except (ClassValidationError, InvalidValue) as error:

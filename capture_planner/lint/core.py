@@ -40,7 +40,6 @@ class Found:
     """What a rule says about one place of a plan."""
 
     says: str
-    remedy: str
     role: Role | None = None
     path: tuple[str | int, ...] = ()
     """Where in the plan."""
@@ -56,6 +55,8 @@ class Rule:
     bug_class: BugClass
     threads: tuple[str, ...]
     """Public threads in which the bug was seen."""
+    remedy: str
+    """What to do about it."""
     mend: tuple[str, ...]
     """Where in a spec to look when a plan made of it has this finding."""
     check: Callable[[Coverage], Iterator[Found]]
@@ -74,7 +75,12 @@ class Finding:
     found: Found
 
     def __str__(self) -> str:
-        return f"{self.rule.code} {self.rule.name}: {self.found.says}; {self.found.remedy}"
+        return f"{self.rule.code} {self.rule.name}: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """What was found, and what to do about it."""
+        return f"{self.found.says}; {self.rule.remedy}"
 
 
 RULES: dict[str, Rule] = {}
@@ -82,7 +88,12 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str, severity: Severity, bug_class: BugClass, *threads: str, mend: tuple[str, ...] = ()
+    code: str,
+    severity: Severity,
+    bug_class: BugClass,
+    *threads: str,
+    remedy: str,
+    mend: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Coverage], Iterator[Found]]], Callable[[Coverage], Iterator[Found]]]:
     """Register a check under a stable code; its name is the function's."""
 
@@ -94,6 +105,7 @@ def rule(
             severity=severity,
             bug_class=bug_class,
             threads=threads,
+            remedy=remedy,
             mend=mend,
             check=check,
         )

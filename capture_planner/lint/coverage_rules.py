@@ -38,7 +38,15 @@ def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
         yield run
 
 
-@rule("CP001", Severity.ERROR, BugClass.A, "vllm#54933", "vllm-ascend#16049", mend=("sizes",))
+@rule(
+    "CP001",
+    Severity.ERROR,
+    BugClass.A,
+    "vllm#54933",
+    "vllm-ascend#16049",
+    remedy="plan again from the spec; a plan made by capture-planner covers or waives every batch",
+    mend=("sizes",),
+)
 def uncovered_batch(walked: Coverage) -> Iterator[Found]:
     """Batches that the limits admit have neither an entry nor a waiver.
 
@@ -50,11 +58,20 @@ def uncovered_batch(walked: Coverage) -> Iterator[Found]:
             role=run[0].role,
             path=_role_path(walked, run[0].role),
             says=f"{run[0].role}: {describe(run)} have neither a graph nor a waiver",
-            remedy="plan again from the spec; a plan made by capture-planner covers or waives every batch",
         )
 
 
-@rule("CP002", Severity.WARNING, BugClass.A, "vllm#54933", "vllm#50488", "sglang#33483", mend=("sizes",))
+@rule(
+    "CP002",
+    Severity.WARNING,
+    BugClass.A,
+    "vllm#54933",
+    "vllm#50488",
+    "sglang#33483",
+    remedy="choose a policy whose largest size is the largest decode (default and minimax do), "
+    "or raise the budget",
+    mend=("sizes",),
+)
 def decode_without_full_graph(walked: Coverage) -> Iterator[Found]:
     """The decode mode is FULL, and yet the largest decodes have no full graph.
 
@@ -79,12 +96,17 @@ def decode_without_full_graph(walked: Coverage) -> Iterator[Found]:
                 role=role.role,
                 path=_role_path(walked, role.role, "waivers"),
                 says=f"{role.role}: {describe(run)} run {how}, although decodes are to run FULL",
-                remedy="choose a policy whose largest size is the largest decode (default and minimax do), "
-                "or raise the budget",
             )
 
 
-@rule("CP003", Severity.WARNING, BugClass.A, "vllm#54933", mend=("limits", "max_num_tokens"))
+@rule(
+    "CP003",
+    Severity.WARNING,
+    BugClass.A,
+    "vllm#54933",
+    remedy="raise max_num_tokens to requests times tokens each, or lower max_num_reqs",
+    mend=("limits", "max_num_tokens"),
+)
 def tokens_limit_requests(walked: Coverage) -> Iterator[Found]:
     """max_num_tokens is too small for a decode of max_num_reqs requests at the query length.
 
@@ -102,11 +124,10 @@ def tokens_limit_requests(walked: Coverage) -> Iterator[Found]:
                 path=("limits", "max_num_tokens"),
                 says=f"{last} requests of {1 + k} tokens need {last * (1 + k)} tokens, and max_num_tokens is "
                 f"{limits.max_num_tokens}: batches of {max(fits + 1, first)} to {last} requests cannot be decoded",
-                remedy=f"set max_num_tokens to {last * (1 + k)} or more, or max_num_reqs to {max(fits, 1)}",
             )
 
 
-@rule("CP004", Severity.ERROR, BugClass.A, "vllm#47460")
+@rule("CP004", Severity.ERROR, BugClass.A, "vllm#47460", remedy="plan again from the spec")
 def roles_of_the_deployment(walked: Coverage) -> Iterator[Found]:
     """The plan has a role that the deployment does not run, or lacks one that it runs."""
     planned = [role.role for role in walked.plan.roles]
@@ -118,11 +139,16 @@ def roles_of_the_deployment(walked: Coverage) -> Iterator[Found]:
                 path=("roles",),
                 says=f"the deployment {'runs' if role in runs else 'does not run'} {role}, and the plan "
                 f"{'has' if role in planned else 'lacks'} it",
-                remedy="plan again from the spec",
             )
 
 
-@rule("CP050", Severity.ERROR, BugClass.J, "vllm#36165")
+@rule(
+    "CP050",
+    Severity.ERROR,
+    BugClass.J,
+    "vllm#36165",
+    remedy="say why these batches run eager: mode, sizes, backend_cap or budget, and a sentence",
+)
 def unexplained_waiver(walked: Coverage) -> Iterator[Found]:
     """A waiver has no reason that a person could act on."""
     for role in walked.plan.roles:
@@ -133,11 +159,10 @@ def unexplained_waiver(walked: Coverage) -> Iterator[Found]:
                     path=_role_path(walked, role.role, "waivers", index),
                     says=f"{role.role}: a waiver of {waiver.first} to {waiver.last} gives no reason "
                     f"({waiver.reason}: {waiver.says!r})",
-                    remedy="say why these batches run eager: mode, sizes, backend_cap or budget, and a sentence",
                 )
 
 
-@rule("CP051", Severity.WARNING, BugClass.J, "vllm#47460")
+@rule("CP051", Severity.WARNING, BugClass.J, "vllm#47460", remedy="plan again from the spec")
 def idle_waiver(walked: Coverage) -> Iterator[Found]:
     """A waiver excuses no batch: all that it names have a graph, or cannot occur."""
     used = {(cell.role, cell.answer.waiver) for cell in walked.cells if cell.answer.waiver is not None}
@@ -149,11 +174,18 @@ def idle_waiver(walked: Coverage) -> Iterator[Found]:
                     path=_role_path(walked, role.role, "waivers", index),
                     says=f"{role.role}: the waiver of {waiver.first} to {waiver.last} "
                     f"({waiver.kind.value}) excuses no batch that there can be",
-                    remedy="plan again from the spec",
                 )
 
 
-@rule("CP052", Severity.NOTE, BugClass.J, "vllm#36165", "vllm#20098", mend=("mode",))
+@rule(
+    "CP052",
+    Severity.NOTE,
+    BugClass.J,
+    "vllm#36165",
+    "vllm#20098",
+    remedy="see the role's decisions for the backend or rule that decided it",
+    mend=("mode",),
+)
 def decodes_run_eager(walked: Coverage) -> Iterator[Found]:
     """A role that runs at every step has no graph for any of its decodes.
 
@@ -173,7 +205,6 @@ def decodes_run_eager(walked: Coverage) -> Iterator[Found]:
                 role=role.role,
                 path=_role_path(walked, role.role, "mode"),
                 says=f"{role.role}: every decode runs eager (mode {role.mode.value}, {role.requested.value} wanted)",
-                remedy="see the role's decisions for the backend or rule that decided it",
             )
 
 

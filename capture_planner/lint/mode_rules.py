@@ -22,7 +22,14 @@ def _needed(role: RolePlan) -> GraphSupport:
     return GraphSupport.UNIFORM_BATCH if long else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-@rule("CP030", Severity.ERROR, BugClass.G, "vllm#39773", mend=("roles", "draft_decode", "mode"))
+@rule(
+    "CP030",
+    Severity.ERROR,
+    BugClass.G,
+    "vllm#39773",
+    remedy="FULL_DECODE_ONLY or NONE are the modes of a draft decode",
+    mend=("roles", "draft_decode", "mode"),
+)
 def piecewise_draft_decode(walked: Coverage) -> Iterator[Found]:
     """A draft decode runs PIECEWISE.
 
@@ -40,11 +47,10 @@ def piecewise_draft_decode(walked: Coverage) -> Iterator[Found]:
                 says=f"draft_decode is planned {role.mode.value} with "
                 f"{sum(e.mode is GraphMode.PIECEWISE for e in role.entries)} piecewise graphs: its request "
                 "metadata would be stale",
-                remedy="FULL_DECODE_ONLY or NONE are the modes of a draft decode",
             )
 
 
-@rule("CP031", Severity.ERROR, BugClass.G, "vllm#49547")
+@rule("CP031", Severity.ERROR, BugClass.G, "vllm#49547", remedy="plan again from the spec")
 def mode_above_request(walked: Coverage) -> Iterator[Found]:
     """A role resolved to more than was asked of it."""
     for index, role in enumerate(walked.plan.roles):
@@ -53,11 +59,17 @@ def mode_above_request(walked: Coverage) -> Iterator[Found]:
                 role=role.role,
                 path=("roles", index, "mode"),
                 says=f"{role.role}: {role.mode.value} is more than the {role.requested.value} that was wanted",
-                remedy="plan again from the spec",
             )
 
 
-@rule("CP032", Severity.ERROR, BugClass.G, "vllm#49547", "vllm#50619")
+@rule(
+    "CP032",
+    Severity.ERROR,
+    BugClass.G,
+    "vllm#49547",
+    "vllm#50619",
+    remedy="each step down is a decision with its rule, backend and group",
+)
 def unexplained_mode(walked: Coverage) -> Iterator[Found]:
     """The decisions of a role do not lead from the mode that was wanted to the one it has."""
     for index, role in enumerate(walked.plan.roles):
@@ -71,11 +83,10 @@ def unexplained_mode(walked: Coverage) -> Iterator[Found]:
                 path=("roles", index, "mode"),
                 says=f"{role.role}: the decisions lead from {role.requested.value} to {at}, and the mode is "
                 f"{role.mode.value}",
-                remedy="each step down is a decision with its rule, backend and group",
             )
 
 
-@rule("CP033", Severity.ERROR, BugClass.G, "vllm#49547", "vllm#50619")
+@rule("CP033", Severity.ERROR, BugClass.G, "vllm#49547", "vllm#50619", remedy="degrade the drafter alone")
 def drafter_lowers_target(walked: Coverage) -> Iterator[Found]:
     """A drafter's limits lowered the target's mode.
 
@@ -93,11 +104,17 @@ def drafter_lowers_target(walked: Coverage) -> Iterator[Found]:
                     path=("roles", index, "decisions", step),
                     says=f"target: {decision.before} became {decision.after} because of "
                     f"{decision.role} ({decision.backend or 'no backend'})",
-                    remedy="degrade the drafter alone",
                 )
 
 
-@rule("CP034", Severity.ERROR, BugClass.G, "vllm#28207", mend=("backend",))
+@rule(
+    "CP034",
+    Severity.ERROR,
+    BugClass.G,
+    "vllm#28207",
+    remedy="choose another backend, or a lower mode",
+    mend=("backend",),
+)
 def mode_beyond_support(walked: Coverage) -> Iterator[Found]:
     """A mode or a graph needs more than the weakest attention group of its role supports."""
     for index, role in enumerate(walked.plan.roles):
@@ -109,11 +126,17 @@ def mode_beyond_support(walked: Coverage) -> Iterator[Found]:
                     path=("roles", index, "groups", number),
                     says=f"{role.role}: {role.mode.value} needs {needed.name}, and {group.backend} ({group.name}) "
                     f"has {group.support.level.name}",
-                    remedy="choose another backend, or a lower mode",
                 )
 
 
-@rule("CP035", Severity.NOTE, BugClass.G, "vllm#49547", mend=("mode",))
+@rule(
+    "CP035",
+    Severity.NOTE,
+    BugClass.G,
+    "vllm#49547",
+    remedy="choose another backend if the mode matters",
+    mend=("mode",),
+)
 def stepped_down(walked: Coverage) -> Iterator[Found]:
     """A backend's limits lowered a mode. It is decided and recorded; here it is said aloud."""
     for index, role in enumerate(walked.plan.roles):
@@ -123,11 +146,10 @@ def stepped_down(walked: Coverage) -> Iterator[Found]:
                     role=role.role,
                     path=("roles", index, "decisions", step),
                     says=f"{role.role}: {decision.before} became {decision.after}: {decision.says}",
-                    remedy="choose another backend if the mode matters",
                 )
 
 
-@rule("CP036", Severity.ERROR, BugClass.G, "vllm#39773")
+@rule("CP036", Severity.ERROR, BugClass.G, "vllm#39773", remedy="lower the drafter, or raise the target")
 def drafter_above_target(walked: Coverage) -> Iterator[Found]:
     """A drafter has a mode that its target does not allow.
 
@@ -147,11 +169,10 @@ def drafter_above_target(walked: Coverage) -> Iterator[Found]:
                 role=role.role,
                 path=("roles", index, "mode"),
                 says=f"{role.role} runs {role.mode.value} while the target runs {target.mode.value}",
-                remedy="lower the drafter, or raise the target",
             )
 
 
-@rule("CP037", Severity.ERROR, BugClass.G, "vllm#47460")
+@rule("CP037", Severity.ERROR, BugClass.G, "vllm#47460", remedy="remove them, or change the mode")
 def graph_outside_mode(walked: Coverage) -> Iterator[Found]:
     """A graph is planned that its role's mode does not have, so nothing would dispatch to it."""
     for index, role in enumerate(walked.plan.roles):
@@ -165,5 +186,4 @@ def graph_outside_mode(walked: Coverage) -> Iterator[Found]:
                 role=role.role,
                 path=("roles", index, "entries"),
                 says=f"{role.role}: {len(strange)} graphs such as {strange[0]} do not belong to {role.mode.value}",
-                remedy="remove them, or change the mode",
             )

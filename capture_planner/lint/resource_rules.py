@@ -15,7 +15,15 @@ MANY_GRAPHS = 256
 """Start-ups with 67 graphs were reported as slow (vllm#20098); LoRA multiplied 51 into 300 (#32005)."""
 
 
-@rule("CP040", Severity.ERROR, BugClass.I, "vllm#50488", "TRT-LLM#12895", mend=("budget",))
+@rule(
+    "CP040",
+    Severity.ERROR,
+    BugClass.I,
+    "vllm#50488",
+    "TRT-LLM#12895",
+    remedy="plan again from the spec, or raise the budget",
+    mend=("budget",),
+)
 def over_budget(walked: Coverage) -> Iterator[Found]:
     """The plan has more graphs than its budget allows."""
     bound = walked.plan.budget.allowed_graphs()
@@ -23,11 +31,10 @@ def over_budget(walked: Coverage) -> Iterator[Found]:
         yield Found(
             path=("budget",),
             says=f"{walked.plan.num_graphs} graphs, and {bound[1]} allows {bound[0]}",
-            remedy="plan again from the spec, or raise the budget",
         )
 
 
-@rule("CP041", Severity.ERROR, BugClass.I, "vllm-ascend#8585")
+@rule("CP041", Severity.ERROR, BugClass.I, "vllm-ascend#8585", remedy="plan again from the spec")
 def over_backend_cap(walked: Coverage) -> Iterator[Found]:
     """A role has more full graphs, or larger ones, than its backend can hold."""
     for index, role in enumerate(walked.plan.roles):
@@ -45,11 +52,18 @@ def over_backend_cap(walked: Coverage) -> Iterator[Found]:
                     role=role.role,
                     path=("roles", index, "groups", number),
                     says=f"{role.role}: {group.backend} is given {' and '.join(excess)}",
-                    remedy="plan again from the spec",
                 )
 
 
-@rule("CP042", Severity.WARNING, BugClass.I, "vllm#32005", "vllm#36370", mend=("lora",))
+@rule(
+    "CP042",
+    Severity.WARNING,
+    BugClass.I,
+    "vllm#32005",
+    "vllm#36370",
+    remedy="set lora.specialize to false, or budget.max_graphs",
+    mend=("lora",),
+)
 def lora_multiplies_graphs(walked: Coverage) -> Iterator[Found]:
     """Adapter cases multiply an already long list of graphs.
 
@@ -63,11 +77,19 @@ def lora_multiplies_graphs(walked: Coverage) -> Iterator[Found]:
     yield Found(
         path=("lora",),
         says=f"{len(plan.lora.cases())} adapter cases make {plan.num_graphs} graphs of {plain}",
-        remedy="set lora.specialize to false, or budget.max_graphs",
     )
 
 
-@rule("CP043", Severity.WARNING, BugClass.I, "vllm#57475", "vllm#51590", "vllm#20098", mend=("budget",))
+@rule(
+    "CP043",
+    Severity.WARNING,
+    BugClass.I,
+    "vllm#57475",
+    "vllm#51590",
+    "vllm#20098",
+    remedy="set budget.memory or budget.max_graphs",
+    mend=("budget",),
+)
 def capture_cost(walked: Coverage) -> Iterator[Found]:
     """Without a budget, graphs may take more than a tenth of the device's memory.
 
@@ -81,11 +103,17 @@ def capture_cost(walked: Coverage) -> Iterator[Found]:
             path=("budget",),
             says=f"{plan.num_graphs} graphs may take {need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
             f"{plan.num_graphs * budget.seconds_per_graph:.0f} s to capture",
-            remedy="set budget.memory or budget.max_graphs",
         )
 
 
-@rule("CP044", Severity.NOTE, BugClass.I, "vllm#44078", mend=("pool",))
+@rule(
+    "CP044",
+    Severity.NOTE,
+    BugClass.I,
+    "vllm#44078",
+    remedy="set pool to shared unless you measure the difference",
+    mend=("pool",),
+)
 def separate_pools(walked: Coverage) -> Iterator[Found]:
     """The drafter's graphs have a memory pool of their own.
 
@@ -95,5 +123,4 @@ def separate_pools(walked: Coverage) -> Iterator[Found]:
         yield Found(
             path=("pool",),
             says="each role has a pool of its own, which cost vLLM about 0.27 GiB",
-            remedy="set pool to shared unless you measure the difference",
         )

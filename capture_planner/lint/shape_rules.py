@@ -16,7 +16,7 @@ HEAVY_TOKENS = 1024
 """Padding is heavy where it is both: 5 to 16 tokens is cheap, 3208 to 8192 is not (sglang#31487, #40253)."""
 
 
-@rule("CP010", Severity.ERROR, BugClass.B, "vllm#28207")
+@rule("CP010", Severity.ERROR, BugClass.B, "vllm#28207", remedy="list num_reqs only; tokens follow")
 def tokens_not_requests_times_length(walked: Coverage) -> Iterator[Found]:
     """A uniform graph has num_tokens other than num_reqs times query_len.
 
@@ -30,11 +30,17 @@ def tokens_not_requests_times_length(walked: Coverage) -> Iterator[Found]:
                     role=role.role,
                     path=("roles", index, "entries"),
                     says=f"{role.role}: {entry} is not {entry.num_reqs} x {entry.query_len}",
-                    remedy="list num_reqs only; tokens follow",
                 )
 
 
-@rule("CP011", Severity.ERROR, BugClass.B, "vllm#48494", "vllm#48329")
+@rule(
+    "CP011",
+    Severity.ERROR,
+    BugClass.B,
+    "vllm#48494",
+    "vllm#48329",
+    remedy="remove them; nothing dispatches to them",
+)
 def query_length_of_another_role(walked: Coverage) -> Iterator[Found]:
     """A uniform graph has a query length that its role never runs.
 
@@ -52,11 +58,17 @@ def query_length_of_another_role(walked: Coverage) -> Iterator[Found]:
                 path=("roles", index, "entries"),
                 says=f"{role.role}: graphs of query length {', '.join(map(str, wrong))}, and the role runs "
                 f"{', '.join(map(str, sorted(lengths))) or 'none'}",
-                remedy="remove them; nothing dispatches to them",
             )
 
 
-@rule("CP012", Severity.NOTE, BugClass.B, "vllm#46324", mend=("sizes",))
+@rule(
+    "CP012",
+    Severity.NOTE,
+    BugClass.B,
+    "vllm#46324",
+    remedy="harmless here; for an engine that derives requests from tokens, name multiples",
+    mend=("sizes",),
+)
 def unaligned_piecewise(walked: Coverage) -> Iterator[Found]:
     """PIECEWISE sizes are no multiples of 1 + K in a speculative deployment.
 
@@ -73,11 +85,17 @@ def unaligned_piecewise(walked: Coverage) -> Iterator[Found]:
         yield Found(
             path=("roles",),
             says=f"{odd} of {len(sizes)} piecewise sizes are no multiple of {multiple}",
-            remedy="harmless here; for an engine that derives requests from tokens, name multiples",
         )
 
 
-@rule("CP013", Severity.ERROR, BugClass.B, "vllm#28207", mend=("parallel",))
+@rule(
+    "CP013",
+    Severity.ERROR,
+    BugClass.B,
+    "vllm#28207",
+    remedy="round them up to multiples of the tensor-parallel size",
+    mend=("parallel",),
+)
 def unaligned_for_sequence_parallelism(walked: Coverage) -> Iterator[Found]:
     """Padded tokens do not divide over the tensor-parallel ranks that share them."""
     step = token_step(walked.plan.parallel)
@@ -88,11 +106,17 @@ def unaligned_for_sequence_parallelism(walked: Coverage) -> Iterator[Found]:
                 role=role.role,
                 path=("roles", index, "entries"),
                 says=f"{role.role}: sizes {', '.join(map(str, odd[:8]))} are no multiples of {step}",
-                remedy=f"round them up to multiples of {step}",
             )
 
 
-@rule("CP014", Severity.WARNING, BugClass.B, "vllm#48494", mend=("speculative", "schedule"))
+@rule(
+    "CP014",
+    Severity.WARNING,
+    BugClass.B,
+    "vllm#48494",
+    remedy="raise num_tokens, or schedule no more than it",
+    mend=("speculative", "schedule"),
+)
 def schedule_beyond_num_tokens(walked: Coverage) -> Iterator[Found]:
     """A schedule asks for more draft tokens than num_tokens, and is clamped to it."""
     speculative = walked.plan.speculative
@@ -102,11 +126,18 @@ def schedule_beyond_num_tokens(walked: Coverage) -> Iterator[Found]:
                 path=("speculative", "schedule", index),
                 says=f"the schedule has {k} draft tokens for {first} to {last} requests, and num_tokens is "
                 f"{speculative.num_tokens}",
-                remedy=f"raise num_tokens to {k}, or schedule at most {speculative.num_tokens}",
             )
 
 
-@rule("CP020", Severity.WARNING, BugClass.C, "vllm#47460", "vllm#53407", "vllm#56136")
+@rule(
+    "CP020",
+    Severity.WARNING,
+    BugClass.C,
+    "vllm#47460",
+    "vllm#53407",
+    "vllm#56136",
+    remedy="remove them, or plan again from the spec",
+)
 def unreachable_entry(walked: Coverage) -> Iterator[Found]:
     """A graph is captured that no batch can reach: memory and start-up time for nothing.
 
@@ -122,11 +153,18 @@ def unreachable_entry(walked: Coverage) -> Iterator[Found]:
                 role=role.role,
                 path=("roles", index, "entries"),
                 says=f"{role.role}: {len(idle)} of {len(role.entries)} graphs serve no batch: {shown}",
-                remedy="remove them, or plan again from the spec",
             )
 
 
-@rule("CP021", Severity.NOTE, BugClass.C, "vllm#53407", "vllm#56136", mend=("speculative", "schedule"))
+@rule(
+    "CP021",
+    Severity.NOTE,
+    BugClass.C,
+    "vllm#53407",
+    "vllm#56136",
+    remedy="nothing to do here; with vLLM 0.33, expect these to run PIECEWISE or eager",
+    mend=("speculative", "schedule"),
+)
 def missed_by_nearest_size(walked: Coverage) -> Iterator[Found]:
     """An engine that looks only at the nearest captured size would miss full graphs of this plan.
 
@@ -140,11 +178,10 @@ def missed_by_nearest_size(walked: Coverage) -> Iterator[Found]:
                 path=("roles", index, "entries"),
                 says=f"{role.role}: looking only at the nearest size, {len(missed)} decode batch sizes would miss "
                 f"a full graph, from {missed[0]} requests on",
-                remedy="nothing to do here; with vLLM 0.33, expect these to run PIECEWISE or eager",
             )
 
 
-@rule("CP022", Severity.ERROR, BugClass.C, "vllm#36165")
+@rule("CP022", Severity.ERROR, BugClass.C, "vllm#36165", remedy="list it once")
 def duplicate_entry(walked: Coverage) -> Iterator[Found]:
     """A graph is listed twice: one key, two captures."""
     for index, role in enumerate(walked.plan.roles):
@@ -154,11 +191,18 @@ def duplicate_entry(walked: Coverage) -> Iterator[Found]:
                     role=role.role,
                     path=("roles", index, "entries"),
                     says=f"{role.role}: {entry} is listed {count} times",
-                    remedy="list it once",
                 )
 
 
-@rule("CP023", Severity.WARNING, BugClass.C, "sglang#31487", "sglang#40253", mend=("sizes",))
+@rule(
+    "CP023",
+    Severity.WARNING,
+    BugClass.C,
+    "sglang#31487",
+    "sglang#40253",
+    remedy="add a size between, or let the default policy choose",
+    mend=("sizes",),
+)
 def heavy_padding(walked: Coverage) -> Iterator[Found]:
     """A batch is padded to more than twice its tokens, by more than a thousand of them.
 
@@ -176,11 +220,17 @@ def heavy_padding(walked: Coverage) -> Iterator[Found]:
                 path=("roles", [r.role for r in walked.plan.roles].index(cell.role), "entries"),
                 says=f"{cell.role}: a batch of {cell.first} {unit} is padded from {real} to "
                 f"{cell.entry.num_tokens} tokens",
-                remedy="add a size between, or let the default policy choose",
             )
 
 
-@rule("CP024", Severity.ERROR, BugClass.C, "vllm#36165", "vllm#39773")
+@rule(
+    "CP024",
+    Severity.ERROR,
+    BugClass.C,
+    "vllm#36165",
+    "vllm#39773",
+    remedy="give num_reqs to FULL graphs, and to no others",
+)
 def request_extent(walked: Coverage) -> Iterator[Found]:
     """A FULL graph without a request extent, or a PIECEWISE graph with one.
 
@@ -194,5 +244,4 @@ def request_extent(walked: Coverage) -> Iterator[Found]:
                     role=role.role,
                     path=("roles", index, "entries"),
                     says=f"{role.role}: {entry} {'has no' if entry.num_reqs is None else 'must not have'} num_reqs",
-                    remedy="give num_reqs to FULL graphs, and to no others",
                 )

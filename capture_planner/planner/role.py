@@ -183,7 +183,7 @@ class RoleInProgress:
         domain = mixed_tokens(self.role, self.spec)
         anchors: tuple[int, ...] = ()
         if not self.mode.is_separate:
-            anchors = tuple(family.requests.ceiling * family.query_len for family in self.families)
+            anchors = tuple(sorted({f.requests.ceiling * f.query_len for f in self.families}))
         choice = mixed_sizes(sizes, domain, anchors, context)
         full = self.mode.mixed_mode is GraphMode.FULL
         most = self.spec.limits.max_num_reqs

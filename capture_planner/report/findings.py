@@ -51,7 +51,7 @@ def as_data(placed: Sequence[Placed]) -> list[dict[str, Any]]:
             "class": p.finding.rule.bug_class.name,
             "role": p.finding.found.role,
             "message": p.finding.found.says,
-            "remedy": p.finding.found.remedy,
+            "remedy": p.finding.rule.remedy,
             "threads": list(p.finding.rule.threads),
             "file": p.file,
             "line": p.line,
@@ -67,7 +67,7 @@ def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
     lines = [
         f"::{level[p.severity]} file={_property(p.file)},line={p.line},col={p.column},"
         f"title={_property(f'{p.finding.rule.code} {p.finding.rule.name}')}::"
-        f"{_escaped(f'{p.finding.found.says}; {p.finding.found.remedy}')}"
+        f"{_escaped(p.finding.text)}"
         for p in placed
     ]
     lines += [
@@ -93,6 +93,7 @@ def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> 
             "name": rule.name,
             "shortDescription": {"text": rule.explanation.splitlines()[0]},
             "fullDescription": {"text": rule.explanation},
+            "help": {"text": rule.remedy},
             "defaultConfiguration": {"level": level[rule.severity]},
             "properties": {"class": rule.bug_class.name, "threads": list(rule.threads)},
         }
@@ -105,12 +106,7 @@ def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> 
             "shortDescription": {"text": "A plan is not what its spec gives."},
         }
     )
-    results = [
-        _result(
-            p.finding.rule.code, level[p.severity], f"{p.finding.found.says}; {p.finding.found.remedy}", p
-        )
-        for p in placed
-    ]
+    results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.says, d) for d in drift]
     driver = {"name": "capture-planner", "version": version, "rules": rules}
     return {

@@ -75,4 +75,6 @@ def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | No
             high = middle
         else:
             low = middle + 1
-    return tuple(new if new is old else new.tightened() for old, new in zip(ladders, at(high), strict=True))
+    thinned = at(high)
+    best = [new if new is old else new.tightened() for old, new in zip(ladders, thinned, strict=True)]
+    return tuple(best if total(best) <= allowed else thinned)

@@ -36,12 +36,15 @@ class Ladder:
     """What kept it from reaching further, where something other than the policy did."""
 
     def num_reqs(self, size: int) -> int:
-        """Return the most requests in a batch of that size."""
+        """Return the padded requests of a graph of that size."""
         return size if self.kind is Kind.DECODE else min(size, self.max_num_reqs)
 
     def served(self, size: int) -> tuple[int, ...]:
-        """Return the adapter counts that a graph of that size is captured for."""
-        return served_cases(self.cases, self.num_reqs(size))
+        """Return the adapter counts that a graph of that size is captured for.
+
+        Real requests decide, not padded ones: each has at most one adapter.
+        """
+        return served_cases(self.cases, self.num_reqs(self.domain.upto_count(size) or 0))
 
     @property
     def num_graphs(self) -> int:

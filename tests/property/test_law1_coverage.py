@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from capture_planner.admissible import decode_families
 from capture_planner.coverage import coverage
-from capture_planner.dispatch import Dispatcher
 from capture_planner.modes import GraphMode, Reason
 from capture_planner.testing import arbitrary_plans, plans
 
@@ -51,8 +50,7 @@ def test_each_batch_lies_in_a_cell_with_its_answer(plan):
                 and cell.min_loras <= batch.active_loras <= cell.max_loras
                 and (not reference.is_decode(batch) or _scheduled(plan, role, cell, batch))
             }
-            answer = Dispatcher(plan).answer(batch) if len(found) != 1 else None
-            assert found, (batch, answer)
+            assert found, batch
             assert {entry for entry, _ in found} == {reference.dispatch(plan, batch)}, batch
 
 
