@@ -357,6 +357,7 @@ def main() -> int:
     CONSOLE.print(f"seed {arguments.seed}")
     if arguments.only is not None:
         return _one(arguments)
+    registry.load()  # a worker that cannot start would be started again for ever
     started = time.perf_counter()
     outcomes = _campaign(arguments)
     return _report(arguments, outcomes, time.perf_counter() - started)
@@ -390,7 +391,9 @@ def _campaign(arguments: argparse.Namespace) -> list[Outcome]:
         context.Pool(arguments.jobs, prepare, (arguments,), maxtasksperchild=2000) as pool,
     ):
         task = progress.add_task("documents", total=len(indices))
-        for done in pool.imap_unordered(check, indices, chunksize=8):
+        found = pool.imap_unordered(check, indices)
+        for _ in indices:
+            done = found.next(timeout=60 + 10 * arguments.hang)  # a worker that dies is not waited for
             outcomes.append(done)
             progress.advance(task)
             if time.perf_counter() > deadline:

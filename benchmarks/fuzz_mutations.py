@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -366,7 +367,7 @@ def _change_data(rng: random.Random, data: Any) -> None:
         node[rng.choice((str(key) + "s", "x", "\x1b[2J", "k" * 100_000, "", "__class__", "<<"))] = node[key]
     elif what == 2:
         other, place = rng.choice(places)
-        node[key], other[place] = other[place], _value(rng)
+        node[key], other[place] = copy.deepcopy(other[place]), _value(rng)
     elif what == 3 and isinstance(node, list):
         node *= rng.choice((2, 3, 50))
     elif what == 4 and isinstance(node[key], int):
@@ -425,7 +426,7 @@ def _legal(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
     if kind == "environment":
         packages = {f"p{i}": "1." + str(i) for i in range(rng.choice((0, 10, 100, 1000, 14_000)))}
         device = {"kind": "cpu", "name": "x" * 128, "memory": "999999999999999B"}
-        return "legal: environment", json.dumps(
+        return "legal: environment", _wrapped(
             {"version": 1, "name": "big", "device": device, "packages": packages}
         )
     data = YAML(typ="safe", pure=True).load(base)

@@ -131,10 +131,22 @@ def _validator(annotation: Any) -> Check | None:
     if type(None) in args:
         inner = next((v for a in args if (v := _validator(a)) is not None), None)
         return attrs.validators.optional(inner) if inner else None
+    if typing.get_origin(annotation) is Mapping:
+        return _of_items(*map(_validator, args))
     if typing.get_origin(annotation) is tuple:
         repeated = args[1:] == (Ellipsis,)
         return _each([_validator(arg) for arg in args[: 1 if repeated else None]], repeated)
     return None
+
+
+def _of_items(key: Check | None, value: Check | None) -> Check:
+    def check(instance: Any, attribute: attrs.Attribute[Any], mapping: Any) -> None:
+        for name, item in mapping.items():
+            for element, part in ((key, name), (value, item)):
+                if element is not None:
+                    element(instance, attribute, part)
+
+    return check
 
 
 def _each(elements: list[Check | None], repeated: bool) -> Check | None:

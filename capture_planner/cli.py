@@ -157,13 +157,14 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     if output is not None:
         is_json = Path(output).suffix == ".json"
         codec.write(output, dumps_json(to_data(made)) + "\n" if is_json else codec.dumps(made))
-        click.echo(f"written to {output}", err=form == "json")
     if form == "json":
         click.echo(dumps_json(to_data(made)))
     elif output is None:
         click.echo(codec.dumps(made), nl=False)
     else:
         _print(tables.plan_summary(made))
+    if output is not None:
+        click.echo(f"written to {output}", err=form == "json")
 
 
 @cli.command()

@@ -41,6 +41,10 @@ class Device:
         return int(major), int(minor)
 
 
+def _by_name(packages: Mapping[str, str]) -> dict[str, str]:
+    return dict(sorted(packages.items()))
+
+
 @record
 class Environment:
     """A machine: its device and the versions of what runs on it."""
@@ -51,7 +55,10 @@ class Environment:
     driver: Version | None = field("version of the device driver", default=None)
     cuda: Version | None = field("version of the CUDA runtime", default=None)
     packages: Mapping[Name, Version] = field(
-        "versions of the installed packages that backends ask about", factory=dict, converter=dict, hash=False
+        "versions of the installed packages that backends ask about",
+        factory=dict,
+        converter=_by_name,
+        hash=False,
     )
 
     def package(self, name: str) -> tuple[int, ...] | None:

@@ -72,7 +72,7 @@ def test_families_are_the_decodes_of_the_schedule(spec):
             assert found == ([(query_len, steps)] if runs else [])
             if runs:
                 batch = Batch(role=role, num_reqs=n, num_tokens=n * query_len, query_len=query_len)
-                assert is_admissible(batch, spec)
+                assert is_admissible(batch, spec, families)
 
 
 @given(st.integers(1, 32), st.integers(1, 16), st.booleans())
@@ -103,8 +103,9 @@ def test_drafters_take_no_adapters_and_draft_decodes_are_never_mixed(spec):
 
 @given(specs(), st.integers(-2, 600), st.integers(-2, 5000), st.integers(-1, 40))
 def test_the_limits_admit_what_they_say(spec, num_reqs, num_tokens, loras):
-    """Requests, tokens and adapters within their limits, at least a token a request."""
+    """Requests, tokens and adapters within their limits; a token at least, an adapter at most a request."""
     batch = Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_tokens, active_loras=loras)
-    limits, most = spec.limits, spec.lora.max_active + 1 if spec.lora else 0
+    limits, most = spec.limits, min(spec.lora.max_active + 1, num_reqs) if spec.lora else 0
     within = 0 < num_reqs <= limits.max_num_reqs and num_reqs <= num_tokens <= limits.max_num_tokens
-    assert is_admissible(batch, spec) == (within and 0 <= loras <= most)
+    families = decode_families(Role.TARGET, spec)
+    assert is_admissible(batch, spec, families) == (within and 0 <= loras <= most)

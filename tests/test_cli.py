@@ -251,7 +251,7 @@ def test_plan_says_which_environment_it_took(run: Run) -> None:
 def test_plan_writes_a_file_and_a_summary(run: Run) -> None:
     ran = run("plan", SPEC, "-o", "mine.h100.yaml")
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.splitlines()[0].startswith("Qwen/Qwen3-8B on h100: 64 graphs")
+    assert ran.out.splitlines()[0].startswith("Qwen/Qwen3-8B on h100: 126 graphs")
     assert ran.out.endswith("written to mine.h100.yaml\n")
     assert Path("mine.h100.yaml").read_bytes() == Path(PLAN).read_bytes()
 

@@ -111,7 +111,7 @@ def test_every_fill_is_explained(fill: contract.Fill) -> None:
 @pytest.mark.parametrize("code", [*lint.RULES, DRIFT_CODE])
 def test_every_code_is_documented(code: str) -> None:
     section = page("lint").partition(f"### {code}\n")[2].partition("\n### ")[0]
-    assert "Remedies:\n\n- " in section
+    assert "What to do: " in section
 
 
 def test_every_bug_class_has_its_invariant() -> None:

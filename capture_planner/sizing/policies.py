@@ -65,7 +65,7 @@ class Choice:
 
 def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context) -> Choice:
     """Choose request counts for uniform decodes of ``query_len`` tokens over the counts of ``domain``."""
-    most = domain.clipped(sizes.max_reqs) if sizes.max_reqs is not None else domain
+    most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
     unit = f"request counts of {query_len} tokens each" if query_len > 1 else "request counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         return _computed(sizes, most, (), unit)
@@ -99,9 +99,9 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
     unit = "token counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         top = sizes.max_tokens or max(context.default_tokens, *anchors, 0)
-        return _computed(sizes, domain.clipped(top), anchors, unit)
+        return _computed(sizes, _up_to(domain, top), anchors, unit)
     if sizes.policy is Policy.EXPLICIT:
-        return _explicit(sizes.num_tokens or (), domain.clipped(sizes.max_tokens or domain.ceiling), unit)
+        return _explicit(sizes.num_tokens or (), _up_to(domain, sizes.max_tokens or domain.ceiling), unit)
     if sizes.policy is Policy.VLLM:
         listed = _vllm_tokens(sizes, context)
     elif sizes.policy is Policy.SGLANG:
@@ -110,6 +110,11 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
     else:
         listed = ()
     return _listed(sizes.policy, listed, domain, unit)
+
+
+def _up_to(domain: Domain, most: int) -> Domain:
+    """Return the counts whose sizes, rounded up to the step, are at most ``most``."""
+    return domain.clipped(most // domain.step * domain.step)
 
 
 def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str) -> Choice:

@@ -137,7 +137,7 @@ def test_a_finding_says_what_where_and_what_to_do(broken):
     """Every finding has a sentence, a remedy, and a path that leads into the plan."""
     for finding in lint(broken):
         assert finding.found.says
-        assert finding.found.remedy
+        assert finding.rule.remedy
         assert str(finding).startswith(f"{finding.rule.code} {finding.rule.name}: ")
         value = broken
         for part in finding.found.path:
