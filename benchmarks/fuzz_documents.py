@@ -17,6 +17,7 @@ import contextlib
 import gc
 import math
 import multiprocessing
+import os
 import random
 import re
 import resource
@@ -88,7 +89,6 @@ class State:
     specs: list[Spec]
     environments: list[Environment]
     backends: registry.Registry
-    folder: Path
 
 
 _STATE: list[State] = []
@@ -113,10 +113,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         environment=[read[name] for name in environments],
         plan=[plans[name] for name in sorted(plans)],
     )
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    _STATE[:] = [
-        State(arguments, corpus, list(specs.values()), list(environments.values()), backends, folder)
-    ]
+    _STATE[:] = [State(arguments, corpus, list(specs.values()), list(environments.values()), backends)]
     lint(
         planner.plan(specs["qwen3-8b-eagle3"], environments["h100"], backends)
     )  # first-use costs are not a document's
@@ -268,7 +265,7 @@ def _read(state: State, kind: str, data: bytes, rng: random.Random) -> Spec | En
         text = None
     if text is not None and rng.random() < 0.9:
         return codec.loads(text, TYPES[kind])
-    path = state.folder / "document.yaml"
+    path = Path(state.arguments.folder) / f"document-{os.getpid()}.yaml"
     path.write_bytes(data)
     return LOADERS[kind](path)
 
@@ -355,11 +352,12 @@ def main() -> int:
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(1 << 32)
     CONSOLE.print(f"seed {arguments.seed}")
-    if arguments.only is not None:
-        return _one(arguments)
     registry.load()  # a worker that cannot start would be started again for ever
-    started = time.perf_counter()
-    outcomes = _campaign(arguments)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as arguments.folder:
+        if arguments.only is not None:
+            return _one(arguments)
+        started = time.perf_counter()
+        outcomes = _campaign(arguments)
     return _report(arguments, outcomes, time.perf_counter() - started)
 
 

@@ -109,6 +109,12 @@ class DecodeFamily:
     requests: Domain
 
 
+def decode_tiers(deployment: Deployment) -> tuple[tuple[int, int, int], ...]:
+    """Return ``(first, last, k)``: the draft tokens of each batch size, 0 without speculation."""
+    most = deployment.limits.max_num_reqs
+    return ((1, most, 0),) if deployment.speculative is None else deployment.speculative.tiers(most)
+
+
 def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, ...]:
     """Return the uniform decodes that ``role`` can meet.
 
@@ -116,10 +122,9 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
     schedule has it. Draft decodes run one token, and only where k - 1 steps follow the draft
     prefill. A batch has no more requests than fit max_num_tokens.
     """
-    limits, speculative = deployment.limits, deployment.speculative
-    tiers = ((1, limits.max_num_reqs, 0),) if speculative is None else speculative.tiers(limits.max_num_reqs)
+    limits = deployment.limits
     ranges: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
-    for first, last, k in tiers:
+    for first, last, k in decode_tiers(deployment):
         if role is Role.DRAFT_DECODE:
             if k >= 2:
                 ranges.setdefault((1, k - 1), []).append((first, last))

@@ -84,58 +84,49 @@ def coverage(plan: Plan) -> Coverage:
 
 
 def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[Cell]:
-    adapters = list(_lora_ranges(role, plan))
+    for kind, query_len, first, last, fewest, most in (*_decode_spans(role, plan), *_mixed_spans(role, plan)):
+        for low, high in _lora_ranges(role, plan):
+            if low > most:
+                continue
+            batch = Batch(
+                role=role.role,
+                num_reqs=most,
+                num_tokens=last * (query_len or 1),
+                query_len=query_len,
+                past_prompt=kind is Kind.DECODE,
+                active_loras=low,
+            )
+            yield Cell(
+                role=role.role,
+                kind=kind,
+                query_len=query_len,
+                first=first,
+                last=last,
+                min_reqs=fewest,
+                max_reqs=most,
+                min_loras=low,
+                max_loras=high,
+                answer=dispatcher.answer(batch),
+            )
+
+
+Span = tuple[Kind, int | None, int, int, int, int]
+"""Kind, query length, first and last extent, fewest and most requests."""
+
+
+def _decode_spans(role: RolePlan, plan: Plan) -> Iterator[Span]:
     for family in decode_families(role.role, plan):
         for first, last in _decode_ranges(role, family):
-            for low, high in adapters:
-                if low <= last:
-                    batch = Batch(
-                        role=role.role,
-                        num_reqs=last,
-                        num_tokens=last * family.query_len,
-                        query_len=family.query_len,
-                        active_loras=low,
-                    )
-                    yield Cell(
-                        role=role.role,
-                        kind=Kind.DECODE,
-                        query_len=family.query_len,
-                        first=first,
-                        last=last,
-                        min_reqs=first,
-                        max_reqs=last,
-                        min_loras=low,
-                        max_loras=high,
-                        answer=dispatcher.answer(batch),
-                    )
-    tokens = mixed_tokens(role.role, plan)
-    if not tokens:
-        return
+            yield Kind.DECODE, family.query_len, first, last, first, last
+
+
+def _mixed_spans(role: RolePlan, plan: Plan) -> Iterator[Span]:
     mixed = [entry for entry in role.entries if entry.query_len is None]
     stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
-    levels = {
-        entry.num_reqs for entry in mixed if entry.num_reqs is not None and entry.num_reqs < entry.num_tokens
-    }
-    for first, last in _ranges(tokens, stops):
-        requests = Domain.upto(min(last, plan.limits.max_num_reqs))
-        for fewest, most in _ranges(requests, levels):
-            for low, high in adapters:
-                if low <= most:
-                    batch = Batch(
-                        role=role.role, num_reqs=most, num_tokens=last, past_prompt=False, active_loras=low
-                    )
-                    yield Cell(
-                        role=role.role,
-                        kind=Kind.MIXED,
-                        query_len=None,
-                        first=first,
-                        last=last,
-                        min_reqs=fewest,
-                        max_reqs=most,
-                        min_loras=low,
-                        max_loras=high,
-                        answer=dispatcher.answer(batch),
-                    )
+    levels = {e.num_reqs for e in mixed if e.num_reqs is not None and e.num_reqs < e.num_tokens}
+    for first, last in _ranges(mixed_tokens(role.role, plan), stops):
+        for fewest, most in _ranges(Domain.upto(min(last, plan.limits.max_num_reqs)), levels):
+            yield Kind.MIXED, None, first, last, fewest, most
 
 
 def _decode_ranges(role: RolePlan, family: DecodeFamily) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from capture_planner.model import Model, Speculative
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.spec import SCHEMA_VERSION, Budget, Limits, Lora, Parallel, Piecewise, SchemaVersion
 
-MAX_GRAPHS = 1 << 15
+MAX_GRAPHS = 1 << 14
 """Most graphs in a plan: hundreds of times what any engine captures."""
 
 Digest = Annotated[str, Matches(r"sha256:[0-9a-f]{64}", "a sha256 digest")]

@@ -82,26 +82,25 @@ def parse(text: str, name: str) -> Node:
         raise InvalidDocument([Problem(file=name, message=message)])
     yaml = YAML(typ="safe", pure=True)
     builder = _Builder(name, yaml)
-    events = yaml.parse(text)
     try:
-        while (event := _next(events)) is not None:
+        for event in _events(yaml, text):
             builder.take(event)
     except _Stop:
         pass
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        builder.refuse(f"not YAML: {reason}", mark)
+        builder.note(f"not YAML: {reason}", mark)
     if builder.problems:
         raise InvalidDocument(builder.problems)
     return builder.root or Node(None, 1, 1)
 
 
-def _next(events: Iterator[Event]) -> Event | None:
-    """Return the next event, or None at the end; whatever the parser raises is a YAMLError."""
+def _events(yaml: YAML, text: str) -> Iterator[Event]:
+    """Return the events of a text; whatever the parser raises is a YAMLError."""
     try:
-        return next(events, None)
-    except (AssertionError, ValueError) as error:  # how ruamel refuses a %YAML directive
+        yield from yaml.parse(text)
+    except (AssertionError, ValueError) as error:  # how ruamel refuses some %YAML directives
         raise YAMLError(f"a directive is wrong: {error}") from error
 
 
@@ -132,9 +131,14 @@ class _Builder:
     documents: int = 0
     nodes: int = 0
 
-    def refuse(self, message: str, mark: Any, *, stop: bool = False) -> None:
+    def note(self, message: str, mark: Any) -> None:
+        """Report a problem, and go on."""
         line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
         self.problems.append(Problem(file=self.name, line=line, column=column, message=message))
+
+    def refuse(self, message: str, mark: Any, *, stop: bool = False) -> None:
+        """Report a problem; stop reading where there is no going on, or enough is known."""
+        self.note(message, mark)
         if stop or len(self.problems) >= MAX_PROBLEMS:
             raise _Stop
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.admissible import decode_families
+from capture_planner.admissible import decode_families, decode_tiers
 from capture_planner.coverage import Cell, Coverage
 from capture_planner.lint.core import BugClass, Found, Severity, rule
 from capture_planner.modes import GraphMode, Reason, Role
@@ -113,10 +113,7 @@ def tokens_limit_requests(walked: Coverage) -> Iterator[Found]:
     The scheduler can then never run all requests in one step, and sizes above are unreachable.
     """
     limits = walked.plan.limits
-    speculative = walked.plan.speculative
-    for first, last, k in (
-        speculative.tiers(limits.max_num_reqs) if speculative else ((1, limits.max_num_reqs, 0),)
-    ):
+    for first, last, k in decode_tiers(walked.plan):
         if last * (1 + k) > limits.max_num_tokens:
             fits = limits.max_num_tokens // (1 + k)
             yield Found(

@@ -10,6 +10,7 @@ from capture_planner.admissible import (
     DecodeFamily,
     Domain,
     decode_families,
+    decode_tiers,
     lora_cases,
     mixed_tokens,
     token_step,
@@ -101,15 +102,15 @@ class RoleInProgress:
                 "no graphs",
                 "with one draft token the draft prefill is the whole draft: no draft decode follows",
             )
-        for query_len in sorted({family.query_len for family in self.families}):
-            fits = limits.max_num_tokens // query_len
-            if fits < limits.max_num_reqs:
+        for _, last, k in () if self.role is Role.DRAFT_DECODE else decode_tiers(spec):
+            fits = limits.max_num_tokens // (1 + k)
+            if fits < last:
                 self.decide(
                     "tokens-limit-requests",
-                    limits.max_num_reqs,
+                    last,
                     fits,
-                    f"{fits} requests of {query_len} tokens fill max_num_tokens {limits.max_num_tokens}, so no "
-                    f"decode of {limits.max_num_reqs} can be scheduled",
+                    f"{fits} requests of {1 + k} tokens fill max_num_tokens {limits.max_num_tokens}, so no "
+                    f"decode of {last} can be scheduled",
                 )
         if step > 1:
             self.decide(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import cached_property
 
 import attrs
 
@@ -50,7 +51,7 @@ class Ladder:
     def num_graphs(self) -> int:
         return sum(len(self.served(size)) for size in self.sizes)
 
-    @property
+    @cached_property
     def worst(self) -> Fraction:
         """The largest padded/real ratio over the counts that it covers."""
         return worst_ratio(self.domain, self.sizes)

@@ -54,14 +54,14 @@ def fewest(
 
 def worst_ratio(domain: Domain, sizes: Sequence[int]) -> Fraction:
     """Return the largest padded/real ratio over the counts that ``sizes`` (ascending) cover."""
-    worst = Fraction(1)
+    worst, real = 1, 1
     previous = 0
     for size in sizes:
         count = domain.after(previous)
-        if count is not None and count <= size:
-            worst = max(worst, Fraction(size, domain.round_up(count)))
+        if count is not None and count <= size and size * real > worst * domain.round_up(count):
+            worst, real = size, domain.round_up(count)
         previous = size
-    return worst
+    return Fraction(worst, real)
 
 
 def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[int, ...]:
