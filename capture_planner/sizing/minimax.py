@@ -2,8 +2,9 @@
 
 Padding is judged as padded/real, where real is first rounded up to the step that sizes must be
 multiples of: what alignment forces is nobody's choice. For a bound on that ratio the fewest sizes
-come from one greedy walk; the least bound for a number of sizes from bisection over the bounds, made
-exact by walking strictly below the ratio reached until that fails. No floats decide anything.
+come from one greedy walk, and the least bound for a number of sizes from bisection. Two ratios of
+counts up to n differ by at least 1/n^2, so a grid that fine makes the bisection exact; no floats
+decide anything.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from fractions import Fraction
 
 from capture_planner.admissible import Domain
 
-_SCALE = 1 << 16
-
 
 def fewest(
     domain: Domain,
@@ -23,20 +22,18 @@ def fewest(
     *,
     candidates: Sequence[int] | None = None,
     anchors: Sequence[int] = (),
-    below: bool = False,
 ) -> tuple[int, ...]:
     """Return the shortest ladder that covers ``domain`` with no count padded beyond ``ratio``.
 
     ``candidates`` (ascending) are the sizes to choose from, by default all; where the next one is
     further than ``ratio`` away it is taken all the same. ``anchors`` (ascending) are sizes that must
-    be in it. With ``below``, ratios must be less than ``ratio``, not equal.
+    be in it.
     """
     sizes: list[int] = []
     count = domain.after(0)
     while count is not None:
         base = domain.round_up(count)
-        scaled = base * ratio.numerator
-        limit = (scaled - 1) // ratio.denominator if below else scaled // ratio.denominator
+        limit = base * ratio.numerator // ratio.denominator
         if candidates is None:
             size = max(base, domain.tight(limit) or base)
         else:
@@ -72,17 +69,12 @@ def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[i
     """
     if not domain:
         return ()
-    low, high = _SCALE, _SCALE * domain.ceiling
+    grid = domain.ceiling**2
+    low, high = grid, grid * domain.ceiling
     while low < high:
         middle = (low + high) // 2
-        if len(fewest(domain, Fraction(middle, _SCALE), anchors=anchors)) <= graphs:
+        if len(fewest(domain, Fraction(middle, grid), anchors=anchors)) <= graphs:
             high = middle
         else:
             low = middle + 1
-    sizes = fewest(domain, Fraction(high, _SCALE), anchors=anchors)
-    while (worst := worst_ratio(domain, sizes)) > 1:
-        better = fewest(domain, worst, anchors=anchors, below=True)
-        if len(better) > graphs or worst_ratio(domain, better) >= worst:
-            break
-        sizes = better
-    return sizes
+    return fewest(domain, Fraction(high, grid), anchors=anchors)
