@@ -103,7 +103,10 @@ Count = Annotated[int, Between(1, 1 << 20)]
 NonNegative = Annotated[int, Between(0, 1 << 20)]
 ByteCount = Annotated[int, Between(0, 1 << 60), BYTES]
 Seconds = Annotated[float, Above(0)]
-Name = Annotated[str, Matches(r"[A-Za-z0-9][A-Za-z0-9._/+ -]{0,127}", "a name of letters, digits and ._/+-")]
+Name = Annotated[
+    str,
+    Matches(r"[A-Za-z0-9][A-Za-z0-9._/+ -]{0,127}", "a name of up to 128 letters, digits, spaces and ._/+-"),
+]
 
 
 def constraints(annotation: Any) -> tuple[Constraint, ...]:

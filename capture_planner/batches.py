@@ -45,7 +45,7 @@ class _Wrong(Exception):
 
 def _batch(line: bytes, plan: Plan) -> Batch:
     try:
-        data = json.loads(line)
+        data = json.loads(line, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise _Wrong(f"not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -70,6 +70,16 @@ def _batch(line: bytes, plan: Plan) -> Batch:
         past_prompt=past_prompt,
         active_loras=_count(data, "active_loras") if "active_loras" in data else 0,
     )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object whose keys are each given once."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise _Wrong("is given twice", twice)
+    return data
 
 
 def _count(data: dict[str, Any], name: str) -> int:

@@ -30,6 +30,7 @@ from capture_planner.planner import plan as make_plan
 from capture_planner.report import findings, tables
 from capture_planner.report.data import backend_data, coverage_data, explanation_data
 from capture_planner.schema import SCHEMAS
+from capture_planner.words import counted
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -53,6 +54,9 @@ def main() -> NoReturn:
         code = 1
     except BrokenPipeError:
         sys.stderr.close()
+        code = 1
+    except OSError as error:
+        click.echo(f"error: standard output: {error.strerror or error}", err=True)
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -114,7 +118,10 @@ def cli() -> None:
 
 def _environment(name: str | None, output: str | None = None) -> Environment:
     """Find the environment, and say which one it is where nobody named it."""
-    chosen = name or catalog.environment_of_output(output)
+    stated = catalog.environment_of_output(output)
+    if name is not None and stated not in (None, name):
+        click.echo(f"note: {output} is named for {stated}, and this is for {name}", err=True)
+    chosen = name or stated
     if chosen is None:
         chosen = catalog.DEFAULT_ENVIRONMENT
         click.echo(f"note: no --environment was named, so this is for {chosen}", err=True)
@@ -153,6 +160,8 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     Without --output the plan itself is printed, as YAML or JSON. Without --environment, a file name
     such as model.h100.yaml states the environment; else it is h100.
     """
+    if output is not None:
+        _refuse_to_replace(output, spec)
     made = _planned(spec, _environment(environment, output))
     if output is not None:
         is_json = Path(output).suffix == ".json"
@@ -165,6 +174,24 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
         _print(tables.plan_summary(made))
     if output is not None:
         click.echo(f"written to {output}", err=form == "json")
+
+
+def _refuse_to_replace(output: str, spec: str) -> None:
+    """Keep --output from replacing anything but a plan: a slip must not cost somebody a spec."""
+    if not output:
+        raise click.UsageError("--output needs the name of a file.")
+    target = Path(output)
+    if not target.is_file() or target.stat().st_size == 0:
+        return
+    try:
+        replaceable = _is_plan(output)
+    except InvalidDocument:
+        replaceable = False
+    if not replaceable:
+        what = (
+            "the spec itself" if Path(spec).exists() and target.samefile(spec) else "a file that is no plan"
+        )
+        raise CapturePlannerError(f"--output {output} is {what}; name another file, or remove it first")
 
 
 @cli.command()
@@ -242,7 +269,8 @@ def explain(
         num_tokens = num_reqs * query_len
     if query_len is not None and num_tokens != num_reqs * query_len:
         raise click.UsageError(
-            f"{num_reqs} requests of {query_len} tokens are {num_reqs * query_len} tokens, not {num_tokens}; "
+            f"{counted(num_reqs, 'request')} of {counted(query_len, 'token')} are {num_reqs * query_len} in all, "
+            f"not {num_tokens}; "
             "leave out --query-len where requests differ."
         )
     explained = explain_batch(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 
 from capture_planner import rows
-from capture_planner.codec import to_data
+from capture_planner.codec import format_bytes, label, to_data
 from capture_planner.entry import Entry
 from capture_planner.modes import Role
 from capture_planner.plan import GroupPlan, Plan, RolePlan
@@ -50,27 +52,36 @@ def _whole(old: Plan, new: Plan) -> Iterator[Change]:
 
 
 def _fields(before: object, after: object) -> str:
-    """Write what differs between two records, field by field."""
+    """Write what differs between two records, field by field: defaults too, and sizes as files have them."""
     if before is None or after is None:
         return f"{'off' if before is None else 'on'} became {'off' if after is None else 'on'}"
-    left, right = dict(_leaves(to_data(before))), dict(_leaves(to_data(after)))
+    left, right = (dict((*_leaves(value), *_leaves(to_data(value)))) for value in (before, after))
     names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
     return ", ".join(
         f"{name} {_shown(left.get(name))} became {_shown(right.get(name))}".strip() for name in names
     )
 
 
-def _leaves(data: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Return every leaf of plain data under its dotted name."""
-    if isinstance(data, dict):
-        for key, item in data.items():
-            yield from _leaves(item, f"{name}.{key}" if name else key)
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Return every leaf of a record, or of its plain data, under its dotted name."""
+    kind: Any = type(value)
+    if attrs.has(kind):
+        items = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.init}
+    elif isinstance(value, Mapping):
+        items = dict(value)
     else:
-        yield name, data
+        yield name, value
+        return
+    for key, item in items.items():
+        yield from _leaves(item, f"{name}.{key}" if name else key)
 
 
 def _shown(value: object) -> str:
-    return "(none)" if value is None else str(value)
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    if isinstance(value, enum.Enum):
+        return label(value)
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def _roles(old: Plan, new: Plan) -> Iterator[Change]:
@@ -131,8 +142,10 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
         yield f"support {old.support.level.name} became {new.support.level.name}"
     elif old.support != new.support:
         yield "support has another reason or cap"
-    if old.workspace != new.workspace:
-        yield f"workspace {old.workspace.device:,} bytes became {new.workspace.device:,}"
+    for name in ("device", "pinned"):
+        before, after = getattr(old.workspace, name), getattr(new.workspace, name)
+        if before != after:
+            yield f"{name} workspace {format_bytes(before)} became {format_bytes(after)}"
     pads, padded = ({field.name: field for field in group.padding.fields} for group in (new, old))
     for word, names in (
         ("pads in addition", pads.keys() - padded.keys()),

@@ -7,6 +7,7 @@ import enum
 import attrs
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.words import counted
 
 
 @attrs.frozen(kw_only=True)
@@ -118,9 +119,9 @@ class Entry:
         return None
 
     def __str__(self) -> str:
-        text = f"{self.mode.value} {self.num_tokens} tokens"
+        text = f"{self.mode.value} {counted(self.num_tokens, 'token')}"
         if self.num_reqs is not None:
-            text += f", {self.num_reqs} requests"
+            text += f", {counted(self.num_reqs, 'request')}"
         if self.query_len is not None:
             text += f" of {self.query_len}"
         if self.active_loras:

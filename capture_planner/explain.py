@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 
 from capture_planner.admissible import draft_steps
@@ -9,15 +11,28 @@ from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.entry import Batch, Entry, Rejection
 from capture_planner.modes import GraphMode, Reason
 from capture_planner.plan import Plan
+from capture_planner.words import counted
 
-_WHY_NOT = {
-    Rejection.TOKENS: "has room for {entry.num_tokens} tokens, the batch has {batch.num_tokens}",
-    Rejection.REQUESTS: "has room for {entry.num_reqs} requests, the batch has {batch.num_reqs}",
-    Rejection.QUERY_LEN: "is for decodes of {entry.query_len} tokens, the batch decodes {batch.query_len}",
-    Rejection.NOT_UNIFORM: "is for decodes of {entry.query_len} tokens each, the batch is mixed",
-    Rejection.PROMPT: "is for decodes, and some request still has prompt tokens",
-    Rejection.LORAS: "serves up to {entry.active_loras} active LoRA, the batch has {batch.active_loras}",
-    Rejection.DRAFT_STEPS: "runs a chain of {entry.draft_steps} draft steps, this batch drafts another number",
+_WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
+    Rejection.TOKENS: lambda e, b: (
+        f"has room for {counted(e.num_tokens, 'token')}, the batch has {b.num_tokens}"
+    ),
+    Rejection.REQUESTS: lambda e, b: (
+        f"has room for {counted(e.num_reqs or 0, 'request')}, the batch has {b.num_reqs}"
+    ),
+    Rejection.QUERY_LEN: lambda e, b: (
+        f"is for decodes of {counted(e.query_len or 0, 'token')}, the batch decodes {b.query_len}"
+    ),
+    Rejection.NOT_UNIFORM: lambda e, b: (
+        f"is for decodes of {counted(e.query_len or 0, 'token')} each, the batch is mixed"
+    ),
+    Rejection.PROMPT: lambda e, b: "is for decodes, and some request still has prompt tokens",
+    Rejection.LORAS: lambda e, b: (
+        f"serves up to {e.active_loras} active LoRA, the batch has {b.active_loras}"
+    ),
+    Rejection.DRAFT_STEPS: lambda e, b: (
+        f"runs a chain of {counted(e.draft_steps or 0, 'draft step')}, this batch drafts another number"
+    ),
 }
 
 _WHY_NONE = {
@@ -69,15 +84,15 @@ def _says(batch: Batch, answer: Dispatch) -> str:
     if entry.mode is GraphMode.PIECEWISE:
         kind = "the nearest piecewise graph; attention runs outside it on the real requests"
     elif entry.query_len is not None:
-        kind = f"the nearest full graph for decodes of {entry.query_len} tokens"
+        kind = f"the nearest full graph for decodes of {counted(entry.query_len, 'token')}"
     else:
         kind = "the nearest full graph for any batch"
     exact = (
         "an exact fit"
         if not (answer.padded_tokens or answer.padded_reqs)
         else (
-            f"padded by {answer.padded_tokens} tokens"
-            + (f" and {answer.padded_reqs} requests" if entry.num_reqs is not None else "")
+            f"padded by {counted(answer.padded_tokens, 'token')}"
+            + (f" and {counted(answer.padded_reqs, 'request')}" if entry.num_reqs is not None else "")
         )
     )
     return f"{kind}, {exact}"
@@ -108,6 +123,6 @@ def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[Rejected]:
     for entry in near:
         rejection = entry.rejection(batch, steps)
         if rejection is not None:
-            says = _WHY_NOT[rejection].format(entry=entry, batch=batch)
+            says = _WHY_NOT[rejection](entry, batch)
             rejected.append(Rejected(entry=entry, rejection=rejection, says=says))
     return sorted(rejected, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]

@@ -10,8 +10,8 @@ from capture_planner.errors import InvalidValue, Problem
 DraftTokens = Annotated[int, Between(0, 255)]
 Tier = tuple[Count, Count, DraftTokens]
 
-MAX_TIERS = 256
-"""Most ranges in a schedule: one for each query length there can be."""
+MAX_TIERS = 64
+"""Most ranges in a schedule: many more than any load needs."""
 
 
 class DataType(enum.Enum):

@@ -17,7 +17,10 @@ from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.spec import SCHEMA_VERSION, Budget, Limits, Lora, Parallel, Piecewise, SchemaVersion
 
 MAX_GRAPHS = 1 << 14
-"""Most graphs in a plan: hundreds of times what any engine captures."""
+"""Most graphs in a plan: many times what any engine captures."""
+
+MAX_SIZES = 1 << 12
+"""Most sizes over all ladders of a plan, each of which may be captured for several adapter counts."""
 
 Digest = Annotated[str, Matches(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
 Rule = Annotated[str, Matches(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]

@@ -15,6 +15,7 @@ from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.plan import Decision
 from capture_planner.spec import Piecewise
+from capture_planner.words import counted
 
 _FULL, _NONE, _PIECEWISE = GraphMode.FULL, GraphMode.NONE, GraphMode.PIECEWISE
 
@@ -109,7 +110,7 @@ def resolve(
         ladder.step(
             "speculative-decode-unsupported",
             after,
-            f"decodes of {max_query_len} tokens need UNIFORM_BATCH, and {why}",
+            f"decodes of {counted(max_query_len, 'token')} need UNIFORM_BATCH, and {why}",
         )
     if ladder.mode.has_piecewise and not piecewise.capturable:
         ladder.step(

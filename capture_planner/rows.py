@@ -14,6 +14,13 @@ from capture_planner.spec import QueryLength
 MAX_TOKENS = 1 << 20
 
 
+Kind = tuple[GraphMode, int | None, int | None]
+"""Mode, query length and draft steps of a graph."""
+
+Shape = tuple[int, int | None]
+"""Padded tokens and requests of a graph."""
+
+
 @record
 class Row:
     """Graphs of one mode and query length, largest first."""
@@ -90,29 +97,29 @@ class Row:
 
 
 def pack(entries: tuple[Entry, ...]) -> tuple[Row, ...]:
-    """Return the rows of a plan's entries, in the order in which they are first captured."""
-    by_case: dict[tuple[GraphMode, int | None, int | None, bool], dict[int, list[Entry]]] = {}
+    """Return the rows of a plan's entries: sizes of one kind and the same adapter cases share one."""
+    cases: dict[tuple[Kind, Shape], list[int]] = {}
     for entry in entries:
-        key = (entry.mode, entry.query_len, entry.draft_steps, entry.num_reqs is None)
-        by_case.setdefault(key, {}).setdefault(entry.active_loras, []).append(entry)
-    rows = []
-    for (mode, query_len, draft_steps, unpadded), cases in by_case.items():
-        shared: dict[tuple[tuple[int, int | None], ...], list[int]] = {}
-        for loras, graphs in cases.items():
-            shared.setdefault(tuple((g.num_tokens, g.num_reqs) for g in graphs), []).append(loras)
-        for shapes, loras_of in shared.items():
-            follows = query_len is not None and all(t == (r or 0) * query_len for t, r in shapes)
-            rows.append(
-                Row(
-                    mode=mode,
-                    query_len=query_len,
-                    draft_steps=draft_steps,
-                    active_loras=tuple(sorted(loras_of, reverse=True)),
-                    num_reqs=None if unpadded else tuple(r for _, r in shapes if r is not None),
-                    num_tokens=None if follows else tuple(t for t, _ in shapes),
-                )
-            )
-    return tuple(rows)
+        kind = (entry.mode, entry.query_len, entry.draft_steps)
+        cases.setdefault((kind, (entry.num_tokens, entry.num_reqs)), []).append(entry.active_loras)
+    shapes: dict[tuple[Kind, bool, tuple[int, ...]], list[Shape]] = {}
+    for (kind, shape), loras in cases.items():
+        alike = (kind, shape[1] is None, tuple(sorted(loras, reverse=True)))
+        shapes.setdefault(alike, []).append(shape)
+    return tuple(_row(kind, unpadded, loras, alike) for (kind, unpadded, loras), alike in shapes.items())
+
+
+def _row(kind: Kind, unpadded: bool, loras: tuple[int, ...], shapes: list[Shape]) -> Row:
+    mode, query_len, draft_steps = kind
+    follows = query_len is not None and all(tokens == (reqs or 0) * query_len for tokens, reqs in shapes)
+    return Row(
+        mode=mode,
+        query_len=query_len,
+        draft_steps=draft_steps,
+        active_loras=loras,
+        num_reqs=None if unpadded else tuple(reqs for _, reqs in shapes if reqs is not None),
+        num_tokens=None if follows else tuple(tokens for tokens, _ in shapes),
+    )
 
 
 def unpack(rows: tuple[Row, ...]) -> tuple[Entry, ...]:

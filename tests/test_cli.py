@@ -278,11 +278,12 @@ def test_a_json_file_is_written_as_json(run: Run) -> None:
 
 
 def test_a_failed_plan_leaves_the_old_file(run: Run, folder: Path) -> None:
-    Path("kept.h100.yaml").write_text("old\n", "utf-8")
+    old = Path(PLAN).read_text("utf-8")
+    Path("kept.h100.yaml").write_text(old, "utf-8")
     before = set(folder.iterdir())
     wrong = edited("wrong.yaml", SPEC, ("max_num_reqs: 256", "max_num_reqs: -1"))
     assert run("plan", wrong, "-o", "kept.h100.yaml").code == 1
-    assert Path("kept.h100.yaml").read_text("utf-8") == "old\n"
+    assert Path("kept.h100.yaml").read_text("utf-8") == old
     assert set(folder.iterdir()) == before | {folder / "wrong.yaml"}
 
 
@@ -290,14 +291,55 @@ def test_a_failed_write_leaves_the_old_file(run: Run, folder: Path, monkeypatch:
     def full(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    Path("kept.h100.yaml").write_text("old\n", "utf-8")
+    old = Path(PLAN).read_text("utf-8")
+    Path("kept.h100.yaml").write_text(old, "utf-8")
     before = set(folder.iterdir())
     monkeypatch.setattr(Path, "replace", full)
     ran = run("plan", SPEC, "-o", "kept.h100.yaml")
     assert ran.code == 1
     assert "kept.h100.yaml: cannot be written: No space left on device" in ran.err
-    assert Path("kept.h100.yaml").read_text("utf-8") == "old\n"
+    assert Path("kept.h100.yaml").read_text("utf-8") == old
     assert set(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("taken", ["spec", "text"])
+def test_only_a_plan_is_replaced(run: Run, taken: str) -> None:
+    """A slip with --output does not cost anybody a spec, or any other file."""
+    mine = edited("mine.yaml", SPEC)
+    target = mine if taken == "spec" else "notes.txt"
+    if taken == "text":
+        Path(target).write_text("mine\n", "utf-8")
+    before = Path(target).read_text("utf-8")
+    ran = run("plan", mine, "-e", "h100", "-o", target)
+    assert ran.code == 1
+    assert ("the spec itself" if taken == "spec" else "no plan") in ran.err
+    assert Path(target).read_text("utf-8") == before
+
+
+def test_a_link_is_followed(run: Run) -> None:
+    """The plan behind a link is replaced, and the link stays."""
+    Path("real.h100.yaml").write_text("", "utf-8")
+    Path("link.h100.yaml").symlink_to("real.h100.yaml")
+    assert run("plan", SPEC, "-o", "link.h100.yaml").code == 0
+    assert Path("link.h100.yaml").is_symlink()
+    assert codec.load_plan("real.h100.yaml") == codec.load_plan(PLAN)
+
+
+def test_a_full_standard_output_is_an_error_and_a_device_stays_one() -> None:
+    """Neither printing to a full device nor writing to it is a traceback, and it is not replaced."""
+    for arguments, where in (("", "> /dev/full"), ("-o /dev/full", "")):
+        command = f"{sys.executable} -m capture_planner.cli plan {SPEC} -e h100 {arguments} {where}"
+        ran = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        assert ran.returncode == 1
+        assert "No space left on device" in ran.stderr
+        assert "Traceback" not in ran.stderr
+    assert not Path("/dev/full").is_file()
+
+
+def test_a_name_for_another_machine_is_noted(run: Run) -> None:
+    assert (
+        "named for a100, and this is for h100" in run("plan", SPEC, "-e", "h100", "-o", "mine.a100.yaml").err
+    )
 
 
 def test_a_folder_that_is_not_there(run: Run) -> None:

@@ -39,7 +39,7 @@ def test_the_head_is_a_spec():
     [
         ("budget: {max_graphs: 8.7}", "5:22: budget.max_graphs: expected an integer, got 8.7"),
         ('budget: {max_graphs: "8"}', "5:22: budget.max_graphs: expected an integer, got '8'"),
-        ("budget: {max_graphs: true}", "5:22: budget.max_graphs: expected an integer, got True"),
+        ("budget: {max_graphs: true}", "5:22: budget.max_graphs: expected an integer, got true"),
         ("budget: {seconds: yes}", "5:19: budget.seconds: expected a number, got 'yes'"),
         ("budget: {seconds: -1}", "5:19: budget.seconds: must be more than 0, got -1"),
         ("parallel: {sequence: no}", "5:22: parallel.sequence: expected true or false, got 'no'"),
@@ -51,7 +51,7 @@ def test_the_head_is_a_spec():
         ),
         ("budget: {max_graphs: 0}", "5:22: budget.max_graphs: must be at least 1, got 0"),
         ("lora: 3", "5:7: lora: expected a mapping, got 3"),
-        ("lora: {}", "5:7: lora: max_active is missing; it has no default"),
+        ("lora: {}", "5:7: lora.max_active: is missing; it has no default"),
         (
             "mode: FULL_DECODE",
             "5:7: mode: expected one of NONE, PIECEWISE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE, FULL, "

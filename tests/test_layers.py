@@ -10,6 +10,7 @@ import capture_planner
 ROOT = Path(capture_planner.__file__).parent
 # Lowest first; what stands in a line may import lines above it, and its own package.
 LAYERS = [
+    "words",
     "errors",
     "_record",
     "modes",

@@ -54,7 +54,7 @@ class Sample:
         ({"maybe": 0}, "maybe: must be at least 1, got 0"),
         ({"many": (1, 0)}, "many[1]: must be at least 1, got 0"),
         ({"pair": (1,)}, "pair: expected 2 items, got 1"),
-        ({"pair": (1, "")}, "pair[1]: must be a name of letters, digits and ._/+-, got ''"),
+        ({"pair": (1, "")}, "pair[1]: must be a name of up to 128 letters, digits, spaces and ._/+-, got ''"),
         ({"pair": (1, 1)}, "pair[1]: expected text, got 1"),
         ({"nested": ((1,), (0,))}, "nested[1][0]: must be at least 1, got 0"),
         ({"share": 0.5}, "share: must be more than 0.5, got 0.5"),

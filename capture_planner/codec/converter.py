@@ -35,7 +35,7 @@ def problems_of(error: Exception) -> list[Problem]:
         notes = getattr(inner, "__notes__", [])
         attribute = next((note.name for note in notes if hasattr(note, "name")), None)
         if isinstance(inner, KeyError):
-            found.append(Problem(message=f"{attribute} is missing", remedy="it has no default"))
+            found.append(Problem(path=(str(attribute),), message="is missing", remedy="it has no default"))
         else:
             prefix = () if attribute is None else (attribute,)
             found += [problem.under(prefix) for problem in problems_of(inner)]
@@ -58,7 +58,9 @@ def _fail(message: str, remedy: str = "") -> InvalidValue:
 def _got(value: Any) -> str:
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
-    text = "nothing" if value is None else repr(value)
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else str(value).lower()
+    text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -23,7 +23,6 @@ from ruamel.yaml.events import (
     SequenceEndEvent,
     SequenceStartEvent,
 )
-from ruamel.yaml.nodes import ScalarNode
 
 from capture_planner.errors import InvalidDocument, Problem
 
@@ -31,7 +30,7 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_LINES = 20_000
 MAX_LINE = 1 << 14
-MAX_NODES = 12_000
+MAX_NODES = 16_000
 """Values in one document, aliases expanded: what can be read within half a second."""
 MAX_PROBLEMS = 100
 """Problems reported of one file."""
@@ -81,7 +80,7 @@ def parse(text: str, name: str) -> Node:
         message = f"more than {MAX_LINES} lines, or a line of more than {MAX_LINE} characters"
         raise InvalidDocument([Problem(file=name, message=message)])
     yaml = YAML(typ="safe", pure=True)
-    builder = _Builder(name, yaml)
+    builder = _Builder(name)
     try:
         for event in _events(yaml, text):
             builder.take(event)
@@ -90,7 +89,7 @@ def parse(text: str, name: str) -> Node:
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        builder.note(f"not YAML: {reason}", mark)
+        builder.note(f"not YAML: {reason}{_hint(reason)}", mark)
     if builder.problems:
         raise InvalidDocument(builder.problems)
     return builder.root or Node(None, 1, 1)
@@ -102,6 +101,15 @@ def _events(yaml: YAML, text: str) -> Iterator[Event]:
         yield from yaml.parse(text)
     except (AssertionError, ValueError) as error:  # how ruamel refuses some %YAML directives
         raise YAMLError(f"a directive is wrong: {error}") from error
+
+
+def _hint(reason: str) -> str:
+    """Say what to do about the two mistakes that people make most."""
+    if "'\\t'" in reason:
+        return "; indent with spaces, not tabs"
+    if "mapping values are not allowed" in reason:
+        return "; check the indentation, and quote a text that has a colon in it"
+    return ""
 
 
 class _Stop(Exception):
@@ -123,7 +131,6 @@ class _Builder:
     """Builds the tree, event by event."""
 
     name: str
-    yaml: YAML
     root: Node | None = None
     problems: list[Problem] = attrs.field(factory=list)
     open: list[_Open] = attrs.field(factory=list)
@@ -214,20 +221,22 @@ class _Builder:
         return node.value
 
     def _scalar(self, event: ScalarEvent) -> Any:
-        """Resolve a plain scalar by YAML 1.2: ``no`` is text, and so is anything quoted."""
-        tag = str(self.yaml.resolver.resolve(ScalarNode, event.value, event.implicit))
+        """Resolve a plain scalar by YAML 1.2's core schema: ``no`` is text, and so is anything quoted."""
         text: str = event.value
-        if tag.endswith(":null"):
-            return None
-        if tag.endswith(":bool"):
-            return text.lower() == "true"
-        if tag.endswith(":int") and re.fullmatch(r"[-+]?[0-9]{1,19}", text):
+        if not event.implicit[0]:
+            return text
+        if text in _CONSTANTS:
+            return _CONSTANTS[text]
+        if _INTEGER.fullmatch(text):
             return int(text)
-        if tag.endswith(":float") and re.fullmatch(
-            r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,3})?", text
-        ):
-            return float(text)
-        return text
+        return float(text) if _NUMBER.fullmatch(text) else text
+
+
+_CONSTANTS = dict.fromkeys(("", "~", "null", "Null", "NULL")) | {
+    word: word.lower() == "true" for word in ("true", "True", "TRUE", "false", "False", "FALSE")
+}
+_INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
+_NUMBER = re.compile(r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,3})?")
 
 
 def _shown(value: Any) -> str:

@@ -82,9 +82,16 @@ def _is_flat(data: dict[str, Any]) -> bool:
 
 
 def write(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all: a reader never sees half of it."""
-    target = Path(path)
+    """Write a file whole or not at all: a reader never sees half of it.
+
+    A link is followed, and what is no regular file (a device, a pipe) is written to in place.
+    Raises ``CapturePlannerError`` where that is not possible.
+    """
+    target = Path(path).resolve()
     try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

@@ -9,6 +9,7 @@ from capture_planner.coverage import Cell, Coverage
 from capture_planner.lint.core import BugClass, Found, Severity, rule
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Kind
+from capture_planner.words import counted
 
 
 def describe(cells: list[Cell]) -> str:
@@ -119,8 +120,9 @@ def tokens_limit_requests(walked: Coverage) -> Iterator[Found]:
             yield Found(
                 role=Role.TARGET,
                 path=("limits", "max_num_tokens"),
-                says=f"{last} requests of {1 + k} tokens need {last * (1 + k)} tokens, and max_num_tokens is "
-                f"{limits.max_num_tokens}: batches of {max(fits + 1, first)} to {last} requests cannot be decoded",
+                says=f"{counted(last, 'request')} of {counted(1 + k, 'token')} need {last * (1 + k)} tokens, and "
+                f"max_num_tokens is {limits.max_num_tokens}: batches of {max(fits + 1, first)} to {last} "
+                "requests cannot be decoded",
             )
 
 

@@ -14,7 +14,7 @@ from capture_planner.entry import Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.plan import MAX_GRAPHS, GroupPlan, Plan, RolePlan
+from capture_planner.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
 from capture_planner.planner.groups import Group, ask_backends, max_query_len
 from capture_planner.planner.role import RoleInProgress
 from capture_planner.planner.waivers import waivers
@@ -90,17 +90,13 @@ def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
 
 
 def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:
-    graphs = total([ladder for working in roles for ladder in working.ladders])
-    if graphs > MAX_GRAPHS:
-        raise PlanningError(
-            [
-                Problem(
-                    path=("sizes",),
-                    message=f"{graphs} graphs, and a plan has at most {MAX_GRAPHS}",
-                    remedy="set budget.max_graphs, or choose a policy with fewer sizes",
-                )
-            ]
-        )
+    """Refuse what could be planned and never captured; the plan's file stays readable at a glance."""
+    ladders = [ladder for working in roles for ladder in working.ladders]
+    sizes, graphs = sum(len(ladder.sizes) for ladder in ladders), total(ladders)
+    if sizes > MAX_SIZES or graphs > MAX_GRAPHS:
+        message = f"{sizes} sizes and {graphs} graphs; a plan has at most {MAX_SIZES} and {MAX_GRAPHS}"
+        remedy = "set budget.max_graphs, or choose a policy with fewer sizes"
+        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
 
 
 def _written(working: RoleInProgress) -> RolePlan:

@@ -23,6 +23,7 @@ from capture_planner.resolve import Resolved
 from capture_planner.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
 from capture_planner.sizing.policies import Choice
 from capture_planner.spec import Sizes, Spec
+from capture_planner.words import counted
 
 
 @attrs.define
@@ -109,8 +110,8 @@ class RoleInProgress:
                     "tokens-limit-requests",
                     last,
                     fits,
-                    f"{fits} requests of {1 + k} tokens fill max_num_tokens {limits.max_num_tokens}, so no "
-                    f"decode of {last} can be scheduled",
+                    f"{counted(fits, 'request')} of {counted(1 + k, 'token')} fill max_num_tokens "
+                    f"{limits.max_num_tokens}, so no decode of {last} can be scheduled",
                 )
         if step > 1:
             self.decide(
@@ -205,7 +206,9 @@ class RoleInProgress:
     def _note_choice(self, ladder: Ladder, choice: Choice, sizes: Sizes, domain: Domain) -> None:
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
-        self.decide(f"sizes-{policy}", f"1..{last}", f"{len(choice.sizes)} sizes", f"{ladder}: {choice.says}")
+        self.decide(
+            f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.says}"
+        )
 
     def fit_backend(self) -> None:
         """Hold no more full graphs than the backends can."""
@@ -238,8 +241,8 @@ class RoleInProgress:
                 padding = "nothing is left of it"
             self.decide(
                 rule,
-                f"{before.num_graphs} graphs",
-                f"{after.num_graphs} graphs",
+                counted(before.num_graphs, "graph"),
+                counted(after.num_graphs, "graph"),
                 f"{before}: {why}; {padding}",
                 backend,
             )

@@ -16,6 +16,7 @@ from capture_planner.entry import Entry
 from capture_planner.explain import Explanation
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.plan import Kind, Plan, RolePlan
+from capture_planner.words import counted
 
 _COLORS = {GraphMode.FULL: "green", GraphMode.PIECEWISE: "cyan", GraphMode.NONE: "yellow"}
 
@@ -45,7 +46,7 @@ def plan_summary(plan: Plan) -> RenderableType:
             "; ".join(_waived(role)) or ("nothing" if role.entries else "never runs"),
         )
     bound = plan.budget.allowed_graphs()
-    total = f"{plan.num_graphs} graphs" + (f" of at most {bound[0]}" if bound else "")
+    total = counted(plan.num_graphs, "graph") + (f" of at most {bound[0]}" if bound else "")
     return Group(Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold"), table)
 
 
@@ -108,7 +109,7 @@ def _kind_text(mode: GraphMode, query_len: int | None, draft_steps: int | None) 
 def explanation_table(explained: Explanation) -> RenderableType:
     """One batch: its answer, why, and what each nearer entry lacked."""
     batch, answer = explained.batch, explained.answer
-    shape = f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
+    shape = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
     if batch.query_len is not None:
         shape += f", {batch.query_len} each"
     if not batch.past_prompt:
