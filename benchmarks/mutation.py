@@ -1,11 +1,12 @@
 """Mutation testing: whether the tests notice when one operator, number or word of the code changes.
 
-The mutants are cosmic-ray's: each of its operators at each place of each module. Two kinds are not
-counted, because no test could tell them from the code: those whose syntax tree is the code's but
-for annotations, which are never evaluated, and ``==`` for ``is``, which these modules use with None,
-enum members and records that are never equal without being one. cosmic-ray itself runs one test
-command for all modules, one mutant after the other; here each module has its own tests, the most
-lethal first, and several mutants run at a time, each in its own copy of the tree.
+The mutants are cosmic-ray's: each of its operators at each place of each module. Not counted are
+those that are no Python, which any test would notice, and those that no test could: where only
+annotations, which are never evaluated, or a ``*`` between parameters changed; and ``==`` for ``is``,
+which these modules use with None, enum members and records that are never equal without being one.
+cosmic-ray itself runs one test command for all modules, one mutant after the other; here each module
+has its own tests, the most lethal first, and several mutants run at a time, each in its own copy of
+the tree.
 
 A mutant is killed where a test fails and timed out where the tests take much longer than on the
 code as it is. docs/mutation.md has the survivors, each with a reason.
@@ -97,22 +98,27 @@ class Mutant:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes annotations away."""
+    """Takes annotations away, and whether parameters are given by name."""
 
     def visit(self, node: ast.AST) -> ast.AST:
         self.generic_visit(node)
+        if isinstance(node, ast.arguments):
+            named = [default for default in node.kw_defaults if default is not None]
+            node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            node.defaults = [*node.defaults, *named]
+            node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
         for name in ("annotation", "returns"):
             if getattr(node, name, None) is not None:
                 setattr(node, name, None)
         return node
 
 
-def _tree(source: str) -> str:
-    """Return the syntax tree without annotations, or the text itself where it has no tree."""
+def _tree(source: str) -> str | None:
+    """Return the syntax tree without annotations, or None where the source has none."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
-        return source
+        return None
     return ast.dump(_Bare().visit(tree))
 
 
@@ -131,8 +137,8 @@ def mutants(module: str) -> Iterator[Mutant | str]:
                 yield "equality for identity"
                 continue
             changed = MutationVisitor.mutate_code(code, kind(), occurrence)
-            if _tree(changed) == tree:
-                yield "annotation"
+            if (other := _tree(changed)) in (None, tree):
+                yield "no Python" if other is None else "annotation or marker of parameters"
                 continue
             new = changed.splitlines()
             first = next(i for i, line in enumerate(lines) if i >= len(new) or line != new[i])

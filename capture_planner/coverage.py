@@ -84,49 +84,51 @@ def coverage(plan: Plan) -> Coverage:
 
 
 def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[Cell]:
-    for kind, query_len, first, last, fewest, most in (*_decode_spans(role, plan), *_mixed_spans(role, plan)):
-        for low, high in _lora_ranges(role, plan):
-            if low > most:
-                continue
-            batch = Batch(
-                role=role.role,
-                num_reqs=most,
-                num_tokens=last * (query_len or 1),
-                query_len=query_len,
-                past_prompt=kind is Kind.DECODE,
-                active_loras=low,
-            )
-            yield Cell(
-                role=role.role,
-                kind=kind,
-                query_len=query_len,
-                first=first,
-                last=last,
-                min_reqs=fewest,
-                max_reqs=most,
-                min_loras=low,
-                max_loras=high,
-                answer=dispatcher.answer(batch),
-            )
-
-
-Span = tuple[Kind, int | None, int, int, int, int]
-"""Kind, query length, first and last extent, fewest and most requests."""
-
-
-def _decode_spans(role: RolePlan, plan: Plan) -> Iterator[Span]:
+    adapters = list(_lora_ranges(role, plan))
     for family in decode_families(role.role, plan):
         for first, last in _decode_ranges(role, family):
-            yield Kind.DECODE, family.query_len, first, last, first, last
-
-
-def _mixed_spans(role: RolePlan, plan: Plan) -> Iterator[Span]:
+            for low, high in adapters:
+                if low <= last:
+                    batch = Batch(
+                        role=role.role,
+                        num_reqs=last,
+                        num_tokens=last * family.query_len,
+                        query_len=family.query_len,
+                        active_loras=low,
+                    )
+                    yield _cell(dispatcher, batch, Kind.DECODE, first, first, high)
     mixed = [entry for entry in role.entries if entry.query_len is None]
     stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
-    levels = {e.num_reqs for e in mixed if e.num_reqs is not None and e.num_reqs < e.num_tokens}
     for first, last in _ranges(mixed_tokens(role.role, plan), stops):
-        for fewest, most in _ranges(Domain.upto(min(last, plan.limits.max_num_reqs)), levels):
-            yield Kind.MIXED, None, first, last, fewest, most
+        most = min(last, plan.limits.max_num_reqs)
+        for low, high in adapters:
+            fewest = max(low, 1)
+            while fewest <= most:
+                batch = Batch(
+                    role=role.role, num_reqs=fewest, num_tokens=last, past_prompt=False, active_loras=low
+                )
+                # The cheapest entry for some requests is the cheapest for all that it has room for.
+                entry = dispatcher.answer(batch).entry
+                room = most if entry is None or entry.num_reqs is None else min(most, entry.num_reqs)
+                yield _cell(dispatcher, attrs.evolve(batch, num_reqs=room), Kind.MIXED, first, fewest, high)
+                fewest = room + 1
+
+
+def _cell(
+    dispatcher: Dispatcher, largest: Batch, kind: Kind, first: int, min_reqs: int, max_loras: int
+) -> Cell:
+    return Cell(
+        role=largest.role,
+        kind=kind,
+        query_len=largest.query_len,
+        first=first,
+        last=largest.num_reqs if kind is Kind.DECODE else largest.num_tokens,
+        min_reqs=min_reqs,
+        max_reqs=largest.num_reqs,
+        min_loras=largest.active_loras,
+        max_loras=max_loras,
+        answer=dispatcher.answer(largest),
+    )
 
 
 def _decode_ranges(role: RolePlan, family: DecodeFamily) -> Iterator[tuple[int, int]]:

@@ -74,12 +74,71 @@ def test_requests_over_the_limit_are_not_admissible_whatever_came_before(hand_ma
     assert dispatcher.dispatch("target", 2, 3, active_loras=1).reason is Reason.UNCOVERED
 
 
+def test_a_decode_is_not_answered_as_a_mixed_batch_of_as_many_tokens(hand_made):
+    """Nor the other way round, whichever came first."""
+    uniform_one, any_one = uniform(128, 3), Entry(mode=PIECEWISE, num_tokens=400)
+    for order in (1, -1):
+        dispatcher = Dispatcher(hand_made(uniform_one, any_one))
+        for batch, entry in [
+            ((2, 300), any_one),
+            ((100, 300, 3), uniform_one),
+            ((100, 299, 3), any_one),
+            ((100, 301, 3), any_one),
+            ((100, 300, 3, False), any_one),
+        ][::order]:
+            assert dispatcher.dispatch("target", *batch).entry == entry
+
+
+@pytest.mark.parametrize("num_reqs", [-1, 0, 6])
+def test_a_batch_that_cannot_be_has_no_graph(hand_made, num_reqs):
+    """No requests, or more of them than tokens; also after a batch of as many tokens had one."""
+    dispatcher = Dispatcher(hand_made(Entry(mode=PIECEWISE, num_tokens=8)))
+    for _ in range(2):
+        assert dispatcher.dispatch("target", num_reqs, 5) == Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
+        assert dispatcher.dispatch("target", 2, 5).entry is not None
+
+
+def test_a_uniform_graph_serves_what_its_tokens_hold(hand_made):
+    """A plan made by hand may have one of 16 tokens for 6 requests of 3: it serves 5 (CP010)."""
+    short = uniform(6, 3, num_tokens=16)
+    dispatcher = Dispatcher(hand_made(short))
+    assert dispatcher.dispatch("target", 5, 15, 3).entry == short
+    assert dispatcher.dispatch("target", 6, 18, 3).entry is None
+
+
+def test_an_answer_is_found_once(hand_made):
+    """The same batch has the same answer, not another like it."""
+    entries = uniform(8), Entry(mode=PIECEWISE, num_tokens=8)
+    dispatcher = Dispatcher(hand_made(*entries, lora=Lora(max_active=4)))
+    for batch in [(4, 4, 1), (9, 9, 1), (2, 5), (5, 5), (2, 60), (20, 60), (6, 5), (2, 5, None, True, 1)]:
+        assert dispatcher.dispatch("target", *batch) is dispatcher.dispatch("target", *batch)
+
+
+def test_answers_are_not_kept_for_ever(hand_made):
+    """65,536 of them, and then from the beginning: memory is bounded whatever is asked."""
+    dispatcher = Dispatcher(hand_made(uniform(4), Entry(mode=PIECEWISE, num_tokens=10**6)))
+
+    def kept():
+        decodes, mixed = (sum(map(len, d.values())) for d in (dispatcher._decodes, dispatcher._mixed))
+        return decodes + mixed + len(dispatcher._others)
+
+    dispatcher.dispatch("target", 4, 4, 1)
+    dispatcher.dispatch("target", 20, 1, 2)
+    for num_tokens in range(1, (1 << 16) - 1):
+        dispatcher.dispatch("target", 1, num_tokens, past_prompt=False)
+    assert kept() == 1 << 16
+    dispatcher.dispatch("target", 1, 1 << 16, past_prompt=False)
+    assert kept() == 1
+    assert dispatcher.dispatch("target", 4, 4, 1).entry == uniform(4)
+
+
 def test_a_binding_bound_on_requests_is_heeded(hand_made):
     """A mixed full graph of 2 requests does not serve 3, though its tokens would."""
     small, large = Entry(mode=FULL, num_tokens=8, num_reqs=2), Entry(mode=FULL, num_tokens=16, num_reqs=4)
     dispatcher = Dispatcher(hand_made(small, large))
     assert dispatcher.dispatch("target", 2, 8).entry == small
     assert dispatcher.dispatch("target", 3, 8).entry == large
+    assert dispatcher.dispatch("target", 2, 12).entry == large
     assert dispatcher.dispatch("target", 5, 8).entry is None
 
 
@@ -99,6 +158,14 @@ def test_adapters_are_rounded_up(hand_made):
     dispatcher = Dispatcher(hand_made(uniform(8), uniform(8, active_loras=4), lora=Lora(max_active=3)))
     assert dispatcher.dispatch("target", 8, 8, 1, active_loras=3).entry.active_loras == 4
     assert dispatcher.dispatch("target", 8, 8, 1, active_loras=5).reason is Reason.NOT_ADMISSIBLE
+
+
+def test_a_graph_for_more_adapters_serves_fewer(hand_made):
+    """Where those for as many as there are have no room."""
+    decode, mixed = uniform(8, active_loras=4), Entry(mode=PIECEWISE, num_tokens=32, active_loras=4)
+    plan = hand_made(uniform(4), decode, Entry(mode=PIECEWISE, num_tokens=16), mixed)
+    assert Dispatcher(plan).dispatch("target", 6, 6, 1).entry == decode
+    assert Dispatcher(plan).dispatch("target", 2, 30).entry == mixed
 
 
 def test_a_role_that_is_not_planned_is_an_error(hand_made):

@@ -22,6 +22,7 @@ def test_halves(mode):
     assert (mode.decode_mode.value, mode.mixed_mode.value) == HALVES[mode.value]
     assert mode.is_separate == (mode.decode_mode is not mode.mixed_mode)
     assert mode.has_piecewise == ("PIECEWISE" in HALVES[mode.value])
+    assert {kind.value for kind in mode.allowed} == set(HALVES[mode.value]) - {"NONE"}
 
 
 @given(MODES)
@@ -39,7 +40,9 @@ def test_without_piecewise(mode):
     assert left <= mode
     assert left.without_piecewise is left
     assert not left.has_piecewise
-    assert left.allowed == mode.allowed - {GraphMode.PIECEWISE}
+    for half in ("decode_mode", "mixed_mode"):
+        before = getattr(mode, half)
+        assert getattr(left, half) is (GraphMode.NONE if before is GraphMode.PIECEWISE else before)
 
 
 @given(MODES, MODES)

@@ -39,13 +39,13 @@ def test_the_first_of_equally_weak_groups_is_blamed():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "rule", "after"),
+    ("wanted", "rule", "after", "why"),
     [
-        (GraphMode.PIECEWISE, "role-asks-for-less", "PIECEWISE"),
-        (GraphMode.FULL, "role-asks-for-more", "FULL_AND_PIECEWISE"),
+        (GraphMode.PIECEWISE, "role-asks-for-less", "PIECEWISE", "the lesser holds"),
+        (GraphMode.FULL, "role-asks-for-more", "FULL_AND_PIECEWISE", "does not go beyond its target"),
     ],
 )
-def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after):
+def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after, why):
     """Less holds, more does not; both are decisions."""
     found = resolve_draft_prefill(
         GraphMode.FULL_AND_PIECEWISE,
@@ -55,6 +55,40 @@ def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after):
         piecewise=Piecewise(),
     )
     assert [(d.rule, d.after) for d in found.decisions] == [(rule, after)]
+    assert why in found.decisions[0].says
+
+
+def test_what_no_backend_decided_names_none():
+    """Neither the pieces of a model nor the nature of a draft decode is a backend's doing."""
+    pieces = resolve(
+        Role.TARGET,
+        GraphMode.FULL_AND_PIECEWISE,
+        [group(GraphSupport.ALWAYS)],
+        max_query_len=1,
+        piecewise=Piecewise(capturable=False),
+    )
+    none = resolve_draft_decode(GraphMode.PIECEWISE, None, [group(GraphSupport.ALWAYS)])
+    full = resolve_draft_decode(GraphMode.FULL, None, [group(GraphSupport.ALWAYS)])
+    for found, rule in (
+        (pieces, "piecewise-not-capturable"),
+        (none, "draft-decode-never-piecewise"),
+        (full, "draft-decode-only"),
+    ):
+        assert [(d.rule, d.backend, d.group) for d in found.decisions] == [(rule, None, None)]
+
+
+@pytest.mark.parametrize(("query_len", "mode"), [(1, GraphMode.FULL_DECODE_ONLY), (2, GraphMode.PIECEWISE)])
+def test_two_tokens_are_already_more_than_one(query_len, mode):
+    """K = 1 is speculation: a backend for single tokens cannot run it in a full graph."""
+    groups = [group(GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)]
+    found = resolve(
+        Role.TARGET,
+        GraphMode.FULL_DECODE_ONLY,
+        groups,
+        max_query_len=query_len,
+        piecewise=Piecewise(),
+    )
+    assert found.mode is mode
 
 
 def test_a_draft_decode_names_the_backend_that_cannot():

@@ -137,6 +137,10 @@ def test_a_draft_decode_is_full_decode_only_or_none(target, level, wanted):
     able = start in (D, S, F) and level > 0
     assert found.mode is (D if able else N)
     assert all(d.role is Role.DRAFT_DECODE for d in found.decisions)
+    chain = [target.value, *(d.after for d in found.decisions)]
+    assert [d.before for d in found.decisions] == chain[:-1]
+    assert chain[-1] == found.mode.value
+    assert all(d.before != d.after for d in found.decisions if d.rule != "role-asks-for-more")
 
 
 @pytest.mark.parametrize("target", GraphMode)

@@ -37,6 +37,17 @@ def test_vllm_default_tokens(reqs, tokens, q, platform):
     assert listed == vllm(reqs, tokens, q, platform)
 
 
+@pytest.mark.parametrize("q", [1, 2, 3])
+def test_vllm_default_tokens_of_every_batch(q):
+    """The same for each number of requests up to 300, and for token limits about the edges of the grid."""
+    for reqs in range(1, 301):
+        for tokens in (reqs, 255 + reqs % 3, 511 + reqs % 3, 8192):
+            listed = engines.vllm_tokens(
+                max_num_reqs=reqs, max_num_tokens=tokens, query_len=q, platform_max=512
+            )
+            assert listed == vllm(reqs, tokens, q, 512)
+
+
 @given(
     st.integers(1, 300), st.lists(st.tuples(st.integers(1, 6), st.integers(1, 300)), min_size=1, max_size=3)
 )
@@ -65,6 +76,11 @@ def test_vllm_uniform_decodes(tokens, q, more, reqs):
     kept = {t for t in rounded if t <= max(tokens, default=0) and t <= reqs * (q + more) and t // q <= reqs}
     listed = engines.vllm_requests(sorted(tokens), query_len=q, max_query_len=q + more, max_num_reqs=reqs)
     assert listed == tuple(sorted(t // q for t in kept))
+
+
+def test_vllm_uniform_decodes_of_one_request():
+    """A limit of one request still has room for its whole query."""
+    assert engines.vllm_requests((1, 2, 4, 8), query_len=3, max_query_len=3, max_num_reqs=1) == (1,)
 
 
 def test_vllm_drops_half_of_the_decodes_at_three_draft_tokens():
@@ -116,10 +132,12 @@ def sglang(top, speculative):
     return tuple(n for n in range(1, top + 1) if listed(n) or n == top)
 
 
-@given(st.integers(1, 1100), st.booleans())
-def test_sglang_requests(top, speculative):
-    """The grid up to the maximum, which is always in it."""
-    assert engines.sglang_requests(top, speculative=speculative, padding=True) == sglang(top, speculative)
+@pytest.mark.parametrize("speculative", [True, False])
+def test_sglang_requests(speculative):
+    """The grid up to the maximum, which is always in it: for each maximum to 600, and some beyond."""
+    for top in (*range(1, 601), 1023, 1024, 1025, 1100):
+        listed = engines.sglang_requests(top, speculative=speculative, padding=True)
+        assert listed == sglang(top, speculative)
 
 
 @given(st.integers(1, 100), st.booleans())
@@ -129,9 +147,9 @@ def test_sglang_without_padding_has_every_size(top, speculative):
     assert listed == tuple(range(1, top + 1))
 
 
-@given(st.integers(1, 6000))
+@pytest.mark.parametrize("top", [n + d for n in (*range(32, 1101, 68), 4096, 4608, 5120) for d in (-1, 0, 1)])
 def test_sglang_tokens(top):
-    """Five steps, and the maximum only where it is a multiple of its step."""
+    """Six steps, and the maximum only where it is a multiple of its step."""
     steps = (
         (4, 32, 4),
         (48, 256, 16),
@@ -146,11 +164,23 @@ def test_sglang_tokens(top):
 
 @pytest.mark.parametrize(
     ("memory", "plain", "tp4"),
-    [(16, 8, 8), (24, 48, 160), (48, 32, 160), (80, 256, 512), (141, 256, 512), (180, 512, 512)],
+    [
+        (16, 8, 8),
+        (20, 48, 160),
+        (24, 48, 160),
+        (35, 32, 160),
+        (48, 32, 160),
+        (60, 256, 512),
+        (80, 256, 512),
+        (141, 256, 512),
+        (160, 512, 512),
+        (180, 512, 512),
+    ],
 )
 def test_sglang_default_maximum(memory, plain, tp4):
-    """By memory and tensor-parallel size."""
+    """By memory and tensor-parallel size, of which 4 is the first that counts."""
     assert engines.sglang_default_max(memory * GiB, 1) == plain
+    assert engines.sglang_default_max(memory * GiB, 3) == plain
     assert engines.sglang_default_max(memory * GiB, 4) == tp4
 
 
@@ -160,6 +190,15 @@ def test_tensorrt_llm_golden():
     assert engines.tensorrt_llm_requests(128, padding=False) == (*range(1, 33), 64, 128)
     assert engines.tensorrt_llm_requests(256, padding=True)[-3:] == (128, 192, 256)
     assert engines.tensorrt_llm_requests(600, padding=False)[-4:] == (128, 256, 512, 600)
+
+
+def test_tensorrt_llm_requests():
+    """Eights to 128 and then 64s with padding, else ones to 32 and powers of two: for each maximum to 600."""
+    for top in range(1, 601):
+        padded = {n for n in range(1, top) if n in (1, 2, 4) or n % (8 if n <= 128 else 64) == 0}
+        exact = {n for n in range(1, top) if n <= 32 or n & (n - 1) == 0}
+        assert engines.tensorrt_llm_requests(top, padding=True) == tuple(sorted(padded | {top}))
+        assert engines.tensorrt_llm_requests(top, padding=False) == tuple(sorted(exact | {top}))
 
 
 @given(st.integers(1, 1000), st.booleans(), st.integers(1, 1000))

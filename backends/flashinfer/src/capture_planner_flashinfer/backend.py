@@ -200,8 +200,8 @@ class FlashInfer:
         return Workspace(
             device=need + wrappers * workspace.INT_WORKSPACE,
             pinned=wrappers * workspace.INT_WORKSPACE,
-            formula=f"{wrappers} wrappers * 8 MiB on each side + {need} shared: most of an eager plan and "
-            f"of {_FORMULA[chosen]}",
+            formula=(f"{wrappers} wrappers of 8 MiB on each side, and " if wrappers else "")
+            + f"one float workspace of {need} bytes, the most of an eager plan and of {_FORMULA[chosen]}",
         )
 
 
