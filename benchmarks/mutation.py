@@ -8,8 +8,8 @@ cosmic-ray itself runs one test command for all modules, one mutant after the ot
 has its own tests, the most lethal first, and several mutants run at a time, each in its own copy of
 the tree.
 
-A mutant is killed where a test fails and timed out where the tests take much longer than on the
-code as it is. docs/mutation.md has the survivors, each with a reason.
+A mutant is killed where a test fails, and timed out where the tests take much more of the processor
+than the code as it is takes time. docs/mutation.md has the survivors, each with a reason.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ TARGET = 0.85
 
 _POLICIES = ("sizing/test_policies.py", "property/test_regressions.py", "test_planner.py")
 TESTS: dict[str, tuple[str, ...]] = {
+    "sizing/minimax": ("sizing/test_minimax.py", "sizing/test_budget.py", *_POLICIES),
+    "sizing/policies": (*_POLICIES, "test_locked_plans.py"),
+    "sizing/budget": ("sizing/test_budget.py", "test_planner.py", "test_locked_plans.py"),
+    "sizing/engines": ("sizing/test_engines.py", "sizing/test_policies.py"),
+    "sizing/ladder": ("sizing/test_budget.py", "test_planner.py", "test_locked_plans.py"),
     "modes": ("test_modes.py", "test_resolve.py", "property/test_law6_resolution.py", "test_planner.py"),
     "resolve": ("test_resolve.py", "property/test_law6_resolution.py", "test_planner.py"),
     "dispatch": (
@@ -54,11 +59,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "property/test_law3_next_fit.py",
         "property/test_law1_coverage.py",
     ),
-    "sizing/budget": ("sizing/test_budget.py", "test_planner.py", "test_locked_plans.py"),
-    "sizing/engines": ("sizing/test_engines.py", "sizing/test_policies.py"),
-    "sizing/ladder": ("sizing/test_budget.py", "test_planner.py", "test_locked_plans.py"),
-    "sizing/minimax": ("sizing/test_minimax.py", "sizing/test_budget.py", *_POLICIES),
-    "sizing/policies": (*_POLICIES, "test_locked_plans.py"),
 }
 """The tests of each module, in the order in which they run: quick and lethal first."""
 
@@ -164,7 +164,7 @@ def digest(module: str) -> str:
     return hashlib.sha256(source_of(module).read_bytes()).hexdigest()
 
 
-def run_tests(module: str, copy: Path, limit: float | None, *, cached: bool = False) -> tuple[str, float]:
+def run_tests(module: str, copy: Path, limit: int | None, *, cached: bool = False) -> tuple[str, float]:
     """Run a module's tests in a copy of the tree: survived, killed or timeout, and the seconds."""
     environment = os.environ | {
         "HYPOTHESIS_PROFILE": "mutation",
@@ -184,14 +184,18 @@ def run_tests(module: str, copy: Path, limit: float | None, *, cached: bool = Fa
         start_new_session=True,
     )
     resource.prlimit(process.pid, resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    if limit is not None:
+        resource.prlimit(process.pid, resource.RLIMIT_CPU, (limit, limit + 1))
     try:
-        output, _ = process.communicate(timeout=limit)
+        output, _ = process.communicate(timeout=None if limit is None else 10 * limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "timeout", time.monotonic() - started
     if cached and process.returncode:
         raise SystemExit(f"the tests of {module} fail without any mutation:\n{output.decode()}")
+    if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "timeout", time.monotonic() - started
     return "killed" if process.returncode else "survived", time.monotonic() - started
 
 
@@ -215,7 +219,7 @@ def copies_of_the_tree(folder: Path, number: int) -> list[Path]:
 def kill(asked: list[Mutant], jobs: int) -> dict[tuple[str, str, int], str]:
     """Test each mutant, ``jobs`` at a time; return what became of each."""
     found: dict[tuple[str, str, int], str] = {}
-    limits: dict[str, float] = {}
+    limits: dict[str, int] = {}
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
     def one(mutant: Mutant) -> tuple[Mutant, str]:
@@ -233,8 +237,8 @@ def kill(asked: list[Mutant], jobs: int) -> dict[tuple[str, str, int], str]:
         for module in dict.fromkeys(mutant.module for mutant in asked):
             # In every copy at once: as loaded as it will be, and the tests are compiled in each.
             runs = [pool.submit(run_tests, module, copy, None, cached=True) for copy in copies]
-            limits[module] = 5 + 3 * max(run.result()[1] for run in runs)
-            CONSOLE.print(f"{module}: at most {limits[module]:.0f} s per mutant")
+            limits[module] = round(2 + 1.5 * max(run.result()[1] for run in runs))
+            CONSOLE.print(f"{module}: at most {limits[module]} s of the processor per mutant")
         for copy in copies:
             free.put(copy)
         for done in as_completed([pool.submit(one, mutant) for mutant in asked]):

@@ -136,10 +136,23 @@ def _validator(annotation: Any) -> Check | None:
         return attrs.validators.optional(inner) if inner else None
     if typing.get_origin(annotation) is Mapping:
         return _of_items(*map(_validator, args))
+    if isinstance(annotation, type) and (issubclass(annotation, enum.Enum | str) or attrs.has(annotation)):
+        return _instance_of(annotation)
     if typing.get_origin(annotation) is tuple:
         repeated = args[1:] == (Ellipsis,)
         return _each([_validator(arg) for arg in args[: 1 if repeated else None]], repeated)
     return None
+
+
+def _instance_of(kind: type) -> Check:
+    """Check what no constraint does: a field of an enum, a record or plain text holds one."""
+
+    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, kind):
+            wrong = f"expected {kind.__name__}, got {value!r}"
+            raise InvalidValue([Problem(path=(attribute.name,), message=wrong)])
+
+    return check
 
 
 def _of_items(key: Check | None, value: Check | None) -> Check:
@@ -152,11 +165,10 @@ def _of_items(key: Check | None, value: Check | None) -> Check:
     return check
 
 
-def _each(elements: list[Check | None], repeated: bool) -> Check | None:
-    if not any(elements):
-        return None
-
+def _each(elements: list[Check | None], repeated: bool) -> Check:
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, tuple):
+            raise InvalidValue([Problem(path=(attribute.name,), message=f"expected a tuple, got {value!r}")])
         if not repeated and len(value) != len(elements):
             wrong = f"expected {len(elements)} items, got {len(value)}"
             raise InvalidValue([Problem(path=(attribute.name,), message=wrong)])

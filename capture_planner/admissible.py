@@ -87,6 +87,11 @@ class Domain:
         kept = tuple((first, min(end, last)) for first, end in self.intervals if first <= last)
         return Domain(kept, self.step)
 
+    def above(self, count: int) -> Domain:
+        """Return the part above ``count``."""
+        kept = tuple((max(first, count + 1), last) for first, last in self.intervals if last > count)
+        return Domain(kept, self.step)
+
     def needed(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """Return those sizes, rounded up to the step, that serve some count: ascending."""
         kept: list[int] = []

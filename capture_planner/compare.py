@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,9 +30,11 @@ class Change:
 def compare(old: Plan, new: Plan) -> tuple[Change, ...]:
     """Return the differences from ``old`` to ``new``, the whole plan first, then role by role."""
     changes = (*_whole(old, new), *_roles(old, new))
-    if not changes and old.spec != new.spec:
-        return (Change(role=None, what="spec", says="the spec changed, and nothing else did"),)
-    return changes
+    if changes or old == new:
+        return changes
+    return (
+        Change(role=None, what="plan", says=f"the plans differ in {_differing(old, new)} and nothing else"),
+    )
 
 
 def _whole(old: Plan, new: Plan) -> Iterator[Change]:
@@ -97,27 +100,51 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
 
 
 def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *_waivers(old, new)]
+    if not changes and old != new:
+        says = f"{new.role}: the same graphs, but other {_differing(old, new)}"
+        changes.append(Change(role=new.role, what="decision", says=says))
+    yield from changes
+
+
+def _differing(old: Any, new: Any) -> str:
+    """Name the fields in which two records differ."""
+    names = [f.name for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name)]
+    return " and ".join(names)
+
+
+def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     role = new.role
+    if old.requested is not new.requested:
+        says = f"{role} is to run {new.requested.value}, it was to run {old.requested.value}"
+        yield Change(role=role, what="mode", says=says)
     if old.mode is not new.mode:
         yield Change(role=role, what="mode", says=f"{role} runs {new.mode.value}, it ran {old.mode.value}")
     if old.inputs != new.inputs:
         yield Change(role=role, what="inputs", says=f"{role}: the fields that the runner pads changed")
-    yield from _groups(old, new)
-    added, gone = set(new.entries) - set(old.entries), set(old.entries) - set(new.entries)
-    for what, entries in (("added", added), ("gone", gone)):
+
+
+def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    before, after = Counter(old.entries), Counter(new.entries)
+    for what, word, entries in (
+        ("added", "captures in addition", after - before),
+        ("gone", "no longer captures", before - after),
+    ):
         if entries:
-            ordered = tuple(sorted(entries, key=lambda e: e.capture_order))
-            word = "captures in addition" if what == "added" else "no longer captures"
-            yield Change(role=role, what=what, says=f"{role} {word} {_graphs(ordered)}", entries=ordered)
-    waived, waives = ({waiver.says: None for waiver in plan.waivers} for plan in (old, new))
-    for says in waives:
-        if says not in waived:
-            yield Change(role=role, what="waiver", says=f"{role} newly waives: {says}")
-    for says in waived:
-        if says not in waives:
-            yield Change(role=role, what="waiver", says=f"{role} no longer waives: {says}")
-    if old.decisions != new.decisions and not (added or gone or old.mode is not new.mode):
-        yield Change(role=role, what="decision", says=f"{role}: the same graphs for other reasons")
+            ordered = tuple(sorted(entries.elements(), key=lambda e: e.capture_order))
+            says = f"{new.role} {word} {_graphs(ordered)}"
+            yield Change(role=new.role, what=what, says=says, entries=ordered)
+
+
+def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    waived, waives = ({waiver.says for waiver in role.waivers} for role in (old, new))
+    for waiver in new.waivers:
+        if waiver not in old.waivers:
+            word = "waives otherwise" if waiver.says in waived else "newly waives"
+            yield Change(role=new.role, what="waiver", says=f"{new.role} {word}: {waiver.says}")
+    for waiver in old.waivers:
+        if waiver.says not in waives:
+            yield Change(role=new.role, what="waiver", says=f"{new.role} no longer waives: {waiver.says}")
 
 
 def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -130,12 +157,13 @@ def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
         if left is None or right is None:
             says = f"the attention group {name} is {'new' if left is None else 'gone'}"
         else:
-            says = f"group {name}: {'; '.join(_group(left, right))}"
+            words = "; ".join(_group(left, right)) or f"other {_differing(left, right)}"
+            says = f"group {name}: {words}"
         yield Change(role=new.role, what="backend", says=f"{new.role}: {says}")
 
 
 def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
-    for name in ("layers", "backend", "version"):
+    for name in ("layers", "backend", "distribution", "version"):
         if getattr(old, name) != getattr(new, name):
             yield f"{name} {getattr(old, name)} became {getattr(new, name)}"
     if old.support.level is not new.support.level:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -11,6 +12,7 @@ import attrs
 import pluggy
 
 from capture_planner import hookspecs
+from capture_planner._record import Name, constraints
 from capture_planner.contract import Attention, Backend, PaddingContract, Support, Workspace
 from capture_planner.entry import Entry
 from capture_planner.environment import Environment
@@ -31,9 +33,10 @@ class Registered:
     backend: Backend
     distribution: str
     version: str
+    name: str = attrs.field(init=False)
 
-    @property
-    def name(self) -> str:
+    @name.default
+    def _read_once(self) -> str:
         return self.backend.name
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
@@ -56,10 +59,8 @@ class Registered:
 
     def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
         who = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
-        try:
+        with _guarded(who):
             answer = getattr(self.backend, call)(role, *args)
-        except Exception as error:
-            raise BackendError(f"{who}, raised {type(error).__name__}: {error}; tell its authors") from error
         if not isinstance(answer, kind):
             raise BackendError(f"{who}, returned {answer!r}, not a {kind.__name__}; tell its authors")
         return answer
@@ -71,18 +72,13 @@ class Registry(Mapping[str, Registered]):
     def __init__(self, backends: Iterable[Registered] = ()) -> None:
         found: dict[str, Registered] = {}
         for item in backends:
-            if not isinstance(item.backend, Backend):
+            if item.name in found:
+                others = {found[item.name].distribution, item.distribution}
                 raise BackendError(
-                    f"{item.distribution}: {item.backend!r} is not a backend; it needs name, support, "
-                    "padding, refresh and workspace (see capture_planner.contract.Backend)"
+                    f"two backends are named {item.name!r}, from {' and '.join(sorted(others))}; "
+                    "names are unique among all that is installed"
                 )
-            name = item.backend.name
-            if name in found:
-                raise BackendError(
-                    f"two backends are named {name!r}: one from {found[name].distribution}, "
-                    f"one from {item.distribution}; uninstall one of them"
-                )
-            found[name] = item
+            found[item.name] = item
         self._found = dict(sorted(found.items()))
 
     def __getitem__(self, name: str) -> Registered:
@@ -112,29 +108,56 @@ def load(*plugins: object, installed: bool = True) -> Registry:
     manager.add_hookspecs(hookspecs)
     origins: dict[int, tuple[str, str]] = {}
     for plugin in plugins:
-        manager.register(plugin)
+        with _guarded(f"the plugin {_unpackaged(plugin)}"):
+            manager.register(plugin)
     if installed:
         for entry_point in metadata.entry_points(group=hookspecs.PROJECT):
-            try:
+            origin = entry_point.dist.name if entry_point.dist else entry_point.value
+            with _guarded(f"the plugin {origin} ({entry_point.value})"):
                 plugin = entry_point.load()
-            except Exception as error:
-                origin = entry_point.dist.name if entry_point.dist else entry_point.value
-                raise BackendError(
-                    f"the plugin {origin} ({entry_point.value}) cannot be imported: "
-                    f"{type(error).__name__}: {error}; reinstall or remove it"
-                ) from error
-            if not manager.is_registered(plugin):
-                manager.register(plugin)
-                if entry_point.dist is not None:
-                    origins[id(plugin)] = (entry_point.dist.name, entry_point.dist.version)
+                if not manager.is_registered(plugin):
+                    manager.register(plugin)
+                    if entry_point.dist is not None:
+                        origins[id(plugin)] = (entry_point.dist.name, entry_point.dist.version)
     return Registry(_backends(manager, origins))
 
 
-def _backends(manager: pluggy.PluginManager, origins: Mapping[int, tuple[str, str]]) -> Iterator[Registered]:
+def _backends(manager: pluggy.PluginManager, origins: Mapping[int, tuple[str, str]]) -> list[Registered]:
+    found = []
     for implementation in manager.hook.capture_planner_backends.get_hookimpls():
         plugin = implementation.plugin
-        unpackaged = (getattr(plugin, "__name__", type(plugin).__name__), "0")
-        distribution, version = origins.get(id(plugin), unpackaged)
-        brought: Iterable[Backend] = implementation.function()  # type: ignore[assignment]
-        for backend in brought:
-            yield Registered(backend=backend, distribution=distribution, version=version)
+        distribution, version = origins.get(id(plugin), (_unpackaged(plugin), "0"))
+        with _guarded(f"the plugin {distribution}"):
+            brought: Iterable[object] = implementation.function()  # type: ignore[assignment]
+            found += [_registered(backend, distribution, version) for backend in brought]
+    return found
+
+
+def _registered(backend: object, distribution: str, version: str) -> Registered:
+    """Accept one backend: it has all the methods, and a name that a spec can write."""
+    if not isinstance(backend, Backend):
+        raise BackendError(
+            f"{distribution}: {backend!r} is not a backend; it needs name, support, padding, refresh and "
+            "workspace (see capture_planner.contract.Backend)"
+        )
+    name = backend.name
+    for rule in constraints(Name):
+        if (wrong := rule.problem(name)) is not None:
+            raise BackendError(f"{distribution}: the name of a backend {wrong}")
+    return Registered(backend=backend, distribution=distribution, version=version)
+
+
+def _unpackaged(plugin: object) -> str:
+    return getattr(plugin, "__name__", type(plugin).__name__)
+
+
+@contextlib.contextmanager
+def _guarded(who: str) -> Iterator[None]:
+    """Turn whatever a plugin's code raises into a ``BackendError`` of one line that names it."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except (Exception, SystemExit) as error:
+        says = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BackendError(f"{who} broke: {says}; tell its authors, or remove it") from error

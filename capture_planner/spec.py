@@ -64,7 +64,7 @@ class Sizes:
     """Which capture sizes, for mixed batches (in tokens) and uniform decodes (in requests)."""
 
     policy: Policy = field("how sizes are chosen", default=Policy.DEFAULT)
-    graphs: Count | None = field("minimax: sizes in each ladder", default=None)
+    graphs: Annotated[int, Between(1, 4096)] | None = field("minimax: sizes in each ladder", default=None)
     num_tokens: tuple[Count, ...] | None = field(
         "explicit: token counts for mixed batches; vllm: cudagraph_capture_sizes", default=None
     )

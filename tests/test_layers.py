@@ -109,7 +109,7 @@ def test_import_brings_no_torch():
 
 def test_planning_with_all_backends_brings_no_torch():
     """Neither planning, dispatch nor lint."""
-    plans = ROOT.parent / "plans"
+    plans = Path(__file__).parent.parent / "plans"
     spec, machine = plans / "specs" / "qwen3-8b-eagle3.yaml", plans / "environments" / "h100.yaml"
     loaded = run(PLAN.replace("sys.argv[1]", repr(str(spec))).replace("sys.argv[2]", repr(str(machine))))
     assert not {"torch", "triton", "hypothesis", "flashinfer", "flash_attn"} & set(loaded)

@@ -1,5 +1,6 @@
 """The registry: real plugins, and what is wrong with the wrong ones."""
 
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -60,7 +61,7 @@ def test_installed_plugins_carry_their_distribution():
 
 def test_a_name_that_is_taken_is_an_error():
     """Both distributions are named."""
-    with pytest.raises(BackendError, match="two backends are named 'a': one from one, one from two"):
+    with pytest.raises(BackendError, match="two backends are named 'a', from one and two"):
         load(plugin(fake("a"), name="one"), plugin(fake("a"), name="two"), installed=False)
 
 
@@ -102,7 +103,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch):
         metadata, "entry_points", lambda group: [Broken()] if group == hookspecs.PROJECT else []
     )
     with pytest.raises(
-        BackendError, match="ModuleNotFoundError: No module named 'kernels'; reinstall or remove"
+        BackendError, match="ModuleNotFoundError: No module named 'kernels'; tell its authors, or remove it"
     ):
         load()
 
@@ -134,7 +135,7 @@ def raises(error):
 @pytest.mark.parametrize("method", ["support", "padding", "workspace"])
 def test_the_planner_names_a_backend_that_raises(method):
     """Distribution, version, method, role and cause."""
-    says = f"'alpha' .dist 1., asked for {method} of target, raised ZeroDivisionError: no"
+    says = f"'alpha' .dist 1., asked for {method} of target broke: ZeroDivisionError: no"
     with pytest.raises(BackendError, match=says):
         _plan_with(method, raises(ZeroDivisionError("no")))
 
@@ -148,7 +149,7 @@ def test_the_planner_names_a_backend_that_returns_something_else(method):
 
 def test_an_error_of_ours_that_a_backend_raises_is_still_the_backends():
     """A backend answers with a reason; it does not refuse to be planned for."""
-    with pytest.raises(BackendError, match="raised PlanningError: never"):
+    with pytest.raises(BackendError, match="broke: PlanningError: never"):
         _plan_with("support", raises(PlanningError([Problem(message="never")])))
 
 
@@ -158,3 +159,47 @@ def _plan_with(method, behaviour):
         [Registered(backend=kind(name="alpha", supports=TOLD), distribution="dist", version="1")]
     )
     return plan(replace(SPEC), CPU, registry)
+
+
+def _plugin(bring):
+    """A plugin object whose hook brings what ``bring`` returns."""
+
+    class Plugin:
+        @staticmethod
+        @hookimpl
+        def capture_planner_backends():
+            return bring()
+
+    return Plugin()
+
+
+@pytest.mark.parametrize(
+    ("bring", "says"),
+    [
+        (lambda: None, "NoneType"),
+        (lambda: fake("a"), "not iterable"),
+        (lambda: 1 / 0, "ZeroDivisionError"),
+        (lambda: sys.exit(0), "SystemExit"),
+        (lambda: [fake("")], "the name of a backend must be a name"),
+        (lambda: [fake("a\x1bme:\n")], "the name of a backend must be a name"),
+        (lambda: [fake(5)], "expected text, got 5"),
+        (lambda: ["text"], "'text' is not a backend"),
+    ],
+)
+def test_a_hook_that_brings_nonsense_is_an_error_of_one_line(bring, says):
+    """Whatever a plugin does, the error names it; nothing ends the program in silence."""
+    with pytest.raises(BackendError) as caught:
+        load(_plugin(bring), installed=False)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hook_with_an_argument_that_is_unknown_is_an_error():
+    class Plugin:
+        @staticmethod
+        @hookimpl
+        def capture_planner_backends(config):
+            return []
+
+    with pytest.raises(BackendError, match="PluginValidationError"):
+        load(Plugin(), installed=False)

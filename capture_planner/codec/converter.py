@@ -44,6 +44,7 @@ def problems_of(error: Exception) -> list[Problem]:
 
 def _unknown_key(key: str, known: list[str]) -> Problem:
     near = difflib.get_close_matches(key, known, n=1)
+    key = key if key.isprintable() else ascii(key)
     return Problem(
         path=(Key(key if len(key) <= 80 else key[:77] + "..."),),
         message="unknown key",

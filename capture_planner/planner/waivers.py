@@ -24,7 +24,7 @@ _WHY = {
 
 def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     """Return the waivers of a role whose ladders are final."""
-    tails = [*_decode_tails(working)]
+    tails = _decode_tails(working)
     if working.role is not Role.DRAFT_DECODE:
         tails += _mixed_tails(working)
     loras = lora_cases(working.role, working.spec)[-1]
@@ -52,21 +52,34 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
 Tail = tuple[Kind, int | None, int, int, Reason]
 
 
-def _decode_tails(working: RoleInProgress) -> Iterator[Tail]:
-    mixed = working.mixed_ladder
+def _decode_tails(working: RoleInProgress) -> list[Tail]:
+    """Return what no entry serves of each family, where one ends and the next begins told apart."""
+    tails: list[Tail] = []
     for family in working.families:
-        own = _ladder_of(working, family)
-        reach = own.sizes[-1] if own is not None and own.sizes else 0
-        if mixed is not None and mixed.sizes:
-            tokens = mixed.sizes[-1] // family.query_len
-            reach = max(reach, min(tokens, mixed.max_num_reqs) if mixed.mode is GraphMode.FULL else tokens)
-        first = family.requests.after(reach)
-        if first is not None:
-            ladder = own or mixed
-            reason = Reason.MODE if ladder is None else ladder.cut or Reason.SIZES
-            if own is None and mixed is not None and mixed.sizes and reach == mixed.max_num_reqs:
-                reason = Reason.BACKEND_CAP
-            yield Kind.DECODE, family.query_len, first, family.requests.intervals[-1][1], reason
+        reach, reason = _decode_reach(working, family)
+        for first, last in family.requests.above(reach).intervals:
+            tails.append((Kind.DECODE, family.query_len, first, last, reason))
+    merged: list[Tail] = []
+    for kind, query_len, first, last, reason in sorted(tails, key=lambda tail: (tail[1] or 0, tail[2])):
+        if merged and merged[-1] == (kind, query_len, merged[-1][2], first - 1, reason):
+            merged[-1] = (kind, query_len, merged[-1][2], last, reason)
+        else:
+            merged.append((kind, query_len, first, last, reason))
+    return merged
+
+
+def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason]:
+    """Return the most requests that some entry serves, and why no entry serves more."""
+    mixed, own = working.mixed_ladder, _ladder_of(working, family)
+    reach = own.sizes[-1] if own is not None and own.sizes else 0
+    if mixed is not None and mixed.sizes:
+        tokens = mixed.sizes[-1] // family.query_len
+        reach = max(reach, min(tokens, mixed.max_num_reqs) if mixed.mode is GraphMode.FULL else tokens)
+    ladder = own or mixed
+    reason = Reason.MODE if ladder is None else ladder.cut or Reason.SIZES
+    if own is None and mixed is not None and mixed.sizes and reach == mixed.max_num_reqs:
+        reason = Reason.BACKEND_CAP
+    return reach, reason
 
 
 def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:

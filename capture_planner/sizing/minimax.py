@@ -15,6 +15,9 @@ from fractions import Fraction
 
 from capture_planner.admissible import Domain
 
+_ROUNDS = 4
+"""How often the rest of a ladder is made anew; it hardly changes after the second time."""
+
 
 def fewest(
     domain: Domain,
@@ -62,13 +65,26 @@ def worst_ratio(domain: Domain, sizes: Sequence[int]) -> Fraction:
 
 
 def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the ladder of at most ``graphs`` sizes whose worst padded/real ratio is least.
+    """Return a ladder of at most ``graphs`` sizes whose worst padded/real ratio is least.
 
-    Of those it is the one with the fewest sizes. It covers the whole domain, its ceiling included;
-    where ``anchors`` need more sizes than ``graphs``, it is those.
+    Beyond the place where that ratio is reached, it is again the best ladder of the sizes that are
+    left, so that no size is spent beside another. It covers the whole domain, its ceiling included;
+    where ``anchors`` need more sizes than ``graphs``, it has those.
     """
-    if not domain:
-        return ()
+    chosen: list[int] = []
+    rest, rounds = domain, _ROUNDS
+    while rest:
+        rounds -= 1
+        sizes = _least(rest, max(graphs - len(chosen), 1), anchors)
+        worst = worst_ratio(rest, sizes)
+        last = sizes[-1] if worst == 1 or not rounds else _reached(rest, sizes, worst)
+        chosen += [size for size in sizes if size <= last]
+        rest = rest.above(last)
+    return tuple(chosen)
+
+
+def _least(domain: Domain, graphs: int, anchors: Sequence[int]) -> tuple[int, ...]:
+    """Return the shortest ladder of the least worst ratio that ``graphs`` sizes can have."""
     grid = domain.ceiling**2
     low, high = grid, grid * domain.ceiling
     while low < high:
@@ -78,3 +94,15 @@ def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[i
         else:
             low = middle + 1
     return fewest(domain, Fraction(high, grid), anchors=anchors)
+
+
+def _reached(domain: Domain, sizes: Sequence[int], worst: Fraction) -> int:
+    """Return the first size that pads its least count by the worst ratio."""
+    previous = 0
+    for size in sizes:
+        count = domain.after(previous)
+        assert count is not None
+        if size * worst.denominator == worst.numerator * domain.round_up(count):
+            return size
+        previous = size
+    raise AssertionError("the worst ratio is that of some size")

@@ -163,6 +163,10 @@ def test_codes_and_names_are_unique():
 
 @given(plans(max_reqs=64))
 def test_a_planned_plan_has_no_error(whole):
-    """What the planner makes is never wrong by its own lint."""
-    errors = [str(finding) for finding in lint(whole) if finding.rule.severity is Severity.ERROR]
+    """What the planner makes is never wrong by its own lint, and has neither idle graphs nor waivers."""
+    errors = [
+        str(finding)
+        for finding in lint(whole)
+        if finding.rule.severity is Severity.ERROR or finding.rule.code in ("CP020", "CP051")
+    ]
     assert not errors

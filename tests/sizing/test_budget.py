@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +89,75 @@ def test_coverage_is_given_up_last(given_ladders, allowed):
     plain = sum(len(ladder.served(ladder.sizes[-1])[:2]) for ladder in given_ladders)
     if allowed >= plain:
         assert all(ladder.sizes for ladder in fitted)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_one_graph_is_the_largest_size(adaptive):
+    """A budget of one graph covers everything, whatever the largest size."""
+    for last in range(1, 20):
+        domain = Domain.upto(last)
+        ladder = Ladder(
+            role=Role.TARGET,
+            kind=Kind.DECODE,
+            mode=GraphMode.FULL,
+            query_len=1,
+            domain=domain,
+            sizes=tuple(range(1, last + 1)),
+            adaptive=adaptive,
+            max_num_reqs=64,
+        )
+        (fitted,) = fit((ladder,), 1, Reason.BUDGET)
+        assert fitted.sizes == (last,)
+        assert fitted.cut is None
+
+
+def test_what_a_budget_leaves_pads_least():
+    """Two alike in a budget of an odd number: each is the best of as many sizes, and one graph is left."""
+    for last in range(20, 65):
+        domain = Domain.upto(last)
+        shape = {"domain": domain, "sizes": minimax(domain, 15), "adaptive": True, "max_num_reqs": 64}
+        alike = [
+            Ladder(role=role, kind=Kind.DECODE, mode=GraphMode.FULL, query_len=1, **shape)
+            for role in (Role.TARGET, Role.DRAFT_PREFILL)
+        ]
+        for ladder in fit(alike, 9, Reason.BUDGET):
+            assert ladder.sizes == minimax(domain, 4)
+
+
+def of_the_target(**shape):
+    """A decode ladder of one size."""
+    shape = {"domain": Domain.upto(64), "sizes": (64,), "max_num_reqs": 64, "query_len": 1} | shape
+    return Ladder(role=Role.TARGET, kind=Kind.DECODE, mode=GraphMode.FULL, **shape)
+
+
+def test_adapter_cases_go_before_ladders():
+    """None and the most are left; a ladder without adapters is as it was."""
+    adapters, plain = of_the_target(cases=(0, 1, 2, 4, 5)), of_the_target(query_len=4)
+    assert total((adapters, plain)) == 6
+    fitted = fit((adapters, plain), 3, Reason.BUDGET)
+    assert [ladder.cases for ladder in fitted] == [(0, 5), (0,)]
+    assert all(ladder.sizes == (64,) for ladder in fitted)
+
+
+def test_decodes_of_longer_queries_go_before_shorter():
+    """They are rarer."""
+    fitted = fit([of_the_target(query_len=n) for n in (2, 4, 1)], 1, Reason.BUDGET)
+    assert [ladder.query_len for ladder in fitted if ladder.sizes] == [1]
+    fitted = fit([of_the_target(query_len=n) for n in (2, 4, 1)], 2, Reason.BUDGET)
+    assert [ladder.query_len for ladder in fitted if ladder.sizes] == [2, 1]
+
+
+def test_a_ladder_is_thinned_only_where_that_saves_a_graph():
+    """It is itself where it is further from the ratio already, and where nothing shorter is within."""
+    fixed = of_the_target(sizes=(1, 2, 4, *range(8, 65, 8)))
+    assert fixed.worst == Fraction(16, 9)
+    assert fixed.thinned(Fraction(3, 2)) is fixed
+    assert fixed.tightened() is fixed
+    assert len(fixed.thinned(Fraction(2)).sizes) < len(fixed.sizes)
+    assert fixed.served(64) == (0,)
+    computed = of_the_target(sizes=minimax(Domain.upto(64), 6), adaptive=True)
+    assert computed.thinned(computed.worst + Fraction(1, 1 << 20)) is computed
+    assert len(computed.thinned(Fraction(3)).sizes) < 6
 
 
 @given(ladders(), st.integers(0, 20))

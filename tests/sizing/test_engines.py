@@ -39,8 +39,8 @@ def test_vllm_default_tokens(reqs, tokens, q, platform):
 
 @pytest.mark.parametrize("q", [1, 2, 3])
 def test_vllm_default_tokens_of_every_batch(q):
-    """The same for each number of requests up to 300, and for token limits about the edges of the grid."""
-    for reqs in range(1, 301):
+    """The same for each number of requests to 300, at the ceiling and beyond, and for edges of the grid."""
+    for reqs in (*range(1, 301), 511, 512, 513, 600):
         for tokens in (reqs, 255 + reqs % 3, 511 + reqs % 3, 8192):
             listed = engines.vllm_tokens(
                 max_num_reqs=reqs, max_num_tokens=tokens, query_len=q, platform_max=512
@@ -182,6 +182,16 @@ def test_sglang_default_maximum(memory, plain, tp4):
     assert engines.sglang_default_max(memory * GiB, 1) == plain
     assert engines.sglang_default_max(memory * GiB, 3) == plain
     assert engines.sglang_default_max(memory * GiB, 4) == tp4
+    assert engines.sglang_default_max(memory * GiB, 8) == tp4
+
+
+@pytest.mark.parametrize(
+    ("memory", "below", "above"), [(20, 8, 48), (35, 48, 32), (60, 32, 256), (160, 256, 512)]
+)
+def test_sglang_default_maximum_changes_at_the_byte(memory, below, above):
+    """A device of exactly the bound belongs to the larger ones."""
+    assert engines.sglang_default_max(memory * GiB - 1, 1) == below
+    assert engines.sglang_default_max(memory * GiB, 1) == above
 
 
 def test_tensorrt_llm_golden():
