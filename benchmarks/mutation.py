@@ -141,17 +141,23 @@ def mutants(module: str) -> Iterator[Mutant | str]:
                 yield "no Python" if other is None else "annotation or marker of parameters"
                 continue
             new = changed.splitlines()
-            first = next(i for i, line in enumerate(lines) if i >= len(new) or line != new[i])
-            dropped = len(lines) - len(new)
+            first = _alike(lines, new)
+            last = min(_alike(lines[::-1], new[::-1]), min(len(lines), len(new)) - first)
             yield Mutant(
                 module=module,
                 operator=name.removeprefix("core/"),
                 occurrence=occurrence,
                 line=first + 1,
-                before=lines[first].strip(),
-                after="" if dropped > 0 else new[first].strip(),
+                before=" ".join(line.strip() for line in lines[first : len(lines) - last]),
+                after=" ".join(line.strip() for line in new[first : len(new) - last] if line.strip()),
                 source=changed,
             )
+
+
+def _alike(one: list[str], other: list[str]) -> int:
+    """Return how many lines are alike before the first that differs."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def source_of(module: str, root: Path = ROOT) -> Path:

@@ -123,7 +123,7 @@ class _RoleTables:
         self._families = decode_families(role.role, plan)
         self._cases = sorted({entry.active_loras for entry in role.entries})
         self._decode_fits: dict[tuple[int, int | None, int], _Fit] = {}
-        self._mixed_fits: dict[tuple[GraphMode, int | None, int | None, int], _Fit] = {}
+        self._mixed_fits: dict[tuple[int | None, int | None, int], _Fit] = {}
         mixed = [entry for entry in role.entries if entry.query_len is None]
         self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
         self.requests_matter = bool(self._levels) or any(entry.draft_steps for entry in mixed)
@@ -158,8 +158,7 @@ class _RoleTables:
             found.append(self._decode_fit(query_len, steps, loras).at(batch.num_reqs))
         level = bisect_left(self._levels, batch.num_reqs)
         bound = self._levels[level] if level < len(self._levels) else None
-        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
-            found.append(self._mixed_fit(mode, bound, steps, loras).at(batch.num_tokens))
+        found.append(self._mixed_fit(bound, steps, loras).at(batch.num_tokens))
         return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
 
     def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
@@ -175,15 +174,14 @@ class _RoleTables:
             )
         return self._decode_fits[key]
 
-    def _mixed_fit(self, mode: GraphMode, bound: int | None, steps: int | None, loras: int) -> _Fit:
+    def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entry for any batch by tokens, among those for ``bound`` requests."""
-        key = (mode, bound, steps, loras)
+        key = (bound, steps, loras)
         if key not in self._mixed_fits:
             self._mixed_fits[key] = _Fit.of(
                 (entry.num_tokens, entry)
                 for entry in self._role.entries
-                if entry.mode is mode
-                and entry.query_len is None
+                if entry.query_len is None
                 and entry.active_loras >= loras
                 and entry.draft_steps in (None, steps)
                 and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))

@@ -165,7 +165,7 @@ def resolve_draft_decode(
             "every draft decode is a uniform decode of one token",
             backend=False,
         )
-    if ladder.mode.decode_mode is _FULL and cause.support.level is GraphSupport.NEVER:
+    if cause.support.level is GraphSupport.NEVER:
         ladder.step(
             "decode-full-unsupported",
             _NONE,

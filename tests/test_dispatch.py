@@ -94,7 +94,9 @@ def test_a_batch_that_cannot_be_has_no_graph(hand_made, num_reqs):
     """No requests, or more of them than tokens; also after a batch of as many tokens had one."""
     dispatcher = Dispatcher(hand_made(Entry(mode=PIECEWISE, num_tokens=8)))
     for _ in range(2):
-        assert dispatcher.dispatch("target", num_reqs, 5) == Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
+        answer = dispatcher.dispatch("target", num_reqs, 5)
+        assert (answer.reason, answer.padded_tokens, answer.padded_reqs) == (Reason.NOT_ADMISSIBLE, 0, 0)
+        assert dispatcher.dispatch("target", 2, 5, active_loras=-1).reason is Reason.NOT_ADMISSIBLE
         assert dispatcher.dispatch("target", 2, 5).entry is not None
 
 
@@ -104,13 +106,24 @@ def test_a_uniform_graph_serves_what_its_tokens_hold(hand_made):
     dispatcher = Dispatcher(hand_made(short))
     assert dispatcher.dispatch("target", 5, 15, 3).entry == short
     assert dispatcher.dispatch("target", 6, 18, 3).entry is None
+    assert Dispatcher(hand_made(uniform(4, 3, num_tokens=18))).dispatch("target", 5, 15, 3).entry is None
 
 
 def test_an_answer_is_found_once(hand_made):
     """The same batch has the same answer, not another like it."""
     entries = uniform(8), Entry(mode=PIECEWISE, num_tokens=8)
     dispatcher = Dispatcher(hand_made(*entries, lora=Lora(max_active=4)))
-    for batch in [(4, 4, 1), (9, 9, 1), (2, 5), (5, 5), (2, 60), (20, 60), (6, 5), (2, 5, None, True, 1)]:
+    for batch in [
+        (4, 4, 1),
+        (9, 9, 1),
+        (1, 5),
+        (2, 5),
+        (5, 5),
+        (2, 60),
+        (20, 60),
+        (6, 5),
+        (2, 5, None, True, 1),
+    ]:
         assert dispatcher.dispatch("target", *batch) is dispatcher.dispatch("target", *batch)
 
 
@@ -140,6 +153,10 @@ def test_a_binding_bound_on_requests_is_heeded(hand_made):
     assert dispatcher.dispatch("target", 3, 8).entry == large
     assert dispatcher.dispatch("target", 2, 12).entry == large
     assert dispatcher.dispatch("target", 5, 8).entry is None
+    piecewise = Entry(mode=PIECEWISE, num_tokens=16)
+    dispatcher = Dispatcher(hand_made(small, piecewise))
+    assert dispatcher.dispatch("target", 3, 8) == Dispatch(piecewise, 8, 0)
+    assert dispatcher.dispatch("target", 2, 8) == Dispatch(small, 0, 0)
 
 
 def test_a_waiver_gives_its_reason(hand_made):
@@ -166,6 +183,14 @@ def test_a_graph_for_more_adapters_serves_fewer(hand_made):
     plan = hand_made(uniform(4), decode, Entry(mode=PIECEWISE, num_tokens=16), mixed)
     assert Dispatcher(plan).dispatch("target", 6, 6, 1).entry == decode
     assert Dispatcher(plan).dispatch("target", 2, 30).entry == mixed
+
+
+def test_a_drafter_takes_no_notice_of_adapters(hand_made):
+    """It has no graphs for them, and serves the batch all the same."""
+    plan = hand_made(uniform(4), lora=Lora(max_active=4))
+    plan = attrs.evolve(plan, roles=(attrs.evolve(plan.roles[0], role=Role.DRAFT_PREFILL),))
+    for loras in (0, 1, 3):
+        assert Dispatcher(plan).dispatch("draft_prefill", 4, 4, 1, active_loras=loras).entry == uniform(4)
 
 
 def test_a_role_that_is_not_planned_is_an_error(hand_made):

@@ -4,7 +4,7 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner.admissible import Domain
@@ -50,16 +50,30 @@ def every_ladder(domain, graphs):
 
 @given(domains(), st.integers(1, 5))
 def test_no_ladder_of_as_many_sizes_pads_less(domain, graphs):
-    """Exhaustive search finds nothing better, and nothing as good with fewer sizes."""
+    """Exhaustive search finds nothing better."""
     sizes = minimax(domain, graphs)
-    found = {}
-    for ladder in every_ladder(domain, graphs):
-        worst = padding(domain, ladder)
-        if worst is not None:
-            found[worst] = min(found.get(worst, 99), len(ladder))
-    best = min(found)
+    found = [padding(domain, ladder) for ladder in every_ladder(domain, graphs)]
+    best = min(worst for worst in found if worst is not None)
     assert padding(domain, sizes) == best == worst_ratio(domain, sizes)
-    assert len(sizes) == found[best]
+    assert len(sizes) <= graphs
+
+
+@given(domains(), st.integers(2, 5))
+def test_beyond_its_worst_place_it_pads_least_again(domain, graphs):
+    """Exhaustive search over the counts above finds nothing better with the sizes that are left."""
+    sizes = minimax(domain, graphs)
+    worst = worst_ratio(domain, sizes)
+    assume(worst > 1)
+    previous = 0
+    for size in sizes:
+        least = domain.round_up(min(count for count in counts_of(domain) if count > previous))
+        previous = size
+        if Fraction(size, least) == worst:
+            break
+    rest = Domain(tuple((count, count) for count in counts_of(domain) if count > previous), domain.step)
+    if rest:
+        able = [padding(rest, ladder) for ladder in every_ladder(rest, graphs - sizes.index(previous) - 1)]
+        assert padding(rest, sizes[sizes.index(previous) + 1 :]) == min(found for found in able if found is not None)
 
 
 @given(domains(), st.integers(1, 5), st.data())
