@@ -73,7 +73,9 @@ def test_beyond_its_worst_place_it_pads_least_again(domain, graphs):
     rest = Domain(tuple((count, count) for count in counts_of(domain) if count > previous), domain.step)
     if rest:
         able = [padding(rest, ladder) for ladder in every_ladder(rest, graphs - sizes.index(previous) - 1)]
-        assert padding(rest, sizes[sizes.index(previous) + 1 :]) == min(found for found in able if found is not None)
+        assert padding(rest, sizes[sizes.index(previous) + 1 :]) == min(
+            found for found in able if found is not None
+        )
 
 
 @given(domains(), st.integers(1, 5), st.data())
