@@ -134,8 +134,15 @@ def test_the_largest_count_has_its_own_size(domain, graphs):
 
 
 def test_an_empty_domain_has_no_sizes():
-    """Nothing to cover, nothing to capture."""
+    """Nothing to cover, nothing to capture, nothing padded."""
     assert minimax(Domain(()), 3) == ()
+    assert worst_ratio(Domain(()), ()) == worst_ratio(Domain.upto(4), ()) == 1
+
+
+@pytest.mark.parametrize("last", range(2, 33))
+def test_one_size_short(last):
+    """The best that is left out is the last but one, whose batches then take the last: exactly so."""
+    assert minimax(Domain.upto(last), last - 1) == (*range(1, last - 1), last)
 
 
 @pytest.mark.parametrize(("graphs", "percent"), [(35, 12), (18, 28)])

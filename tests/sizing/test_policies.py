@@ -99,10 +99,10 @@ def test_minimax_takes_the_graphs_that_it_is_given():
 
 def test_a_cap_shortens_the_domain_too():
     """To the largest size that is left, or to nothing."""
-    sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=(5, 6, 40))
+    sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=(5, 6, 7, 40))
     choice = decode_sizes(sizes, Domain.upto(64), 1, context())
     assert choice.within(None) is choice.within(40) is choice
-    assert choice.within(39).domain == Domain.upto(6)
+    assert choice.within(39).domain == Domain.upto(7)
     assert choice.within(39).says.endswith("; none beyond 39")
     assert not choice.within(4).domain
 
