@@ -124,6 +124,7 @@ class _RoleTables:
         self._cases = sorted({entry.active_loras for entry in role.entries})
         self._decode_fits: dict[tuple[int, int | None, int], _Fit] = {}
         self._mixed_fits: dict[tuple[int | None, int | None, int], _Fit] = {}
+        self._by_cost = sorted(role.entries, key=lambda entry: entry.cost)
         mixed = [entry for entry in role.entries if entry.query_len is None]
         self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
         self.requests_matter = bool(self._levels) or any(entry.draft_steps for entry in mixed)
@@ -167,7 +168,7 @@ class _RoleTables:
         if key not in self._decode_fits:
             self._decode_fits[key] = _Fit.of(
                 (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
-                for entry in self._role.entries
+                for entry in self._by_cost
                 if entry.query_len == query_len
                 and entry.active_loras >= loras
                 and entry.draft_steps in (None, steps)
@@ -180,7 +181,7 @@ class _RoleTables:
         if key not in self._mixed_fits:
             self._mixed_fits[key] = _Fit.of(
                 (entry.num_tokens, entry)
-                for entry in self._role.entries
+                for entry in self._by_cost
                 if entry.query_len is None
                 and entry.active_loras >= loras
                 and entry.draft_steps in (None, steps)
@@ -205,13 +206,13 @@ class _Fit:
 
     @classmethod
     def of(cls, sized: Iterable[tuple[int, Entry]]) -> _Fit:
-        """Keep of ``(size, entry)`` pairs those that no larger entry undercuts."""
-        kept: list[tuple[int, Entry]] = []
-        for size, entry in sorted(sized, key=lambda pair: (-pair[0], pair[1].cost)):
-            if not kept or entry.cost < kept[-1][1].cost:
-                kept.append((size, entry))
-        kept.reverse()
-        return cls(tuple(size for size, _ in kept), tuple(entry for _, entry in kept))
+        """Keep of ``(size, entry)`` pairs, cheapest first, those larger than all before them."""
+        sizes, entries = [0], []
+        for size, entry in sized:
+            if size > sizes[-1]:
+                sizes.append(size)
+                entries.append(entry)
+        return cls(tuple(sizes[1:]), tuple(entries))
 
     def at(self, count: int) -> Entry | None:
         index = bisect_left(self.sizes, count)

@@ -51,7 +51,11 @@ def format_path(path: Iterable[str | int]) -> str:
     """Write a path the way people do: ``roles.target.groups[0].name``."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            name = part if len(part) <= 80 else f"{part[:77]}..."
+            text += f".{name}" if text else name
     return text
 
 

@@ -61,9 +61,20 @@ def test_no_ladder_of_as_many_sizes_pads_less(domain, graphs):
 @given(domains(), st.integers(2, 5))
 def test_beyond_its_worst_place_it_pads_least_again(domain, graphs):
     """Exhaustive search over the counts above finds nothing better with the sizes that are left."""
+    assume(worst_ratio(domain, minimax(domain, graphs)) > 1)
+    nothing_beyond_is_better(domain, graphs)
+
+
+@pytest.mark.parametrize(("last", "graphs"), [(8, 3), (8, 4), (10, 3), (11, 6), (12, 7), (14, 5), (14, 6)])
+def test_without_gaps_it_pads_least_beyond_its_worst_place(last, graphs):
+    """Domains where sizes are left over there, and the shortest ladder has them too close or too far."""
+    nothing_beyond_is_better(Domain.upto(last), graphs)
+
+
+def nothing_beyond_is_better(domain, graphs):
+    """Compare the sizes beyond the worst place with each ladder of as many."""
     sizes = minimax(domain, graphs)
     worst = worst_ratio(domain, sizes)
-    assume(worst > 1)
     previous = 0
     for size in sizes:
         least = domain.round_up(min(count for count in counts_of(domain) if count > previous))
