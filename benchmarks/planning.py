@@ -159,7 +159,7 @@ def main() -> int:
         spec = large_spec(base, sizes)
         large[name] = steps(lambda spec=spec: planner.plan(spec, h100, backends), arguments.repeats)  # type: ignore[misc]
     scaling = []
-    for graphs in (8, 16, 32, 64, 128, 256, 512):
+    for graphs in (8, 16, 32, 64, 128, 256, 384):
         spec = large_spec(base, Sizes(policy=Policy.MINIMAX, graphs=graphs, max_tokens=65_536))
         spec = replace(spec, lora=None)
         scaling.append(steps(lambda spec=spec: planner.plan(spec, h100, backends), arguments.repeats))  # type: ignore[misc]
