@@ -137,6 +137,9 @@ def test_adapter_cases_go_before_ladders():
     fitted = fit((adapters, plain), 3, Reason.BUDGET)
     assert [ladder.cases for ladder in fitted] == [(0, 5), (0,)]
     assert all(ladder.sizes == (64,) for ladder in fitted)
+    one = of_the_target(cases=(0, 5), sizes=(32, 64))
+    assert fit((one, plain), 3, Reason.BUDGET)[0].cases == (0, 5)
+    assert [ladder.cases for ladder in fit((adapters, one), 4, Reason.BUDGET)] == [(0, 5), (0, 5)]
 
 
 def test_decodes_of_longer_queries_go_before_shorter():
