@@ -13,9 +13,9 @@ from capture_planner._record import Between, ByteCount, Count, Matches, field, r
 from capture_planner.entry import Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import InvalidValue, Problem
-from capture_planner.model import DataType, Latent
+from capture_planner.model import DataType, Latent, Model, Speculative
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.spec import Limits, Parallel
 
 FieldName = Annotated[str, Matches(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
 Constant = Annotated[int, Between(-(1 << 31), (1 << 31) - 1)]
@@ -104,10 +104,27 @@ class MetadataField:
     align: Annotated[int, Between(1, 4096)] = field("the axis is rounded up to this", default=1)
 
     def __attrs_post_init__(self) -> None:
+        problems = []
         if (self.fill is Fill.CONSTANT) != (self.value is not None):
-            raise InvalidValue(
-                [Problem(path=("value",), message="a value goes with the fill constant, and only with it")]
+            problems.append(
+                Problem(path=("value",), message="a value goes with the fill constant, and only with it")
             )
+        most = {"uint8": 255, "bool": 1}.get(self.dtype)
+        if most is not None and self.value is not None and not 0 <= self.value <= most:
+            problems.append(
+                Problem(path=("value",), message=f"{self.dtype} holds 0 to {most}, not {self.value}")
+            )
+        counts = self.fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
+        if counts and (self.inner is not None or self.dtype not in ("int32", "int64")):
+            problems.append(
+                Problem(
+                    path=("fill",),
+                    message=f"{self.fill.value} fills vectors of int32 or int64",
+                    remedy="a table, or another dtype, is filled with a constant",
+                )
+            )
+        if problems:
+            raise InvalidValue(problems)
 
 
 @record
@@ -154,6 +171,49 @@ class Attention:
     latent: Latent | None = field("latent attention; None: ordinary heads", default=None)
     sinks: bool = field("whether attention has learned sinks (gpt-oss)", default=False)
     decode_context: Count = field("decode-context-parallel ranks", default=1)
+
+    @classmethod
+    def of(cls, deployment: "Deployed", role: Role, *, layers: int, window: int | None) -> "Attention":
+        """Say what ``layers`` of a role ask of their backend, in one rank's heads."""
+        model, tensor = deployment.model, deployment.parallel.tensor
+        draft = deployment.speculative.model if deployment.speculative and role.is_drafter else None
+        num_heads = (draft and draft.num_heads) or model.num_heads
+        num_kv_heads = (draft and draft.num_kv_heads) or model.num_kv_heads
+        return cls(
+            num_layers=layers,
+            num_heads=max(num_heads // tensor, 1),
+            num_kv_heads=max(num_kv_heads // tensor, 1),
+            head_dim=(draft and draft.head_dim) or model.head_dim,
+            max_model_len=model.max_model_len,
+            max_query_len=max_query_len(deployment, role),
+            window=window,
+            causal=model.causal,
+            dtype=model.dtype,
+            kv_dtype=model.kv_dtype or model.dtype,
+            latent=draft.latent if draft else model.latent,
+            sinks=draft.sinks if draft else model.sinks,
+            decode_context=deployment.parallel.decode_context,
+        )
+
+
+class Deployed(Protocol):
+    """What decides the shape of attention; a Spec and a Plan both have it."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def speculative(self) -> Speculative | None: ...
+    @property
+    def parallel(self) -> Parallel: ...
+
+
+def max_query_len(deployment: Deployed, role: Role) -> int:
+    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
+    if deployment.speculative is None or role is Role.DRAFT_DECODE:
+        return 1
+    return 1 + max(k for _, _, k in deployment.speculative.tiers(deployment.limits.max_num_reqs))
 
 
 @runtime_checkable
@@ -218,3 +278,10 @@ COMMON_FIELDS = (
 
 SPECULATIVE_FIELDS = (_field("cu_num_draft_tokens", Axis.REQUEST, Fill.REPEAT_LAST, indexes=Bound.TOKENS),)
 """What the target reads besides when it verifies draft tokens."""
+
+MROPE_FIELDS = (
+    _field(
+        "mrope_positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", scale=3, indexes=Bound.POSITIONS
+    ),
+)
+"""Positions of a target with multimodal rope: time, height and width of each token, token by token."""

@@ -6,6 +6,9 @@
      +- PlanningError         a valid spec for which there is no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
      +- DispatchError         a question the plan cannot be asked, such as an unknown role
+     +- RunError              a plan cannot be executed here, or not on this model or these requests
+         +- CaptureError      a forward did what no graph can hold
+         +- GuardError        something that a graph counts on has moved; names what
 
 Errors carry objects; text is made where it is shown. Asserts are for what cannot happen.
 """
@@ -85,3 +88,15 @@ class BackendError(CapturePlannerError):
 
 class DispatchError(CapturePlannerError):
     """A plan was asked about a role that it does not have."""
+
+
+class RunError(CapturePlannerError):
+    """A plan cannot be executed: another machine, another model, requests that it cannot serve."""
+
+
+class CaptureError(RunError):
+    """A forward did what no graph can hold, such as reading a device value on the host."""
+
+
+class GuardError(RunError):
+    """Something that a graph counts on is no longer what it was at capture."""

@@ -40,6 +40,7 @@ _WHY_NONE = {
     Reason.SIZES: "it is larger than the largest size planned for it",
     Reason.BACKEND_CAP: "the backend cannot capture that many requests",
     Reason.BUDGET: "its graph was dropped to meet the budget",
+    Reason.MEMORY: "its graph ran out of memory when it was captured",
     Reason.NOT_ADMISSIBLE: "the limits or the schedule do not admit such a batch",
     Reason.UNCOVERED: "nothing was planned for it, and nothing waives it: run check",
 }

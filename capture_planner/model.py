@@ -20,6 +20,8 @@ class DataType(enum.Enum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    """For exact comparison on a CPU: no engine serves in it."""
     FP8 = "fp8"
     NVFP4 = "nvfp4"
 
@@ -62,6 +64,8 @@ class Model:
     causal: bool = field("whether attention is causal", default=True)
     latent: Latent | None = field("latent attention (DeepSeek), None: ordinary heads", default=None)
     sinks: bool = field("whether attention has learned sinks (gpt-oss)", default=False)
+    mrope: bool = field("whether positions have three sections (Qwen2-VL's rope)", default=False)
+    embeddings: bool = field("whether graphs take embeddings in place of token ids", default=False)
 
     def __attrs_post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -116,6 +116,8 @@ class Reason(enum.StrEnum):
     """The batch is larger than the backend can capture."""
     BUDGET = "budget"
     """A graph for it was planned and then dropped to meet the budget."""
+    MEMORY = "memory"
+    """Its graph did not fit into memory when it was captured."""
     NOT_ADMISSIBLE = "not_admissible"
     """The limits or the schedule do not admit the batch."""
     UNCOVERED = "uncovered"

@@ -81,6 +81,7 @@ class GroupPlan:
 
     name: Name = field("the group's name")
     layers: NonNegative = field("how many layers are in it")
+    window: NonNegative | None = field("sliding window, in tokens; None: full attention", default=None)
     backend: Name = field("the attention backend's name")
     distribution: Name = field("the distribution that brought the backend")
     version: str = field("the distribution's version")

@@ -36,6 +36,8 @@ LAYERS = [
     "batches",
     "compare",
     "catalog",
+    "models",
+    "runtime",
     "report",
     "cli",
     "testing",

@@ -4,7 +4,7 @@ Reading gives all problems at once, each at its file, line, column and path; typ
 nothing is coerced. Writing is compact, stable to the byte, and whole or not at all.
 """
 
-from capture_planner.codec.converter import format_bytes, label
+from capture_planner.codec.converter import format_bytes, label, parse_bytes
 from capture_planner.codec.documents import parse
 from capture_planner.codec.reading import (
     is_plan,
@@ -29,6 +29,7 @@ __all__ = [
     "load_spec",
     "loads",
     "parse",
+    "parse_bytes",
     "placed",
     "read",
     "to_data",

@@ -80,13 +80,12 @@ _SIZE = re.compile(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)")
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
-def _bytes(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes, such as ``2GiB``. Raises ``InvalidValue``."""
+    match = _SIZE.fullmatch(text)
     if match is None:
         raise _fail(
-            f"expected a size, got {value!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB"
+            f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB"
         )
     return int(match[1]) << _UNITS[match[2]]
 
@@ -102,7 +101,7 @@ def _annotated_factory(annotation: Any, converter: cattrs.Converter) -> Callable
     rules, is_size = constraints(annotation), BYTES in _metadata(annotation)
 
     def structure(value: Any, _: Any) -> Any:
-        value = converter.structure(_bytes(value) if is_size else value, base)
+        value = converter.structure(parse_bytes(value) if is_size and isinstance(value, str) else value, base)
         for rule in rules:
             if (wrong := rule.problem(value)) is not None:
                 raise _fail(wrong)

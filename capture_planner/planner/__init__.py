@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from capture_planner._record import digest
-from capture_planner.contract import COMMON_FIELDS, SPECULATIVE_FIELDS, MetadataField
+from capture_planner.contract import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField, max_query_len
 from capture_planner.entry import Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
-from capture_planner.planner.groups import Group, ask_backends, max_query_len
+from capture_planner.planner.groups import Group, ask_backends
 from capture_planner.planner.role import RoleInProgress
 from capture_planner.planner.waivers import waivers
 from capture_planner.registry import Registry
@@ -104,6 +104,8 @@ def _written(working: RoleInProgress) -> RolePlan:
     inputs: tuple[MetadataField, ...] = COMMON_FIELDS
     if working.role is Role.TARGET and working.spec.speculative is not None:
         inputs += SPECULATIVE_FIELDS
+    if working.role is Role.TARGET and working.spec.model.mrope:
+        inputs += MROPE_FIELDS
     return RolePlan(
         role=working.role,
         requested=working.requested,
@@ -134,6 +136,7 @@ def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) ->
     return GroupPlan(
         name=group.spec.name,
         layers=group.spec.layers,
+        window=group.spec.window,
         backend=backend.name,
         distribution=backend.distribution,
         version=backend.version,

@@ -34,7 +34,7 @@ def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Reg
     groups = []
     for index, group in enumerate(groups_of(spec, role)):
         registered = _backend(spec, role, index, group, registry)
-        attention = attention_of(spec, role, group)
+        attention = Attention.of(spec, role, layers=group.layers, window=group.window)
         support = registered.support(role, attention, environment)
         groups.append(Group(spec=group, registered=registered, attention=attention, support=support))
     return tuple(groups)
@@ -69,34 +69,4 @@ def attentions(spec: Spec) -> Iterator[tuple[Role, str, Attention]]:
     """Return what every group of every role asks of a backend."""
     for role in spec.active_roles:
         for group in groups_of(spec, role):
-            yield role, group.name, attention_of(spec, role, group)
-
-
-def attention_of(spec: Spec, role: Role, group: GroupSpec) -> Attention:
-    """Say what a group asks of its backend, in one rank's heads."""
-    model, tensor = spec.model, spec.parallel.tensor
-    draft = spec.speculative.model if spec.speculative and role.is_drafter else None
-    num_heads = (draft and draft.num_heads) or model.num_heads
-    num_kv_heads = (draft and draft.num_kv_heads) or model.num_kv_heads
-    return Attention(
-        num_layers=group.layers,
-        num_heads=max(num_heads // tensor, 1),
-        num_kv_heads=max(num_kv_heads // tensor, 1),
-        head_dim=(draft and draft.head_dim) or model.head_dim,
-        max_model_len=model.max_model_len,
-        max_query_len=max_query_len(spec, role),
-        window=group.window,
-        causal=model.causal,
-        dtype=model.dtype,
-        kv_dtype=model.kv_dtype or model.dtype,
-        latent=draft.latent if draft else model.latent,
-        sinks=draft.sinks if draft else model.sinks,
-        decode_context=spec.parallel.decode_context,
-    )
-
-
-def max_query_len(spec: Spec, role: Role) -> int:
-    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
-    if spec.speculative is None or role is Role.DRAFT_DECODE:
-        return 1
-    return 1 + max(k for _, _, k in spec.speculative.tiers(spec.limits.max_num_reqs))
+            yield role, group.name, Attention.of(spec, role, layers=group.layers, window=group.window)

@@ -119,6 +119,8 @@ def _models(draw: DrawFn, tensor: int) -> Model:
         causal=draw(st.booleans()),
         latent=draw(_maybe(_latents())),
         sinks=draw(st.booleans()),
+        mrope=draw(st.booleans()),
+        embeddings=draw(st.booleans()),
     )
 
 
@@ -295,13 +297,17 @@ def _supports() -> SearchStrategy[Support]:
 @st.composite
 def _fields(draw: DrawFn) -> MetadataField:
     fill = draw(st.sampled_from(Fill))
+    counts = fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
+    dtypes = ("int32", "int64") if counts else ("int32", "int64", "uint8", "bool", "float32")
+    dtype = draw(st.sampled_from(dtypes))
+    low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-(1 << 31), (1 << 31) - 1))
     return MetadataField(
         name=draw(st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)),
         axis=draw(st.sampled_from(Axis)),
-        inner=draw(_maybe(st.sampled_from(Axis))),
-        dtype=draw(st.sampled_from(("int32", "int64", "uint8", "bool", "float32"))),
+        inner=None if counts else draw(_maybe(st.sampled_from(Axis))),
+        dtype=dtype,
         fill=fill,
-        value=draw(st.integers(-(1 << 31), (1 << 31) - 1)) if fill is Fill.CONSTANT else None,
+        value=draw(st.integers(low, high)) if fill is Fill.CONSTANT else None,
         lifetime=draw(st.sampled_from(Lifetime)),
         indexes=draw(_maybe(st.sampled_from(Bound))),
         where=draw(st.sampled_from(Where)),
@@ -447,6 +453,7 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
         GroupPlan,
         name=_names(),
         layers=st.integers(0, 6),
+        window=_maybe(st.integers(0, 4096)),
         backend=st.sampled_from(BACKENDS),
         distribution=_names(),
         version=_text(),

@@ -1,12 +1,18 @@
 """The reference backend: dense masked attention over gathered pages, in plain torch."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from capture_planner.contract import Attention, PaddingContract, Support, Workspace
 from capture_planner.entry import Entry
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphSupport, Refresh, Role
 from capture_planner.spec import Limits
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.contract import Executor, Reservation
 
 
 class Reference:
@@ -40,3 +46,14 @@ class Reference:
     ) -> Workspace:
         """Nothing: intermediates come from the graph's own pool."""
         return Workspace(formula="0: intermediates live in the graph's pool")
+
+    def reserve(self, reservation: Reservation) -> Executor:
+        """Make the executor of one group; it allocates nothing.
+
+        Raises ``BackendError`` for latent attention, an NVFP4 cache, decode context parallelism, and
+        caches of another shape than the group's.
+        """
+        # Planning needs no torch, so that this module must not import it.
+        from capture_planner_reference.executor import ReferenceExecutor
+
+        return ReferenceExecutor(reservation)

@@ -1,159 +1,49 @@
-"""The command line: thin over the library. Exit codes: 0 fine, 1 error, 2 findings."""
+"""The commands about files: plan, show, explain, check, diff, backends and schema."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO
 
 import click
-from rich.console import Console, RenderableType
 
 import capture_planner
 from capture_planner import catalog, codec, registry
 from capture_planner.batches import answer_line, read_batches
+from capture_planner.cli.common import (
+    FINDINGS,
+    emit,
+    environment_named,
+    environment_option,
+    format_option,
+    is_plan_file,
+    plan_of,
+    planned,
+    show_text,
+)
 from capture_planner.codec import dumps_json, to_data
 from capture_planner.compare import compare
 from capture_planner.coverage import coverage
 from capture_planner.dispatch import Dispatcher
 from capture_planner.entry import Batch
-from capture_planner.environment import Environment
-from capture_planner.errors import CapturePlannerError, InvalidDocument, InvalidValue, PlanningError
+from capture_planner.errors import CapturePlannerError, InvalidDocument
 from capture_planner.explain import explain as explain_batch
 from capture_planner.lint import Finding, Severity, lint
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
-from capture_planner.planner import plan as make_plan
 from capture_planner.report import findings, tables
 from capture_planner.report.data import backend_data, coverage_data, explanation_data
 from capture_planner.schema import SCHEMAS
 from capture_planner.words import counted
 
-FINDINGS = 2
-"""Exit code: the files are valid, and something in them wants attention."""
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def main() -> NoReturn:
-    """Run the command line; every error a user can make ends as text and exit code 1."""
-    arguments = sys.argv[1:]
-    try:
-        code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
-    except click.exceptions.Abort:
-        click.echo("interrupted", err=True)
-        code = 1
-    except click.ClickException as error:
-        error.show()
-        code = 1
-    except CapturePlannerError as error:
-        _show_error(error, as_json=_wants_json(arguments))
-        code = 1
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 1
-    except OSError as error:
-        click.echo(f"error: standard output: {error.strerror or error}", err=True)
-        code = 1
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _wants_json(arguments: list[str]) -> bool:
-    return any(a in ("--format=json", "json") for a in arguments)
-
-
-def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
-    problems = error.problems if isinstance(error, InvalidValue) else ()
-    for line in [str(problem) for problem in problems] or [str(error)]:
-        click.echo(f"error: {line}", err=True)
-    if as_json:
-        keep = ("message", "remedy", "file", "line", "column")
-        listed: list[dict[str, Any]] = [
-            {"path": list(p.path)} | {name: getattr(p, name) for name in keep} for p in problems
-        ]
-        click.echo(dumps_json({"errors": listed or [{"message": str(error)}]}))
-
-
-def _print(shown: RenderableType) -> None:
-    """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=120, color_system=None)
-    with console.capture() as capture:
-        console.print(shown)
-    lines = capture.get().splitlines()
-    click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
-
-
-def _format_option(*formats: str) -> Callable[[F], F]:
-    return click.option(
-        "--format",
-        "form",
-        type=click.Choice(formats or ("text", "json")),
-        default=formats[0] if formats else "text",
-        show_default=True,
-        help="How to print the result.",
-    )
-
-
-_environment_option = click.option(
-    "-e",
-    "--environment",
-    metavar="NAME|FILE",
-    help="The machine to plan for: a shipped environment or a file.",
-)
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(capture_planner.__version__, prog_name="capture-planner")
-def cli() -> None:
-    """Plan, check and explain which CUDA graphs a serving engine captures.
-
-    A SPEC says what is wanted, a PLAN what was decided and why. Wherever a plan is asked for, a
-    spec will do: it is planned first. No GPU is needed.
-    """
-
-
-def _environment(name: str | None, output: str | None = None) -> Environment:
-    """Find the environment, and say which one it is where nobody named it."""
-    stated = catalog.environment_of_output(output)
-    if name is not None and stated not in (None, name):
-        click.echo(f"note: {output} is named for {stated}, and this is for {name}", err=True)
-    chosen = name or stated
-    if chosen is None:
-        chosen = catalog.DEFAULT_ENVIRONMENT
-        click.echo(f"note: no --environment was named, so this is for {chosen}", err=True)
-    return catalog.find_environment(chosen)
-
-
-def _plan_of(path: str, environment: str | None) -> Plan:
-    """Read a plan, or read a spec and plan it."""
-    if not _is_plan(path):
-        return _planned(path, _environment(environment))
-    value = codec.load_plan(path)
-    if environment is not None:
-        raise click.UsageError(
-            f"{path} is a plan, for {value.environment.name}; --environment goes with a spec."
-        )
-    return value
-
-
-def _planned(path: str, environment: Environment) -> Plan:
-    """Read a spec and plan it; what is wrong with it as a plan has its place in the file too."""
-    node = codec.parse(codec.read(path), path)
-    try:
-        return make_plan(codec.load_spec(path), environment, registry.load())
-    except PlanningError as error:
-        raise InvalidDocument(codec.placed(error.problems, node, path)) from None
-
-
-@cli.command()
+@click.command()
 @click.argument("spec")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan here, and print a summary.")
-@_environment_option
-@_format_option("text", "json")
+@environment_option
+@format_option("text", "json")
 def plan(spec: str, output: str | None, environment: str | None, form: str) -> None:
     """Make the plan of SPEC.
 
@@ -162,7 +52,7 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     """
     if output is not None:
         _refuse_to_replace(output, spec)
-    made = _planned(spec, _environment(environment, output))
+    made = planned(spec, environment_named(environment, output))
     if output is not None:
         is_json = Path(output).suffix == ".json"
         codec.write(output, dumps_json(to_data(made)) + "\n" if is_json else codec.dumps(made))
@@ -171,7 +61,7 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     elif output is None:
         click.echo(codec.dumps(made), nl=False)
     else:
-        _print(tables.plan_summary(made))
+        show_text(tables.plan_summary(made))
     if output is not None:
         click.echo(f"written to {output}", err=form == "json")
 
@@ -184,7 +74,7 @@ def _refuse_to_replace(output: str, spec: str) -> None:
     if not target.is_file() or target.stat().st_size == 0:
         return
     try:
-        replaceable = _is_plan(output)
+        replaceable = is_plan_file(output)
     except InvalidDocument:
         replaceable = False
     if not replaceable:
@@ -194,20 +84,20 @@ def _refuse_to_replace(output: str, spec: str) -> None:
         raise CapturePlannerError(f"--output {output} is {what}; name another file, or remove it first")
 
 
-@cli.command()
+@click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@_environment_option
-@_format_option()
+@environment_option
+@format_option()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason."""
-    shown = _plan_of(plan_file, environment)
+    shown = plan_of(plan_file, environment)
     if form == "json":
         click.echo(dumps_json(to_data(shown)))
     else:
-        _print(tables.plan_tables(shown))
+        show_text(tables.plan_tables(shown))
 
 
-@cli.command()
+@click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @click.option("--role", type=click.Choice([r.value for r in Role]), default="target", show_default=True)
 @click.option("--num-reqs", type=click.IntRange(min=1), help="Requests in the batch.")
@@ -229,8 +119,8 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 )
 @click.option("--coverage", "whole", is_flag=True, help="The whole admissible space, by role.")
 @click.option("--batches", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")
-@_environment_option
-@_format_option()
+@environment_option
+@format_option()
 def explain(
     plan_file: str,
     role: str,
@@ -252,10 +142,10 @@ def explain(
     """
     if (num_reqs is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
-    asked = _plan_of(plan_file, environment)
+    asked = plan_of(plan_file, environment)
     if whole:
         walked = coverage(asked)
-        _emit(form, partial(coverage_data, walked), partial(tables.coverage_table, walked))
+        emit(form, partial(coverage_data, walked), partial(tables.coverage_table, walked))
         return
     dispatcher = Dispatcher(asked)
     if batches is not None:
@@ -284,22 +174,15 @@ def explain(
             active_loras=active_loras,
         ),
     )
-    _emit(form, partial(explanation_data, explained), partial(tables.explanation_table, explained))
+    emit(form, partial(explanation_data, explained), partial(tables.explanation_table, explained))
 
 
-def _emit(form: str, data: Callable[[], Any], shown: Callable[[], RenderableType]) -> None:
-    if form == "json":
-        click.echo(dumps_json(data()))
-    else:
-        _print(shown())
-
-
-@cli.command()
+@click.command()
 @click.argument("files", metavar="PLAN|SPEC...", nargs=-1, required=True)
 @click.option("--spec", metavar="SPEC", help="The spec a plan must be the plan of: any drift is a finding.")
 @click.option("--strict", is_flag=True, help="Count notes as findings too.")
-@_environment_option
-@_format_option("text", "json", "github", "sarif")
+@environment_option
+@format_option("text", "json", "github", "sarif")
 def check(files: tuple[str, ...], spec: str | None, strict: bool, environment: str | None, form: str) -> None:
     """Check plans, and specs by planning them. Exit code 2 where there are findings.
 
@@ -330,7 +213,7 @@ def check(files: tuple[str, ...], spec: str | None, strict: bool, environment: s
 def _checked(file: str, environment: str | None) -> Iterator[findings.Placed]:
     """Lint one file, and place each finding in it."""
     node = codec.parse(codec.read(file), file)
-    made = _plan_of(file, environment)
+    made = plan_of(file, environment)
     is_plan = codec.is_plan(node)
     for finding in lint(made):
         line, column = node.locate(finding.found.path if is_plan else _in_spec(finding))
@@ -345,7 +228,7 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(file: str, spec: str) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now."""
     kept = codec.load_plan(file)
-    for change in compare(kept, _planned(spec, kept.environment)):
+    for change in compare(kept, planned(spec, kept.environment)):
         yield findings.Drift(file=file, says=f"{spec} gives another plan: {change.says}")
 
 
@@ -359,17 +242,17 @@ def _count(placed: list[findings.Placed], drift: list[findings.Drift], files: in
     return f"{files} file{'s' if files != 1 else ''} checked: {', '.join(parts) or 'nothing to report'}"
 
 
-@cli.command()
+@click.command()
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW")
-@_environment_option
-@_format_option()
+@environment_option
+@format_option()
 def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """Say in words what changes on the machine when plan NEW replaces plan OLD.
 
     Exit code 2 where they differ. Either may be a spec, which is then planned.
     """
-    before, after = (_plan_of(file, None if _is_plan(file) else environment) for file in (old, new))
+    before, after = (plan_of(file, None if is_plan_file(file) else environment) for file in (old, new))
     changes = compare(before, after)
     if form == "json":
         listed = [
@@ -388,14 +271,10 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
         click.get_current_context().exit(FINDINGS)
 
 
-def _is_plan(file: str) -> bool:
-    return codec.is_plan(codec.parse(codec.read(file), file))
-
-
-@cli.command()
+@click.command()
 @click.option("--spec", metavar="SPEC", help="Ask about this deployment's model instead of a plain 8B one.")
-@_environment_option
-@_format_option()
+@environment_option
+@format_option()
 def backends(spec: str | None, environment: str | None, form: str) -> None:
     """List the installed attention backends, and how far each goes inside a full graph.
 
@@ -410,16 +289,12 @@ def backends(spec: str | None, environment: str | None, form: str) -> None:
     if form == "json":
         click.echo(dumps_json(data))
     else:
-        _print(tables.backends_table(data, reasons=environment is not None))
+        show_text(tables.backends_table(data, reasons=environment is not None))
 
 
-@cli.command()
+@click.command()
 @click.argument("kind", type=click.Choice(list(SCHEMAS)))
-@_format_option("json")
+@format_option("json")
 def schema(kind: str, form: str) -> None:
     """Print the JSON Schema of a file kind, for editors."""
     click.echo(dumps_json(SCHEMAS[kind]()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,242 @@
+"""Paged attention in plain torch, twice: from tensors alone for a graph, from host values for a step.
+
+The two share what a query sees (``_seen``) and how it is weighed (``_weigh``), and nothing else. Read
+this as an example of ``capture_planner.runtime.contract.Executor``; it is written to be checked against.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from capture_planner.errors import BackendError, GuardError, RunError
+from capture_planner.model import DataType
+from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Scoring
+
+_QUERY_START_LOC, _SEQ_LENS, _BLOCK_TABLE = _FIELDS = ("query_start_loc", "seq_lens", "block_table")
+_ELEMENTS = 1 << 24
+"""Most elements of one intermediate, as far as a single row allows: blocks of rows keep to it."""
+
+
+class ReferenceExecutor:
+    """Exact attention for one group of one role.
+
+    Scores and sums are float64 where queries are, else float32. The sliding window counts the
+    query's own token, as in vLLM: ``position - window < key <= position``; where attention is not
+    causal it reaches as far to the other side.
+    """
+
+    def __init__(self, reservation: Reservation) -> None:
+        """Keep the caches and remember where everything lies.
+
+        Raises ``BackendError`` for what this backend does not compute: latent attention, an NVFP4
+        cache, decode context parallelism, caches of another shape than the group's.
+        """
+        _check_supported(reservation)
+        self._attention = reservation.attention
+        self._page_size = reservation.page_size
+        self._group = f"{reservation.role.value}, group {reservation.group}"
+        self._caches = dict(reservation.caches)
+        self._addresses = {name: reservation.fields[name].data_ptr() for name in _FIELDS}
+        self._addresses |= _addresses(self._caches)
+
+    def prepare(self, metadata: Metadata) -> None:
+        """Check the step; there is no host work to do.
+
+        Raises ``RunError`` where a field has another shape than the step says, and ``GuardError``
+        where a tensor that a FULL graph holds the pointer of has been replaced.
+        """
+        self._check_extents(metadata)
+        if metadata.is_full:
+            self._check_addresses(metadata)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
+    ) -> None:
+        """Write the attention of ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``.
+
+        Rows that no request owns, and rows that see no key, become exact zeros.
+        """
+        expected = (metadata.num_tokens, self._attention.num_heads, self._attention.head_dim)
+        for name, tensor in (("query", query), ("out", out)):
+            if tensor.shape != expected:
+                raise RunError(
+                    f"{self._group}, layer {layer}: {name} is {list(tensor.shape)}, expected "
+                    f"{list(expected)}; cut it to the extents of the metadata"
+                )
+        if metadata.is_full:
+            self._attend_padded(layer, query, out, scoring, metadata)
+        else:
+            self._attend_real(layer, query, out, scoring, metadata)
+
+    def layout(self) -> tuple[int, ...] | None:
+        """None: a graph bakes in no number of a step."""
+        return None
+
+    def release(self) -> None:
+        """Let go of the caches."""
+        self._caches.clear()
+
+    def _attend_padded(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
+    ) -> None:
+        """Attend at static shapes: rows of equal query length, each over the whole block table."""
+        starts, lengths, table = (metadata.fields[name] for name in _FIELDS)
+        num_tokens, num_reqs = len(query), len(table)
+        entry = metadata.entry
+        query_len = 1 if entry is None or entry.query_len is None else entry.query_len
+        if entry is not None and entry.query_len is not None and num_reqs * query_len == num_tokens:
+            # A row without queries is padding, whatever length another group's backend wants there.
+            lengths = lengths.masked_fill(starts.diff() <= 0, 0)
+            positions = lengths[:, None] - query_len + torch.arange(query_len, device=query.device)
+        else:
+            # Requests of unknown query length: each token is a row of its own.
+            query_len, ends = 1, starts[1:]
+            tokens = torch.arange(num_tokens, device=query.device, dtype=ends.dtype)
+            owners = torch.searchsorted(ends, tokens, right=True).clamp(max=num_reqs - 1)
+            lengths, table = lengths.index_select(0, owners), table.index_select(0, owners)
+            positions = (lengths + tokens - ends.index_select(0, owners))[:, None]
+            lengths = lengths.masked_fill(tokens >= ends[-1], 0)
+        keys = torch.arange(table.shape[1] * self._page_size, device=query.device)
+        rows, out_rows = (tensor.view(-1, query_len, *tensor.shape[1:]) for tensor in (query, out))
+        heads = self._attention
+        widest = max(heads.num_kv_heads * heads.head_dim, heads.num_heads * query_len)
+        for block in _blocks(len(rows), len(keys) * widest):
+            seen = self._seen(keys, positions[block], lengths[block])
+            out_rows[block] = self._weigh(layer, rows[block], table[block], seen, scoring)
+
+    def _attend_real(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
+    ) -> None:
+        """Attend request by request, each over the pages that it has."""
+        starts, lengths = (metadata.host[name].tolist() for name in (_QUERY_START_LOC, _SEQ_LENS))
+        table = metadata.fields[_BLOCK_TABLE]
+        out[starts[metadata.num_reqs] :] = 0
+        for request in range(metadata.num_reqs):
+            start, end, length = starts[request], starts[request + 1], lengths[request]
+            pages = table[request : request + 1, : -(-length // self._page_size)]
+            keys = torch.arange(pages.shape[1] * self._page_size, device=query.device)
+            positions = torch.arange(length - (end - start), length, device=query.device)[None]
+            held = torch.full((1,), length, device=query.device)
+            for block in _blocks(end - start, length * self._attention.num_heads):
+                rows = slice(start + block.start, start + block.stop)
+                seen = self._seen(keys, positions[:, block], held)
+                out[rows] = self._weigh(layer, query[None, rows], pages, seen, scoring)[0]
+
+    def _seen(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return ``bool[N, q, S]``: which keys the queries at ``positions int[N, q]`` see.
+
+        ``keys int64[S]`` are positions too, and ``lengths int[N]`` those of the sequences.
+        """
+        positions = positions[..., None]
+        seen = keys < lengths[:, None, None]
+        if self._attention.causal:
+            seen = seen & (keys <= positions)
+        if self._attention.window is not None:
+            seen = seen & (keys > positions - self._attention.window)
+            if not self._attention.causal:
+                seen = seen & (keys < positions + self._attention.window)
+        return seen
+
+    def _weigh(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, seen: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """Return ``[N, q, heads, dim]`` of as many queries over the keys of ``pages int32[N, W]``.
+
+        ``seen bool[N, q, W * page_size]``. Nothing that is unseen has a part in it, NaN included.
+        """
+        cache = self._caches[layer]
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        keys, values = (
+            tensor.index_select(0, pages.flatten()).view(len(pages), -1, *tensor.shape[2:]).to(dtype)
+            for tensor in (cache.keys, cache.values)
+        )
+        # Query heads that share a key head are an axis of their own, so that no key is repeated.
+        grouped = query.to(dtype).view(*query.shape[:2], keys.shape[2], -1, query.shape[3])
+        scores = torch.einsum("nqhgd,nshd->nqhgs", grouped, keys) * scoring.scale
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
+        # Where nothing is seen the top is -inf, and -inf - -inf would be NaN.
+        top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
+        weights = (scores - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        if scoring.sinks is not None:
+            # One that outweighs all keys by more than dtype holds is inf here, and the mean 0.
+            total = total + (scoring.sinks.to(dtype).view(keys.shape[2], -1, 1) - top).exp()
+        # A weight of 0 does not keep NaN out. Pages before a window may be freed, so that what is
+        # masked is what no query of the row sees, not only what lies beyond the sequence.
+        values = values.masked_fill(~seen.any(1)[..., None, None], 0)
+        mean = torch.einsum("nqhgs,nshd->nqhgd", weights, values) / total.clamp(min=torch.finfo(dtype).tiny)
+        return mean.flatten(2, 3)
+
+    def _check_extents(self, metadata: Metadata) -> None:
+        shape = {name: tuple(metadata.fields[name].shape) for name in _FIELDS}
+        pages = -(-metadata.max_seq_len // self._page_size)
+        expected = {
+            _QUERY_START_LOC: (metadata.num_reqs + 1,),
+            _SEQ_LENS: (metadata.num_reqs,),
+            _BLOCK_TABLE: (metadata.num_reqs, max(pages, *shape[_BLOCK_TABLE][1:])),
+        }
+        for name in _FIELDS:
+            if shape[name] != expected[name]:
+                raise RunError(
+                    f"{self._group}: {name} is {list(shape[name])}, expected {list(expected[name])} for "
+                    f"{metadata.num_reqs} requests of at most {metadata.max_seq_len} tokens in pages of "
+                    f"{self._page_size}; cut the fields to the extents of the metadata"
+                )
+        if metadata.is_full:
+            return
+        starts, lengths = (metadata.host[name].tolist() for name in (_QUERY_START_LOC, _SEQ_LENS))
+        for request in range(metadata.num_reqs):
+            query_len = starts[request + 1] - starts[request]
+            if not 0 <= query_len <= lengths[request]:
+                raise RunError(
+                    f"{self._group}, request {request}: a query of {query_len} tokens in a sequence of "
+                    f"{lengths[request]}; seq_lens counts the tokens of the query too"
+                )
+
+    def _check_addresses(self, metadata: Metadata) -> None:
+        now = {name: metadata.fields[name].data_ptr() for name in _FIELDS} | _addresses(self._caches)
+        moved = [name for name, address in self._addresses.items() if now[name] != address]
+        if moved:
+            raise GuardError(
+                f"{self._group}, {metadata.entry}: {', '.join(moved)} moved since reserve, and the graph "
+                "reads where it was; write into the reserved tensor and do not replace it"
+            )
+
+
+def _blocks(rows: int, elements: int) -> list[slice]:
+    """Cut ``rows`` of so many elements each into blocks that fit."""
+    step = max(1, _ELEMENTS // max(elements, 1))
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _addresses(caches: dict[int, LayerCache]) -> dict[str, int]:
+    return {
+        f"{kind} of layer {layer}": tensor.data_ptr()
+        for layer, cache in caches.items()
+        for kind, tensor in (("keys", cache.keys), ("values", cache.values))
+    }
+
+
+def _check_supported(reservation: Reservation) -> None:
+    attention, where = reservation.attention, f"{reservation.role.value}, group {reservation.group}"
+    unsupported = {
+        "latent attention": attention.latent is not None,
+        "an NVFP4 cache": attention.kv_dtype is DataType.NVFP4,
+        "decode context parallelism": attention.decode_context > 1,
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise BackendError(
+                f"reference: {where}: it does not run {what}; it runs ordinary heads (MHA, MQA, GQA) of "
+                "one width for keys and values, on one rank; name another backend for this group"
+            )
+    expected = (reservation.page_size, attention.num_kv_heads, attention.head_dim)
+    for layer, cache in reservation.caches.items():
+        for kind, tensor in (("keys", cache.keys), ("values", cache.values)):
+            if tensor.ndim != 4 or tensor.shape[1:] != expected:
+                raise BackendError(
+                    f"reference: {where}, layer {layer}: {kind} are {list(tensor.shape)}, expected "
+                    f"[num_pages, {', '.join(map(str, expected))}]"
+                )

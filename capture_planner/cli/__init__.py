@@ -1,0 +1,76 @@
+"""The command line: thin over the library. Exit codes: 0 fine, 1 error, 2 findings."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+import capture_planner
+from capture_planner.cli import files
+from capture_planner.cli.run import run
+from capture_planner.codec import dumps_json
+from capture_planner.errors import CapturePlannerError, InvalidValue
+
+
+def main() -> NoReturn:
+    """Run the command line; every error a user can make ends as text and exit code 1."""
+    arguments = sys.argv[1:]
+    try:
+        code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        code = 1
+    except click.ClickException as error:
+        error.show()
+        code = 1
+    except CapturePlannerError as error:
+        _show_error(error, as_json=_wants_json(arguments))
+        code = 1
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = 1
+    except OSError as error:
+        click.echo(f"error: standard output: {error.strerror or error}", err=True)
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    return any(a in ("--format=json", "json") for a in arguments)
+
+
+def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
+    problems = error.problems if isinstance(error, InvalidValue) else ()
+    for line in [str(problem) for problem in problems] or [str(error)]:
+        click.echo(f"error: {line}", err=True)
+    if as_json:
+        keep = ("message", "remedy", "file", "line", "column")
+        listed: list[dict[str, Any]] = [
+            {"path": list(p.path)} | {name: getattr(p, name) for name in keep} for p in problems
+        ]
+        click.echo(dumps_json({"errors": listed or [{"message": str(error)}]}))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(capture_planner.__version__, prog_name="capture-planner")
+def cli() -> None:
+    """Plan, check and explain which CUDA graphs a serving engine captures.
+
+    A SPEC says what is wanted, a PLAN what was decided and why. Wherever a plan is asked for, a
+    spec will do: it is planned first. No GPU is needed.
+    """
+
+
+for command in (
+    files.plan,
+    files.show,
+    files.explain,
+    files.check,
+    files.diff,
+    files.backends,
+    files.schema,
+    run,
+):
+    cli.add_command(command)

@@ -1,0 +1,5 @@
+"""``python -m capture_planner.cli``."""
+
+from capture_planner.cli import main
+
+main()

@@ -1,0 +1,280 @@
+"""``run``: execute a plan on this machine, and report."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from capture_planner import codec, registry
+from capture_planner.cli.common import (
+    FINDINGS,
+    emit,
+    environment_option,
+    format_option,
+    plan_of,
+)
+from capture_planner.errors import InvalidValue, RunError
+from capture_planner.plan import Plan
+from capture_planner.words import counted
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.launch import Drafting, Outcome
+    from capture_planner.runtime.workload import Decode, Request
+
+NEEDED = {"torch": "torch", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy"}
+"""Packages that executing needs, by the module that is looked for."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell gives it."""
+
+
+class Range(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """``N`` or ``LOW:HIGH``, whole numbers of at least 1."""
+
+    name = "N|LOW:HIGH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return both ends."""
+        if isinstance(value, tuple):
+            return value
+        low, colon, high = value.partition(":")
+        try:
+            ends = int(low), int(high if colon else low)
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor LOW:HIGH.", param, ctx)
+        if not 1 <= ends[0] <= ends[1]:
+            self.fail(f"{value!r} must be at least 1, and LOW no more than HIGH.", param, ctx)
+        return ends
+
+
+class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Bytes, as in ``512MiB``."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return bytes."""
+        try:
+            return value if isinstance(value, int) else codec.parse_bytes(value)
+        except InvalidValue as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Folder of a Hugging Face causal model, or its config.json; without weights, random ones. "
+    "Left out: a Llama of the plan's numbers with random weights.",
+)
+@click.option(
+    "--drafter",
+    default="random",
+    metavar="copy|miss|chance|random|FOLDER",
+    show_default=True,
+    help="Where drafts come from: the target's own answers, anything but them, a mixture, a head with "
+    "random weights, or a folder with an EAGLE or EAGLE-3 head.",
+)
+@click.option("--chance", type=click.FloatRange(0, 1), default=0.5, help="How often `chance` is right.")
+@click.option("--requests", type=click.IntRange(0), help="Serve so many requests; of a file, its first.")
+@click.option("--trace", type=click.Path(path_type=Path), help="CSV of arrivals, prompt and output lengths.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), help="A prompt a line, or .jsonl; needs --tokenizer."
+)
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder of the tokenizer.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Generated arrivals a second.")
+@click.option("--prompt-tokens", type=Range(), default="1:64", show_default=True, help="Generated prompts.")
+@click.option("--output-tokens", type=Range(), default="16:32", show_default=True, help="Tokens asked for.")
+@click.option("--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Play a trace faster.")
+@click.option(
+    "--step-time", type=click.FloatRange(0, min_open=True), default=0.01, help="Clock a step, in s."
+)
+@click.option("--clip", is_flag=True, help="Cut requests that are longer than the model.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all that is random.")
+@click.option(
+    "--page-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens a page."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Threads of an operator; the number changes how sums are rounded.",
+)
+@click.option("--pages", type=click.IntRange(1), help="Pages of the KV cache.")
+@click.option("--graph-memory", type=Size(), help="Bytes that graphs may take; else the plan's budget.")
+@click.option("--strict", is_flag=True, help="Stop where a graph does not fit, instead of leaving it out.")
+@click.option("--eager", is_flag=True, help="Capture nothing.")
+@click.option("--verify", is_flag=True, help="Compare with plain greedy decoding; exit code 2 if it differs.")
+@click.option("--trust", is_flag=True, help="Replay without guards.")
+@click.option("--debug", is_flag=True, help="Check every index field at every step.")
+@click.option("--poison", is_flag=True, help="Spoil every buffer and pool before each forward.")
+@click.option("--any-plan", is_flag=True, help="Run although the lint finds errors.")
+@click.option("--any-environment", is_flag=True, help="Run although the plan is for another machine.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write the report as a page with plots.")
+@click.option("--progress/--no-progress", default=None, help="Show bars; left out: on a terminal.")
+@environment_option
+@format_option()
+def run(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
+    """Execute a plan: reserve, capture, serve a stream of requests, report.
+
+    On a machine without a GPU graphs are recorded, operator by operator, and replayed on the same
+    storage. Requests are generated, or come from a trace or from prompts. Ctrl-C ends in a complete
+    report of what ran.
+    """
+    _refuse_missing()
+    _refuse_contradictions(given)
+    plan = _plan(plan_file, environment)
+    outcome = _launch(plan, given)
+    report = outcome.report
+    from capture_planner.report.run import run_data, run_tables
+
+    if given["html"] is not None:
+        from capture_planner.report.page import run_page
+
+        codec.write(str(given["html"]), run_page(report))
+    emit(form, lambda: run_data(report) | {"differing": outcome.differing}, lambda: run_tables(report))
+    if given["html"] is not None:
+        click.echo(f"written to {given['html']}", err=form == "json")
+    _end(outcome, as_json=form == "json")
+
+
+def _end(outcome: Outcome, *, as_json: bool) -> None:
+    """Say what a verification found, and leave with the exit code that fits."""
+    context = click.get_current_context()
+    if outcome.differing is not None:
+        count = len(outcome.differing)
+        served = counted(len(outcome.report.served), "request")
+        says = (
+            f"{counted(count, 'request')} of {served} differ from plain greedy decoding: "
+            f"{', '.join(outcome.differing[:5])}"
+            if count
+            else f"verified: {served}, each the same as plain greedy decoding"
+        )
+        click.echo(says, err=as_json)
+    if outcome.report.interrupted:
+        context.exit(INTERRUPTED)
+    if outcome.differing:
+        context.exit(FINDINGS)
+
+
+def _plan(file: str, environment: str | None) -> Plan:
+    """Read a plan, or plan a spec for this machine, which is the one that will run it."""
+    if environment is None and not codec.is_plan(codec.parse(codec.read(file), file)):
+        environment = "cpu"
+        click.echo("note: no --environment was named, so this is for cpu", err=True)
+    return plan_of(file, environment)
+
+
+def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
+    import torch
+
+    from capture_planner.runtime.launch import Choices, launch
+    from capture_planner.runtime.role import Options
+
+    torch.set_num_threads(given["threads"])
+
+    source, decode = _workload(given)
+    choices = Choices(
+        model=given["model"],
+        drafter=_drafter(given["drafter"]),
+        chance=given["chance"],
+        seed=given["seed"],
+        page_size=given["page_size"],
+        pages=given["pages"],
+        graph_memory=given["graph_memory"],
+        step_seconds=given["step_time"],
+        clip=given["clip"],
+        eager=given["eager"],
+        verify=given["verify"],
+        any_environment=given["any_environment"],
+        any_plan=given["any_plan"],
+        options=Options(
+            trust=given["trust"], debug=given["debug"], poison=given["poison"], strict=given["strict"]
+        ),
+    )
+    return launch(plan, registry.load(), source, choices, _progress(given["progress"]), decode=decode)
+
+
+def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
+    """Return what makes the requests for a vocabulary, and what turns tokens into text."""
+    from capture_planner.runtime.workload import from_prompts, from_trace, generated
+
+    seed, limit = given["seed"], given["requests"]
+    if given["prompts"] is not None:
+        requests, decode = from_prompts(
+            given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1]
+        )
+        return lambda vocab_size: requests[:limit], decode
+    if given["trace"] is not None:
+        return (
+            lambda vocab_size: from_trace(
+                given["trace"], vocab_size=vocab_size, seed=seed, limit=limit, speed=given["speed"]
+            ),
+            None,
+        )
+    return (
+        lambda vocab_size: generated(
+            16 if limit is None else limit,
+            seed=seed,
+            rate=given["rate"],
+            prompt_tokens=given["prompt_tokens"],
+            output_tokens=given["output_tokens"],
+            vocab_size=vocab_size,
+        ),
+        None,
+    )
+
+
+def _drafter(name: str) -> Drafting:
+    if name in ("copy", "miss", "chance", "random"):
+        return name  # type: ignore[return-value]
+    return Path(name)
+
+
+def _refuse_missing() -> None:
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise RunError(
+            f"executing a plan needs {', '.join(missing)}; install with: pip install 'capture-planner[run]'"
+        )
+
+
+def _refuse_contradictions(given: dict[str, Any]) -> None:
+    if given["trace"] is not None and given["prompts"] is not None:
+        raise click.UsageError("Give one of --trace and --prompts.")
+    if (given["prompts"] is None) != (given["tokenizer"] is None):
+        raise click.UsageError("--prompts and --tokenizer go together.")
+    if given["trust"] and given["debug"]:
+        raise click.UsageError("--trust leaves checks out and --debug adds them; give one.")
+
+
+def _progress(wanted: bool | None) -> Any:
+    """Return bars on standard error: on a terminal, or as wanted."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    shown = sys.stderr.isatty() if wanted is None else wanted
+
+    @contextmanager
+    def task(what: str, total: int) -> Iterator[Callable[[str], None]]:
+        columns = (
+            TextColumn("{task.description:12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
+        with Progress(*columns, console=console, disable=not shown, transient=not wanted) as bars:
+            bar = bars.add_task(what, total=total, now="")
+            yield lambda now: bars.update(bar, advance=1, now=now)
+
+    return task

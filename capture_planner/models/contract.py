@@ -1,0 +1,116 @@
+"""What the runner asks of a target model and of a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import attrs
+import torch
+from torch import nn
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Scoring:
+    """How one layer turns products into weights; it is the same at every call of that layer."""
+
+    scale: float
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
+    sinks: torch.Tensor | None = None
+    """``[num_heads]``: a logit for each head that takes part in the sum and has no value."""
+
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], torch.Tensor]
+"""Attention of one layer: its index, queries ``[T, num_heads, head_dim]``, keys and values
+``[T, num_kv_heads, head_dim]``; returns ``[T, num_heads, head_dim]``. The runner supplies it: it
+writes keys and values into the paged cache and lets the backend attend."""
+
+Weight = tuple[str, nn.Module, str]
+"""A parameter or buffer that graphs hold the pointer of: full name, its module, its attribute."""
+
+
+class TargetModel(Protocol):
+    """The served model, over a flat batch of T tokens of any number of requests."""
+
+    name: str
+    """What it is and where its weights come from, for the report."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    windows: tuple[int | None, ...]
+    """The sliding window of each layer; None: full attention."""
+    mrope: bool
+    """Whether positions have three sections (multimodal rope), and so the shape ``[3, T]``."""
+    dtype: torch.dtype
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: Attend,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return hidden states after the final norm, ``[T, hidden_size]``, and auxiliary ones.
+
+        Exactly one of ``input_ids int[T]`` and ``embeddings [T, hidden_size]`` is given.
+        ``positions`` is ``int64[T]``, or ``int64[3, T]`` with multimodal rope. Auxiliary states are
+        what enters the layers ``aux_layers``, side by side: ``[T, len(aux_layers) * hidden_size]``;
+        None where there are none. Reads no device value on the host.
+        """
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``[T, hidden_size]`` of ``int[T]`` tokens."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``."""
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter and buffer that a forward reads."""
+
+
+class Drafter(Protocol):
+    """A model that proposes tokens from the target's hidden states."""
+
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    aux_layers: tuple[int, ...]
+    """Layers of the target whose inputs it reads; empty: it reads the target's last hidden state."""
+
+    def combine(self, aux: torch.Tensor) -> torch.Tensor:
+        """Return its hidden input ``[T, hidden_size]`` of the target's auxiliary states (EAGLE-3)."""
+
+    def forward(
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Return ``[T, hidden_size]``: what ``propose`` reads, and the hidden input of the next step.
+
+        ``input_ids int[T]`` stand one position after the tokens that ``hidden`` belongs to;
+        ``positions int64[T]`` are those of ``hidden``.
+        """
+
+    def propose(self, hidden: torch.Tensor, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return one token for each row, ``int64[N]``, in the target's vocabulary.
+
+        ``places int64[N]`` say which request a row is (the last place is that of padded rows), and
+        ``positions int64[N]`` where the proposed token will stand. Captured: no host reads.
+        """
+
+    def learn(self, place: int, tokens: tuple[int, ...]) -> None:
+        """Take note that the request at ``place`` will read ``tokens`` from its first position on.
+
+        Only drafters that were given the target's answers (``copy``, ``miss``, ``chance``) use it.
+        """
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter and buffer that a forward reads."""

@@ -1,0 +1,154 @@
+"""How every picture of a report looks: colours, figures, SVG that stands inside a page.
+
+Colours are CSS variables of the page, so that one picture serves a light screen, a dark one and paper.
+Those of the modes differ in lightness too, as in Paul Tol's high-contrast scheme, and so do markers.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from capture_planner.modes import GraphMode
+from capture_planner.report.summary import MODES
+from capture_planner.runtime.ledger import Step
+
+MAX_POINTS = 200
+"""Most points, bars or buckets of one series."""
+
+# Stand-ins that no drawing has by chance; ``as_svg`` puts the page's variables in their place.
+INK, LINE = "#0a1b2c", "#d3c4b5"
+COLORS = {GraphMode.FULL: "#1a4b8c", GraphMode.PIECEWISE: "#d9a63b", GraphMode.NONE: "#b9546a"}
+_VARIABLES = {INK: "--ink", LINE: "--line"} | {
+    color: f"--{mode.value.lower()}" for mode, color in COLORS.items()
+}
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.5,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "capture-planner",
+}
+_WIDTH = 9.8
+
+
+@attrs.frozen(kw_only=True)
+class Chart:
+    """One picture: what it shows in words, and what to look for in it."""
+
+    name: str
+    section: str
+    """The section of the report that it belongs to."""
+    svg: str
+    alt: str
+    caption: str
+    modes: tuple[GraphMode, ...] = MODES
+    """Those whose colours it has."""
+
+
+def new_figure(
+    rows: int, columns: int, height: float, *, sharex: bool = False
+) -> tuple[Figure, list[list[Axes]]]:
+    figure = Figure(figsize=(_WIDTH, rows * height), layout=ConstrainedLayoutEngine(h_pad=0.09))
+    figure.patch.set_visible(False)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=sharex)
+    for one in axes.flat:
+        one.patch.set_visible(False)
+    return figure, [list(row) for row in axes]
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """Return the figure as an element of a page that may hold others: its ids start with ``name``."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, f"var({variable})")
+    return text.replace("<svg ", '<svg aria-hidden="true" ', 1).strip()
+
+
+def cumulative(values: Iterable[float]) -> tuple[list[float], list[float]]:
+    """Return x and y of the share of values up to x, at most MAX_POINTS steps; the extremes are exact."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    steps = min(MAX_POINTS, last) or 1
+    at = sorted({round(step * last / steps) for step in range(steps + 1)})
+    return [ordered[0], *(ordered[i] for i in at)], [0.0, *((i + 1) / len(ordered) for i in at)]
+
+
+def draw_cumulative(plot: Axes, values: Sequence[float], color: str, dash: str, label: str) -> None:
+    x, y = cumulative(values)
+    plot.step(x, y, where="post", color=color, linestyle=dash, label=label)
+
+
+def thinned(counts: Mapping[tuple[int, int], int]) -> list[tuple[tuple[int, int], int]]:
+    """Return at most MAX_POINTS points with their counts: of neighbours, the most frequent for all."""
+    points = sorted(counts.items(), key=lambda point: point[0][::-1])
+    width = -(-len(points) // MAX_POINTS)
+    return [
+        (max(group, key=lambda point: point[1])[0], sum(count for _, count in group))
+        for start in range(0, len(points), width or 1)
+        if (group := points[start : start + width])
+    ]
+
+
+@attrs.frozen(kw_only=True)
+class Buckets:
+    """Steps in at most MAX_POINTS buckets of equally many neighbours; the last may have fewer."""
+
+    first: int
+    width: int
+    """Steps in a bucket."""
+    steps: tuple[int, ...]
+    """How many steps were taken in each."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Buckets:
+        """Lay buckets over at least one step."""
+        first, last = min(step.index for step in steps), max(step.index for step in steps)
+        width = -(-(last - first + 1) // MAX_POINTS)
+        taken = [0] * -(-(last - first + 1) // width)
+        for step in steps:
+            taken[(step.index - first) // width] += 1
+        return cls(first=first, width=width, steps=tuple(taken))
+
+    @property
+    def edges(self) -> list[int]:
+        """The number of the first step of each bucket, and the end of the last one."""
+        return [self.first + self.width * index for index in range(len(self.steps) + 1)]
+
+    def means(self, values: Iterable[tuple[int, float]]) -> list[float]:
+        """Return the mean over the steps of each bucket of ``(step, value)`` pairs, which may be many a step."""
+        totals = [0.0] * len(self.steps)
+        for number, value in values:
+            index = (number - self.first) // self.width
+            # A step that was cut off has forwards and no end: it is in no bucket.
+            if 0 <= index < len(totals):
+                totals[index] += value
+        return [total / max(count, 1) for total, count in zip(totals, self.steps, strict=True)]

@@ -1,0 +1,319 @@
+"""The report of a run in sections, whatever shows them: sentences and grids of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from capture_planner.entry import Entry
+from capture_planner.modes import GraphMode
+from capture_planner.report.summary import Fallback, Percentiles, RunSummary
+from capture_planner.runtime.ledger import RunReport
+
+MAX_FALLBACKS = 10
+"""Shapes of eager forwards that are listed; the rest is counted."""
+
+MAX_NAMED = 5
+"""Graphs that are named where there may be many."""
+
+NONE = "none"
+"""Written where nothing was measured."""
+
+UNKNOWN = "unknown"
+"""Written where a ledger gives no reason for an eager forward."""
+
+
+@attrs.frozen(kw_only=True)
+class Grid:
+    """A table of cells, which are text or a mode; numbers stand right."""
+
+    columns: tuple[str, ...]
+    right: frozenset[str] = frozenset()
+    rows: tuple[tuple[str | GraphMode, ...], ...]
+
+
+@attrs.frozen(kw_only=True)
+class Section:
+    """One part of the report: sentences that warn, sentences, a table, and sentences below it."""
+
+    name: str
+    title: str
+    warnings: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    grid: Grid | None = None
+    notes: tuple[str, ...] = ()
+
+
+def alert(report: RunReport, numbers: RunSummary) -> str | None:
+    """Return what must not be overlooked: that the run was stopped. None where it was not."""
+    if not report.interrupted:
+        return None
+    done = f"{numbers.finished} of {_many(len(report.served), 'request')} finished"
+    return f"INTERRUPTED: the run was stopped before all requests were served; {done}"
+
+
+def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
+    """Return the parts of the report in the order in which they are read."""
+    return (
+        _run(report),
+        _captured(report, numbers),
+        _served_from(numbers),
+        _fallbacks(numbers),
+        _graphs(numbers),
+        _steps(report),
+        *_acceptance(numbers),
+        _latency(report, numbers),
+    )
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _run(report: RunReport) -> Section:
+    plan = report.plan
+    facts = [
+        ("plan", f"{plan.model.name} on {plan.environment.name}, {_many(plan.num_graphs, 'graph')}"),
+        ("spec", plan.spec),
+        ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
+        *report.host.items(),
+    ]
+    return Section(name="run", title=report.model, grid=Grid(columns=("", ""), rows=tuple(facts)))
+
+
+def _captured(report: RunReport, numbers: RunSummary) -> Section:
+    kinds = numbers.captured
+    total = sum(kind.graphs for kind in kinds)
+    memory, alone = sum(kind.memory for kind in kinds), sum(kind.alone for kind in kinds)
+    warnings = [f"not captured: {g.role} {g.entry}: {g.waiver.says}" for g in numbers.dropped if g.waiver]
+    missing = numbers.planned - total - len(numbers.dropped)
+    if missing > 0:
+        warnings.append(f"not captured: {_many(missing, 'graph')} of the plan, which had no turn")
+    columns = ("role", "mode", "graphs", "time", "pool growth", "alone", "smallest", "largest")
+    return Section(
+        name="captured",
+        title="Captured",
+        lines=(
+            f"{total} of {_many(numbers.planned, 'graph')} in {seconds(report.capture_seconds)}; "
+            f"they grew their pool by {size(memory)}, alone they would take {size(alone)}",
+            f"persistent buffers {size(report.buffers)}, KV cache {size(report.kv_cache)}",
+        ),
+        grid=Grid(
+            columns=columns,
+            right=frozenset(columns[2:6]),
+            rows=tuple(
+                (
+                    kind.role,
+                    kind.mode,
+                    f"{kind.graphs:,}",
+                    seconds(kind.seconds),
+                    size(kind.memory),
+                    size(kind.alone),
+                    _extent(kind.smallest),
+                    _extent(kind.largest),
+                )
+                for kind in kinds
+            ),
+        ),
+        warnings=tuple(warnings),
+    )
+
+
+def _extent(entry: Entry) -> str:
+    """Write an entry's size where its mode stands beside it."""
+    text = str(entry).removeprefix(f"{entry.mode.value} ")
+    return text if entry.query_len is None or entry.num_reqs is None else text.partition(", ")[2]
+
+
+def _served_from(numbers: RunSummary) -> Section:
+    columns = ("role", "mode", "forwards", "share", "token padding", "request padding")
+    return Section(
+        name="served",
+        title="Served from",
+        grid=Grid(
+            columns=columns,
+            right=frozenset(columns[2:]),
+            rows=tuple(
+                (
+                    role.role,
+                    mode.mode,
+                    f"{mode.forwards:,}",
+                    percent(mode.share) if role.forwards else NONE,
+                    percent(mode.token_padding) if mode.forwards else NONE,
+                    percent(mode.request_padding) if mode.forwards else NONE,
+                )
+                for role in numbers.served_from
+                for mode in role.modes
+            ),
+        ),
+        notes=tuple(
+            f"{role.role}: uniform decodes covered: " + _part(role.covered, role.decodes)
+            for role in numbers.served_from
+        ),
+    )
+
+
+def _part(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({percent(part / whole)})" if whole else NONE
+
+
+def _fallbacks(numbers: RunSummary) -> Section:
+    listed, rest = numbers.fallbacks[:MAX_FALLBACKS], numbers.fallbacks[MAX_FALLBACKS:]
+    if not listed:
+        ran = any(role.forwards for role in numbers.served_from)
+        line = "none: a graph served every forward" if ran else "none: there was no forward"
+        return Section(name="fallbacks", title="Fallbacks", lines=(line,))
+    eager = sum(fallback.forwards for fallback in numbers.fallbacks)
+    total = sum(role.forwards for role in numbers.served_from)
+    columns = ("role", "reason", "requests", "tokens", "query length", "forwards")
+    notes = []
+    if rest:
+        notes.append(
+            f"and {_many(len(rest), 'other shape')}, "
+            f"{_many(sum(fallback.forwards for fallback in rest), 'forward')}"
+        )
+    return Section(
+        name="fallbacks",
+        title="Fallbacks",
+        lines=(
+            f"eager: {_part(eager, total)} forwards, in {_many(len(numbers.fallbacks), 'shape')}",
+            *_causes(numbers),
+        ),
+        grid=Grid(
+            columns=columns,
+            right=frozenset(columns[2:]),
+            rows=tuple(
+                (
+                    fallback.role,
+                    fallback.reason or UNKNOWN,
+                    f"{fallback.num_reqs:,}",
+                    f"{fallback.num_tokens:,}",
+                    "mixed" if fallback.query_len is None else f"{fallback.query_len:,}",
+                    f"{fallback.forwards:,}",
+                )
+                for fallback in listed
+            ),
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _causes(numbers: RunSummary) -> Iterator[str]:
+    causes: dict[tuple[str, str], list[Fallback]] = {}
+    for fallback in numbers.fallbacks:
+        causes.setdefault((fallback.role, fallback.reason or UNKNOWN), []).append(fallback)
+    for (role, reason), found in causes.items():
+        tokens = [fallback.num_tokens for fallback in found]
+        span = f"{min(tokens):,}" + (f" to {max(tokens):,}" if max(tokens) > min(tokens) else "")
+        yield f"{role}, {reason}: {_many(sum(f.forwards for f in found), 'forward')} of {span} tokens"
+
+
+def _graphs(numbers: RunSummary) -> Section:
+    unused, total = numbers.unused, len(numbers.graphs)
+    named = "; ".join(f"{graph.role} {graph.entry}" for graph in unused[:MAX_NAMED])
+    line = f"never used: {_part(len(unused), total)}" if total else "none: no graph was captured"
+    if unused:
+        line += f": {named}" + (f"; and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else "")
+    used = [graph for graph in numbers.graphs[:MAX_NAMED] if graph.forwards]
+    columns = ("most used", "mode", "graph", "forwards")
+    grid = Grid(
+        columns=columns,
+        right=frozenset(columns[3:]),
+        rows=tuple(
+            (u.graph.role, u.graph.entry.mode, _extent(u.graph.entry), f"{u.forwards:,}") for u in used
+        ),
+    )
+    return Section(name="graphs", title="Graphs used", lines=(line,), grid=grid if used else None)
+
+
+def _steps(report: RunReport) -> Section:
+    steps, count = report.steps, len(report.steps)
+    line = f"{NONE}: no step was taken"
+    if steps:
+        reqs, tokens = (
+            sum(getattr(step, name) for step in steps) / count for name in ("num_reqs", "num_tokens")
+        )
+        line = (
+            f"{count:,} steps of {reqs:,.1f} requests and {tokens:,.1f} tokens on average; "
+            f"at most {max(step.num_reqs for step in steps):,} requests at once, "
+            f"{max(step.waiting for step in steps):,} waiting"
+        )
+    return Section(name="steps", title="Steps", lines=(line,))
+
+
+def _acceptance(numbers: RunSummary) -> Iterator[Section]:
+    found = numbers.acceptance
+    if found is None:
+        return
+    line = f"accepted {_part(found.accepted, found.drafted)} drafted tokens"
+    if found.drafted == 0:
+        line = "none: no draft token was verified"
+    elif found.length is not None:
+        line += f"; a decode gained {found.length:.2f} tokens a step, its own included"
+    yield Section(name="acceptance", title="Acceptance", lines=(line,))
+
+
+def _latency(report: RunReport, numbers: RunSummary) -> Section:
+    rate = NONE if numbers.tokens_per_second is None else f"{numbers.tokens_per_second:,.1f} tokens/s"
+    columns = ("time", "measured", "p50", "p90", "p99", "max")
+    measured = (
+        ("to first token", numbers.latency.first_token),
+        ("per output token", numbers.latency.per_token),
+        ("to last token", numbers.latency.finished),
+        ("step", numbers.latency.step),
+        ("host, per forward", numbers.latency.forward_host),
+    )
+    return Section(
+        name="latency",
+        title="Latency",
+        lines=(
+            f"output tokens: {numbers.output_tokens:,} in {seconds(report.serve_seconds)}, {rate}",
+            f"requests: {numbers.finished:,} finished, {numbers.cut_off:,} cut off",
+        ),
+        grid=Grid(
+            columns=columns,
+            right=frozenset(columns[1:]),
+            rows=tuple((name, *_percentiles(found)) for name, found in measured),
+        ),
+    )
+
+
+def _percentiles(found: Percentiles | None) -> tuple[str, ...]:
+    if found is None:
+        return ("0", *[NONE] * 4)
+    return (f"{found.count:,}", *map(seconds, (found.p50, found.p90, found.p99, found.max)))
+
+
+def seconds(value: float) -> str:
+    """Write a time: ``1.50 s``, ``2.3 ms``, ``45.0 us``."""
+    if value == 0:
+        return "0"
+    for unit, scale, digits in (("s", 1, 2), ("ms", 1e-3, 1)):
+        if abs(value) >= scale:
+            return f"{value / scale:,.{digits}f} {unit}"
+    return f"{value / 1e-6:.1f} us"
+
+
+def size(value: int) -> str:
+    """Write bytes: ``0``, ``512 B``, ``3.5 KiB``, ``25.0 MiB``, ``1.25 GiB``."""
+    for unit, shift, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
+        if abs(value) >= 1 << shift:
+            return f"{value / (1 << shift):,.{digits}f} {unit}"
+    return f"{value} B" if value else "0"
+
+
+def printable(text: str) -> str:
+    """Write a name or sentence on one line, whatever is in it: no control character reaches a terminal."""
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text
+    )
+
+
+def percent(share: float) -> str:
+    """Write a share; nothing that is not all or none is rounded to it."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"

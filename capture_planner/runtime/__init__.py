@@ -1,0 +1,1 @@
+"""Executing a plan: the only part of the core that uses torch."""

@@ -1,0 +1,248 @@
+"""Put a plan together with a model: buffers, caches, backends and bodies, each sized from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from capture_planner.contract import Attention
+from capture_planner.dispatch import Dispatcher
+from capture_planner.errors import BackendError, RunError
+from capture_planner.model import DataType
+from capture_planner.models.contract import Drafter, TargetModel
+from capture_planner.modes import Role
+from capture_planner.plan import GroupPlan, Plan, RolePlan
+from capture_planner.registry import Registered, Registry
+from capture_planner.runtime import kv
+from capture_planner.runtime.bodies import Body, DraftDecodeBody, DraftPrefillBody, DraftState, TargetBody
+from capture_planner.runtime.contract import LayerCache, Reservation, Runnable
+from capture_planner.runtime.fields import Extents, Fields
+from capture_planner.runtime.graph import Grapher
+from capture_planner.runtime.padding import Bounds
+from capture_planner.runtime.role import GroupRun, Options, RoleRun
+
+DTYPES = {
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT16: torch.float16,
+    DataType.FLOAT32: torch.float32,
+    DataType.FLOAT64: torch.float64,
+}
+"""The element types that the runner computes and caches in."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Parts:
+    """What a plan is executed with."""
+
+    roles: Mapping[Role, RoleRun]
+    target: TargetBody
+    state: DraftState | None
+    kv_cache: int
+    """Bytes of the KV cache, over all layers of target and drafter."""
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of fields, outputs and workspaces, each counted once."""
+        seen: dict[int, int] = {}
+        for role in self.roles.values():
+            caches = {
+                t.data_ptr() for g in role.groups for c in g.caches.values() for t in (c.keys, c.values)
+            }
+            for _, tensor in role.persistent():
+                if tensor.data_ptr() not in caches:
+                    seen[tensor.data_ptr()] = tensor.nbytes
+        return sum(seen.values())
+
+
+def dtype_of(kind: DataType) -> torch.dtype:
+    """Return the torch dtype; raises ``RunError`` for those that the runner does not compute in."""
+    if kind not in DTYPES:
+        known = ", ".join(k.value for k in DTYPES)
+        raise RunError(f"the plan's model is in {kind.value}; the runner computes in {known}")
+    return DTYPES[kind]
+
+
+def assemble(
+    plan: Plan,
+    model: TargetModel,
+    drafter: Drafter | None,
+    registry: Registry,
+    grapher: Grapher,
+    *,
+    pages: kv.PageFormat,
+    device: torch.device,
+    options: Options,
+) -> Parts:
+    """Allocate everything that the plan needs, once, and reserve its backends.
+
+    Raises ``RunError`` where the plan, the model and the installed backends do not belong together.
+    """
+    dispatcher = Dispatcher(plan)
+    dtype = dtype_of(plan.model.dtype)
+    capacity = capacity_of(plan, pages)
+    bounds = Bounds(
+        reqs=plan.limits.max_num_reqs,
+        pages=pages.num_pages,
+        slots=pages.slots,
+        positions=plan.model.max_model_len,
+        vocabulary=model.vocab_size,
+        workspace=max((group.workspace.device for role in plan.roles for group in role.groups), default=0),
+    )
+    fields = {role.role: Fields(role, capacity, device) for role in plan.roles}
+
+    def zeros(width: int) -> torch.Tensor:
+        return torch.zeros(capacity.tokens, width, dtype=dtype, device=device)
+
+    aux_layers = () if drafter is None else drafter.aux_layers
+    target = TargetBody(
+        model=model,
+        fields=fields[Role.TARGET],
+        hidden=zeros(model.hidden_size),
+        aux=zeros(len(aux_layers) * model.hidden_size) if aux_layers else None,
+        tokens=torch.zeros(capacity.tokens, dtype=torch.int64, device=device),
+        aux_layers=aux_layers,
+        embeddings=zeros(model.hidden_size) if plan.model.embeddings else None,
+    )
+    bodies: dict[Role, Body] = {Role.TARGET: target}
+    state = None
+    if drafter is not None and plan.speculative is not None:
+        state = DraftState.make(
+            plan.limits.max_num_reqs, plan.speculative.num_tokens, drafter.hidden_size, dtype, device
+        )
+        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(
+            drafter, fields[Role.DRAFT_PREFILL], target, zeros(drafter.hidden_size), state
+        )
+        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(
+            drafter, fields[Role.DRAFT_DECODE], state, pages.page_size, plan.model.max_model_len
+        )
+    caches = _caches(plan, model, drafter, pages, device)
+    roles = {}
+    for role in plan.roles:
+        groups = _reserve(plan, role, model, caches, fields[role.role], registry, pages, device)
+        roles[role.role] = RoleRun(
+            role,
+            bodies[role.role],
+            fields[role.role],
+            groups,
+            dispatcher=dispatcher,
+            grapher=grapher,
+            page_size=pages.page_size,
+            bounds=bounds,
+            options=options,
+        )
+    size = sum(c.keys.nbytes + c.values.nbytes for found in caches.values() for c in found)
+    return Parts(roles=roles, target=target, state=state, kv_cache=size)
+
+
+def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:
+    """Return the largest padded extents: of any entry, and of any batch that the limits admit."""
+    entries = [entry for role in plan.roles for entry in role.entries]
+    return Extents(
+        tokens=max(plan.limits.max_num_tokens, *(e.num_tokens for e in entries), 0),
+        reqs=max(plan.limits.max_num_reqs, *(e.num_reqs or 0 for e in entries), 0),
+        pages=pages.pages(plan.model.max_model_len),
+    )
+
+
+def _caches(
+    plan: Plan, model: TargetModel, drafter: Drafter | None, pages: kv.PageFormat, device: torch.device
+) -> dict[bool, tuple[LayerCache, ...]]:
+    """Make the cache of each layer, of the target and (key True) of the drafter, which both its
+    roles share.
+    """
+    dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
+    made = {}
+    for role, layers in (
+        (Role.TARGET, model.num_layers),
+        (Role.DRAFT_DECODE, drafter and drafter.num_layers),
+    ):
+        shape = Attention.of(plan, role, layers=layers or 1, window=None)
+        made[role.is_drafter] = tuple(kv.layer_cache(shape, pages, dtype, device) for _ in range(layers or 0))
+    return made
+
+
+def _reserve(
+    plan: Plan,
+    role: RolePlan,
+    model: TargetModel,
+    caches: Mapping[bool, Sequence[LayerCache]],
+    fields: Fields,
+    registry: Registry,
+    pages: kv.PageFormat,
+    device: torch.device,
+) -> list[GroupRun]:
+    """Reserve the backend of each group of a role."""
+    of_role = caches[role.role.is_drafter]
+    windows = (None,) * len(of_role) if role.role.is_drafter else model.windows
+    groups = []
+    for group, layers in zip(role.groups, layers_of(role, windows), strict=True):
+        registered = registry[group.backend]
+        who = f"the backend {registered.name!r} ({registered.distribution} {registered.version})"
+        attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
+        _refuse_other_contract(plan, role, group, attention, registered)
+        if not isinstance(registered.backend, Runnable):
+            raise RunError(f"{who} plans and does not execute: it has no reserve; see docs/backends.md")
+        workspace = torch.zeros(group.workspace.device, dtype=torch.uint8, device=device)
+        mine = {layer: of_role[layer] for layer in layers}
+        reservation = Reservation(
+            role=role.role,
+            group=group.name,
+            attention=attention,
+            environment=plan.environment,
+            entries=role.entries,
+            limits=plan.limits,
+            caches=mine,
+            page_size=pages.page_size,
+            fields={name: buffer.tensor for name, buffer in fields.by_group[group.name].items()},
+            workspace=workspace,
+            pinned=torch.zeros(group.workspace.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda"),
+            device=device,
+        )
+        try:
+            executor = registered.backend.reserve(reservation)
+        except BackendError:
+            raise
+        except Exception as error:
+            says = " ".join(f"{type(error).__name__}: {error}".split())
+            raise BackendError(
+                f"{who} broke in reserve ({role.role.value}, group {group.name}): {says}; tell its authors"
+            ) from error
+        groups.append(GroupRun(plan=group, executor=executor, caches=mine, workspace=workspace, who=who))
+    return groups
+
+
+def layers_of(role: RolePlan, windows: Sequence[int | None]) -> list[list[int]]:
+    """Return the layers of each group: in the model's order, told apart by their window."""
+    left = list(range(len(windows)))
+    found = []
+    for group in role.groups:
+        alone = len(role.groups) == 1
+        fitting = [layer for layer in left if alone or windows[layer] == group.window]
+        if len(fitting) < group.layers or (alone and len(fitting) != group.layers):
+            what = "of full attention" if group.window is None else f"with a window of {group.window}"
+            raise RunError(
+                f"{role.role.value}: the group {group.name} has {group.layers} layers, and the model has "
+                f"{len(fitting)} {'in all' if alone else what}; plan the model that is run"
+            )
+        found.append(fitting[: group.layers])
+        left = [layer for layer in left if layer not in found[-1]]
+    if left:
+        raise RunError(f"{role.role.value}: no group of the plan has layer {left[0]} of the model")
+    return found
+
+
+def _refuse_other_contract(
+    plan: Plan, role: RolePlan, group: GroupPlan, attention: Attention, registered: Registered
+) -> None:
+    """Refuse a backend that declares other fields now than when the plan was made."""
+    now = registered.padding(role.role, attention, plan.environment)
+    if now != group.padding:
+        names = {f.name for f in now.fields} ^ {f.name for f in group.padding.fields}
+        names |= {f.name for f in now.fields if f.name in {g.name for g in group.padding.fields}}
+        raise RunError(
+            f"{role.role.value}, group {group.name}: the plan was made with {group.distribution} "
+            f"{group.version}, and {registered.distribution} {registered.version} declares other fields "
+            f"({', '.join(sorted(names))}); plan it again"
+        )

@@ -1,0 +1,151 @@
+"""Fields: the persistent buffers of a role's metadata, sized from the plan and its contracts.
+
+Each declared field has one device tensor at full capacity, which graphs hold the pointer of. The
+one invariant: past the real extent of the last step, every element holds the field's fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+import torch
+
+from capture_planner.contract import Axis, Fill, Lifetime, MetadataField, Where
+from capture_planner.plan import RolePlan
+from capture_planner.runtime.contract import NULL_SLOT
+
+_DTYPES = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+    "float32": torch.float32,
+}
+_INTEGER_POISON = {torch.int32: -(1 << 31), torch.int64: -(1 << 63), torch.uint8: 255, torch.bool: True}
+
+
+@attrs.frozen(kw_only=True)
+class Extents:
+    """How far each axis goes: at most, of one batch, or of one entry."""
+
+    tokens: int
+    reqs: int
+    pages: int
+    """Pages of one request."""
+
+    def along(self, axis: Axis) -> int:
+        """Return the extent of an axis; the pages of a vector are those of all requests together."""
+        return {
+            Axis.TOKEN: self.tokens,
+            Axis.REQUEST: self.reqs,
+            Axis.REQUEST_PLUS_ONE: self.reqs + 1,
+            Axis.PAGE: self.reqs * self.pages,
+            Axis.SCALAR: 1,
+        }[axis]
+
+    def rows(self, field: MetadataField) -> int:
+        """Return the elements of a vector, or the rows of a table."""
+        aligned = -(-self.along(field.axis) // field.align) * field.align
+        return field.offset + field.scale * aligned
+
+    def columns(self, field: MetadataField) -> int | None:
+        """Return the columns of a table; None for a vector."""
+        if field.inner is None:
+            return None
+        return self.pages if field.inner is Axis.PAGE else self.along(field.inner)
+
+
+@attrs.define(eq=False)
+class FieldBuffer:
+    """One field's tensor, and how much of it is not the fill."""
+
+    key: str
+    """The field's name; with its group's name before it where a group's backend declared it."""
+    field: MetadataField
+    tensor: torch.Tensor
+    """``[rows]``, or ``[rows, columns]`` of a table; on the device."""
+    dirty_rows: int = 0
+    dirty_columns: int = 0
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its backend writes it once, at ``reserve``: no step touches it."""
+        return self.field.lifetime is Lifetime.FROZEN
+
+    @property
+    def constant(self) -> int | None:
+        """The fill where it is the same at every step, else None."""
+        if self.field.fill is Fill.CONSTANT:
+            return self.field.value
+        return NULL_SLOT if self.field.fill is Fill.NULL_SLOT else None
+
+    def spoil(self) -> None:
+        """Say that nothing is known of what it holds: the next step fills all of it."""
+        self.dirty_rows = self.tensor.shape[0]
+        self.dirty_columns = self.tensor.shape[1] if self.tensor.dim() == 2 else 1
+
+    def view(self, extents: Extents) -> torch.Tensor:
+        """Return the part that these extents cover, a table with all of its columns."""
+        return self.tensor[: extents.rows(self.field)]
+
+
+class Fields:
+    """The device fields of one role, the runner's and its backends'."""
+
+    def __init__(self, role: RolePlan, capacity: Extents, device: torch.device) -> None:
+        self.capacity = capacity
+        self._buffers: dict[str, FieldBuffer] = {}
+        self.by_group: dict[str, dict[str, FieldBuffer]] = {}
+        for field in role.inputs:
+            self._add(field.name, field, device)
+        for group in role.groups:
+            mine = {field.name: self._buffers[field.name] for field in role.inputs}
+            for field in group.padding.fields:
+                common = mine.get(field.name)
+                if field.where is not Where.HOST and (common is None or common.field != field):
+                    mine[field.name] = self._add(f"{group.name}.{field.name}", field, device)
+            self.by_group[group.name] = mine
+
+    def _add(self, key: str, field: MetadataField, device: torch.device) -> FieldBuffer:
+        columns = self.capacity.columns(field)
+        shape = (self.capacity.rows(field),) if columns is None else (self.capacity.rows(field), columns)
+        tensor = torch.zeros(shape, dtype=_DTYPES[field.dtype], device=device)
+        buffer = FieldBuffer(key, field, tensor)
+        if buffer.constant:
+            tensor.fill_(buffer.constant)
+        self._buffers[key] = buffer
+        return buffer
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._buffers[key].tensor
+
+    def __iter__(self) -> Iterator[FieldBuffer]:
+        return iter(self._buffers.values())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._buffers
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all tensors."""
+        return sum(buffer.tensor.nbytes for buffer in self)
+
+    def views(self, group: str, extents: Extents) -> Mapping[str, torch.Tensor]:
+        """Return what a group's backend reads, cut to the extents."""
+        return {name: buffer.view(extents) for name, buffer in self.by_group[group].items()}
+
+    def poison(self) -> None:
+        """Overwrite what each step writes with what must never be read: far out of range, or NaN."""
+        for buffer in self:
+            if not buffer.is_frozen:
+                poison(buffer.tensor)
+                buffer.spoil()
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with NaN, or with an integer that no bound admits."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.fill_(_INTEGER_POISON[tensor.dtype])

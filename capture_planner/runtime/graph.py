@@ -1,0 +1,65 @@
+"""Graphs: what captures a forward and replays it. Recorded on a CPU, CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Pool(Protocol):
+    """The memory that graphs' intermediates live in; graphs that share a pool never run at once."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the pool holds now."""
+
+    def poison(self) -> None:
+        """Overwrite every byte with ``0xFF``: NaN as a float, -1 as an integer."""
+
+
+class Graph(Protocol):
+    """One captured forward."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes by which this graph grew its pool."""
+
+    @property
+    def alone(self) -> int:
+        """Bytes that it would take in a pool of its own."""
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces it has: 1 for a FULL graph, one more than its attention calls for PIECEWISE."""
+
+    def replay(self) -> None:
+        """Run again on the same storage, with the host's numbers as they were at capture."""
+
+
+class Grapher(Protocol):
+    """What captures graphs on one kind of device."""
+
+    def pool(self, limit: int | None = None) -> Pool:
+        """Make a pool that refuses to hold more than ``limit`` bytes."""
+
+    def capture(self, forward: Callable[[], object], pool: Pool) -> Graph:
+        """Run ``forward`` once and keep what it did.
+
+        Raises ``CaptureError`` where it did what no graph can hold, such as reading a device value
+        on the host, and ``torch.OutOfMemoryError`` where the pool cannot hold it; then the pool is
+        as it was before.
+        """
+
+    def split(
+        self,
+        between: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """End a piece, run ``between`` outside the graph, and begin the next piece.
+
+        Called by the forward while it is captured; ``between`` is run there, and once at this place
+        of every replay. ``reads`` and ``writes`` are all the tensors of the graph that it touches.
+        """

@@ -1,0 +1,68 @@
+"""The paged KV cache: tensors by layer, and a pool of pages. Page 0 is the null page."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from capture_planner.contract import Attention
+from capture_planner.runtime.contract import NULL_PAGE, LayerCache
+
+
+@attrs.frozen(kw_only=True)
+class PageFormat:
+    """How the cache is cut up."""
+
+    page_size: int
+    """Tokens a page."""
+    num_pages: int
+    """Pages, the null page included."""
+
+    def pages(self, tokens: int) -> int:
+        """Return the pages that so many tokens take."""
+        return -(-tokens // self.page_size)
+
+    @property
+    def slots(self) -> int:
+        """Slots in all, those of the null page included."""
+        return self.num_pages * self.page_size
+
+
+def layer_cache(
+    attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device
+) -> LayerCache:
+    """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice."""
+    shape = (pages.num_pages, pages.page_size, attention.num_kv_heads, attention.head_dim)
+    keys = torch.zeros(shape, dtype=dtype, device=device)
+    return LayerCache(keys=keys, values=torch.zeros_like(keys))
+
+
+def write(cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Put keys and values ``[T, num_kv_heads, head_dim]`` into ``slots int64[T]``.
+
+    Padded tokens all name the null slot; which of them stays there does not matter.
+    """
+    cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
+    cache.values.flatten(0, 1).index_copy_(0, slots, values)
+
+
+class PagePool:
+    """The pages that nobody has, handed out last returned first, so that reuse comes soon."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = [page for page in range(num_pages - 1, -1, -1) if page != NULL_PAGE]
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Return ``count`` pages; the caller has seen that there are so many."""
+        assert count <= len(self._free), "more pages asked for than are free"
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def give_back(self, pages: list[int]) -> None:
+        """Take pages back."""
+        self._free += pages

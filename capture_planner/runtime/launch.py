@@ -1,0 +1,271 @@
+"""Launch: from a plan and a few choices to a report. All that can be refused is, before capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, Protocol
+
+import attrs
+
+from capture_planner.contract import Attention
+from capture_planner.environment import DeviceKind
+from capture_planner.errors import RunError
+from capture_planner.lint import Severity, lint
+from capture_planner.models.auxiliary import choose_drafter
+from capture_planner.models.contract import Drafter, TargetModel
+from capture_planner.models.huggingface import differences as model_differences
+from capture_planner.models.huggingface import load_target
+from capture_planner.modes import Role
+from capture_planner.plan import Plan
+from capture_planner.registry import Registry
+from capture_planner.runtime import host
+from capture_planner.runtime.assembly import dtype_of
+from capture_planner.runtime.capture import without_graphs, without_speculation
+from capture_planner.runtime.graph import Grapher
+from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.ledger import RunReport, Served
+from capture_planner.runtime.recorded import RecordedGraphs
+from capture_planner.runtime.role import Options
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.workload import Decode, Request, admit
+
+CACHE_MEMORY = 1 << 30
+"""Bytes that the KV cache takes at most where nobody says how many pages it has."""
+
+Drafting = Literal["copy", "miss", "chance", "random"] | Path
+
+
+class Progress(Protocol):
+    """Shows how far a run is."""
+
+    def __call__(self, what: str, total: int) -> AbstractContextManager[Callable[[str], None]]:
+        """Show a task of ``total`` parts; what it yields is called after each, with its name."""
+
+
+@attrs.frozen(kw_only=True)
+class Choices:
+    """What a person chooses about a run; the plan says everything else."""
+
+    model: Path | None = None
+    """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
+    drafter: Drafting = "random"
+    chance: float = 0.5
+    """How often the drafter ``chance`` is right."""
+    seed: int = 0
+    page_size: int = 16
+    pages: int | None = None
+    """Pages of the KV cache; None: for all places at full length, within ``CACHE_MEMORY``."""
+    graph_memory: int | None = None
+    """Bytes that a pool of graphs may hold; None: the plan's budget, if it has one."""
+    step_seconds: float = 0.01
+    """How far the clock of arrivals moves in a step."""
+    clip: bool = False
+    """Cut requests that are longer than the model, instead of refusing them."""
+    eager: bool = False
+    """Capture nothing."""
+    verify: bool = False
+    """Serve everything once more, eager and without a drafter, and compare."""
+    any_environment: bool = False
+    """Run although this machine is not the one that was planned for."""
+    any_plan: bool = False
+    """Run although the lint finds errors in the plan."""
+    options: Options = attrs.Factory(Options)
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """A report, and where a verification found other tokens."""
+
+    report: RunReport
+    differing: tuple[str, ...] | None = None
+    """Names of the requests whose tokens differ from plain greedy decoding; None: not compared."""
+
+
+def launch(
+    plan: Plan,
+    registry: Registry,
+    workload: Callable[[int], Sequence[Request]],
+    choices: Choices,
+    progress: Progress,
+    *,
+    decode: Decode | None = None,
+) -> Outcome:
+    """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
+
+    Raises ``RunError`` where the plan cannot be executed here, on this model or for these requests:
+    before anything is captured. An interruption ends in a report of what there is.
+    """
+    _refuse_plan(plan, choices)
+    device = host.device_of(plan.environment)
+    model = load_target(
+        choices.model, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=choices.seed
+    )
+    if wrong := model_differences(model, plan.model):
+        raise RunError(
+            f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
+        )
+    requests = admit(
+        workload(model.vocab_size),
+        max_model_len=plan.model.max_model_len,
+        vocab_size=model.vocab_size,
+        clip=choices.clip,
+    )
+    run = _Run(plan, model, registry, requests, choices, progress)
+    pages = run.pages()
+    drafter = run.drafter()
+    answers: dict[str, tuple[int, ...]] | None = None
+    interrupted = False
+    runner = Runner(
+        without_graphs(plan) if choices.eager else plan,
+        model,
+        drafter,
+        registry,
+        run.grapher,
+        pages=pages,
+        device=device,
+        options=choices.options,
+    )
+    with runner:
+        try:
+            if choices.verify or choices.drafter in ("copy", "miss", "chance"):
+                answers = run.rehearse(pages)
+            run.capture(runner)
+            run.serve(runner, answers)
+        except KeyboardInterrupt:
+            interrupted = True
+        report = run.report(runner, drafter, decode, interrupted=interrupted)
+    differing = None
+    if choices.verify and answers is not None:
+        prompts = {request.name: request.prompt for request in requests}
+        differing = tuple(served.name for served in report.served if not _agrees(served, prompts, answers))
+    return Outcome(report=report, differing=differing)
+
+
+def _agrees(served: Served, prompts: dict[str, tuple[int, ...]], answers: dict[str, tuple[int, ...]]) -> bool:
+    """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
+    said = answers[served.name][len(prompts[served.name]) :]
+    return served.tokens == (said if served.finished is not None else said[: len(served.tokens)])
+
+
+def _refuse_plan(plan: Plan, choices: Choices) -> None:
+    """Refuse a plan with errors, for another machine, or for more than one device."""
+    errors = [str(finding) for finding in lint(plan) if finding.rule.severity is Severity.ERROR]
+    if errors and not choices.any_plan:
+        raise RunError(
+            f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)"
+        )
+    wrong = host.differences(plan.environment)
+    if wrong and not choices.any_environment:
+        raise RunError(
+            f"the plan is for the environment {plan.environment.name}: {'; '.join(wrong)}; plan for this "
+            "machine (--any-environment runs it all the same)"
+        )
+    if plan.environment.device.kind is not DeviceKind.CPU:
+        raise RunError("only plans for a CPU are executed yet; plan for one, such as -e cpu")
+    parallel = plan.parallel
+    for name, ranks in (("tensor", parallel.tensor), ("decode_context", parallel.decode_context)):
+        if ranks > 1:
+            raise RunError(f"parallel.{name} is {ranks}: a plan is executed on one device; plan it with 1")
+
+
+@attrs.frozen
+class _Run:
+    """The parts of one launch."""
+
+    plan: Plan
+    model: TargetModel
+    registry: Registry
+    requests: tuple[Request, ...]
+    choices: Choices
+    progress: Progress
+    grapher: Grapher = attrs.Factory(RecordedGraphs)
+
+    def pages(self) -> PageFormat:
+        """Return the KV cache's pages: as chosen, or for every place at full length if that fits."""
+        plan, size = self.plan, self.choices.page_size
+        if self.choices.pages is not None:
+            return PageFormat(page_size=size, num_pages=self.choices.pages + 1)
+        each = Attention.of(plan, Role.TARGET, layers=1, window=None)
+        layers = self.model.num_layers + (plan.speculative.model.num_layers if plan.speculative else 0)
+        width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
+        page = 2 * layers * size * each.num_kv_heads * each.head_dim * width
+        most = plan.limits.max_num_reqs * -(-plan.model.max_model_len // size)
+        lookahead = plan.speculative.num_tokens if plan.speculative else 0
+        longest = max(min(r.length + lookahead, plan.model.max_model_len) for r in self.requests)
+        needed = -(-longest // size)
+        return PageFormat(page_size=size, num_pages=1 + max(needed, min(most, CACHE_MEMORY // page)))
+
+    def drafter(self) -> Drafter | None:
+        """Make the drafter that was chosen, where the plan has one."""
+        plan, choices = self.plan, self.choices
+        if plan.speculative is None:
+            return None
+        return choose_drafter(
+            choices.drafter,
+            plan.speculative,
+            self.model,
+            places=plan.limits.max_num_reqs,
+            length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
+            chance=choices.chance,
+            seed=choices.seed + 1,
+        )
+
+    def rehearse(self, pages: PageFormat) -> dict[str, tuple[int, ...]]:
+        """Serve everything eager and without a drafter; return each prompt with its answer."""
+        plain = Runner(
+            without_speculation(self.plan), self.model, None, self.registry, self.grapher, pages=pages
+        )
+        prompts = {request.name: request.prompt for request in self.requests}
+        with plain, self.progress("plain greedy", len(self.requests)) as advance:
+            served = plain.serve(
+                self.requests,
+                step_seconds=self.choices.step_seconds,
+                progress=lambda done: advance(done.name),
+            )
+        return {done.name: prompts[done.name] + done.tokens for done in served}
+
+    def capture(self, runner: Runner) -> None:
+        """Capture with progress."""
+        memory = self.choices.graph_memory
+        with self.progress("capture", runner.plan.num_graphs) as advance:
+            runner.capture(
+                memory=self.plan.budget.memory if memory is None else memory,
+                progress=lambda done: advance(f"{done.role.value} {done.entry}"),
+            )
+
+    def serve(self, runner: Runner, answers: dict[str, tuple[int, ...]] | None) -> None:
+        """Serve with progress."""
+        with self.progress("serve", len(self.requests)) as advance:
+            runner.serve(
+                self.requests,
+                answers=answers,
+                step_seconds=self.choices.step_seconds,
+                progress=lambda done: advance(done.name),
+            )
+
+    def report(
+        self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool
+    ) -> RunReport:
+        """Put together what happened."""
+        session = runner.session
+        used = {group.backend for role in self.plan.roles for group in role.groups}
+        served = session.served
+        if decode is not None:
+            served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
+        return RunReport(
+            plan=self.plan,
+            model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
+            backends={name: self.registry[name].version for name in sorted(used)},
+            host=host.facts() | {"seed": str(self.choices.seed)},
+            captured=tuple(session.captured),
+            forwards=tuple(session.forwards),
+            steps=tuple(session.steps),
+            served=tuple(served),
+            buffers=runner.parts.buffers,
+            kv_cache=runner.parts.kv_cache,
+            capture_seconds=session.capture_seconds,
+            serve_seconds=session.serve_seconds,
+            interrupted=interrupted,
+        )

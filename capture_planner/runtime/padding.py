@@ -1,0 +1,157 @@
+"""Fill and pad: one table for a step, a row a field; applied in torch here, in one kernel on a GPU.
+
+A row says what is real, and how far the fill goes after it. Fills that are the same at every step
+are written only where the step before left something else; those that follow the batch (the real
+total, the last value) go to the end of the buffer each time. So nothing past the real extent ever
+keeps a value of an earlier batch, whatever extents a graph was captured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.contract import Axis, Bound, Fill
+from capture_planner.errors import RunError
+from capture_planner.runtime.fields import Extents, FieldBuffer
+
+Values = Mapping[str, np.ndarray[Any, Any]]
+"""The real values of a step by field name: a vector, or the rows and columns of a table in use."""
+
+
+@attrs.frozen
+class Write:
+    """One row of the table: where it goes, what is real, and how far to fill."""
+
+    buffer: FieldBuffer
+    real: np.ndarray[Any, Any] | None
+    """``[rows]`` or ``[rows, columns]``; None for a field whose values its backend writes itself."""
+    rows: int
+    """Rows that hold a real value or are filled."""
+    columns: int
+    """The same for columns; 1 of a vector."""
+    fill: int
+
+
+def table(buffers: Iterable[FieldBuffer], values: Values, num_tokens: int) -> list[Write]:
+    """Return the writes that bring ``buffers`` from the last step to this one.
+
+    ``num_tokens`` is the real total. A field that ``values`` does not have is its backend's own: all
+    of it is filled before the backend writes.
+    """
+    writes = []
+    for buffer in buffers:
+        if buffer.is_frozen:
+            continue
+        real = values.get(buffer.field.name)
+        rows, columns = 0, 0
+        if real is None:
+            buffer.spoil()
+        else:
+            rows, columns = _extent(buffer, real)
+        fill = fill_of(buffer, real, num_tokens)
+        if buffer.constant is None:
+            buffer.spoil()
+        writes.append(
+            Write(buffer, real, max(rows, buffer.dirty_rows), max(columns, buffer.dirty_columns), fill)
+        )
+        if real is not None:
+            buffer.dirty_rows, buffer.dirty_columns = rows, columns
+    return writes
+
+
+def _extent(buffer: FieldBuffer, real: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Return the rows and columns of real values, which must have room."""
+    shape = buffer.tensor.shape
+    if real.ndim != len(shape) or any(a > b for a, b in zip(real.shape, shape, strict=True)):
+        raise RunError(f"{buffer.key} has room for {list(shape)}, and this step has {list(real.shape)}")
+    return len(real), real.shape[1] if real.ndim == 2 else 1
+
+
+def fill_of(buffer: FieldBuffer, real: np.ndarray[Any, Any] | None, num_tokens: int) -> int:
+    """Return what goes after the real values of a step."""
+    if buffer.constant is not None:
+        return buffer.constant
+    if buffer.field.fill is Fill.REAL_TOTAL:
+        return num_tokens
+    if buffer.field.fill is Fill.REPEAT_LAST:
+        return int(real[-1]) if real is not None and len(real) else 0
+    raise RunError(
+        f"the field {buffer.key} is filled with its worst case, which no step can know; "
+        "declare it frozen and on the host, or give it another fill"
+    )
+
+
+def apply(writes: Sequence[Write]) -> None:
+    """Bring the buffers up to date with torch operators, on any device."""
+    for write in writes:
+        tensor, real = write.buffer.tensor, write.real
+        if tensor.dim() == 1:
+            rows = 0
+            if real is not None:
+                rows = len(real)
+                tensor[:rows].copy_(torch.from_numpy(real))
+            if write.rows > rows:
+                tensor[rows : write.rows].fill_(write.fill)
+            continue
+        rows, columns = (0, 0) if real is None else real.shape
+        if real is not None:
+            tensor[:rows, :columns].copy_(torch.from_numpy(real))
+        if write.columns > columns and rows:
+            tensor[:rows, columns : write.columns].fill_(write.fill)
+        if write.rows > rows:
+            tensor[rows : write.rows, : write.columns].fill_(write.fill)
+
+
+@attrs.frozen(kw_only=True)
+class Bounds:
+    """What index fields may hold: each below the number of what it indexes."""
+
+    reqs: int
+    pages: int
+    slots: int
+    positions: int
+    vocabulary: int
+    workspace: int
+
+    def of(self, bound: Bound, extents: Extents) -> int:
+        """Return the first value that is out of range."""
+        if bound is Bound.TOKENS:
+            return extents.tokens
+        if bound is Bound.REQUESTS:
+            return self.reqs
+        number: int = getattr(self, bound.value)
+        return number
+
+
+def check_bounds(buffers: Iterable[FieldBuffer], values: Values, extents: Extents, bounds: Bounds) -> None:
+    """Check every real and padded value of the index fields, up to the extents that a step reads.
+
+    A fill of -1 says skip, and is in order in padding alone. An offset past the end of the tokens is
+    in order where the field holds offsets (one more than requests). Raises ``RunError`` with the
+    field, the place, the value and the bound. Reads the device: for debugging.
+    """
+    for buffer in buffers:
+        field = buffer.field
+        if field.indexes is None or buffer.is_frozen:
+            continue
+        held = buffer.view(extents).cpu()
+        top = bounds.of(field.indexes, extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
+        wrong = (held < 0) | (held >= top)
+        padded = torch.ones_like(wrong)
+        real = values.get(field.name)
+        if real is not None:
+            padded[tuple(slice(length) for length in real.shape)] = False
+        if field.fill is Fill.CONSTANT and field.value == -1:
+            wrong &= ~(padded & (held == -1))
+        if bool(wrong.any()):
+            place = tuple(int(i) for i in wrong.nonzero()[0])
+            raise RunError(
+                f"{buffer.key}[{', '.join(map(str, place))}] is {held[place].item()}, "
+                f"{'padding' if padded[place] else 'a real value'}; it indexes {field.indexes.value}, so it "
+                f"must be at least 0 and less than {top}"
+            )

@@ -1,0 +1,194 @@
+"""The memory of recorded graphs: chunks that never move, laid out by what is alive when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+ALIGNMENT = 64
+"""Bytes; a place in a chunk is as aligned as an allocation, since kernels round by alignment."""
+
+
+@attrs.frozen
+class Block:
+    """``size`` bytes that are alive from operator ``first`` to operator ``last``, both included."""
+
+    first: int
+    last: int
+    size: int
+
+
+@attrs.frozen
+class Layout:
+    """Where blocks lie, in chunks that exist and in one more."""
+
+    places: tuple[tuple[int, int], ...]
+    """Chunk and offset in bytes of each block; chunk ``n`` is the new one after ``n`` that exist."""
+    grows: int
+    """Bytes of the new chunk; 0 where none is needed."""
+
+
+def lay_out(blocks: Sequence[Block], chunks: Sequence[int] = ()) -> Layout:
+    """Lay blocks out so that no two that are alive at once share a byte.
+
+    ``chunks`` are the sizes in bytes of those that exist. Largest block first, each at the lowest
+    free offset of the first chunk that has room; what fits none goes into one new chunk. The new
+    chunk is never larger than it would be if there were no chunks.
+    """
+    layout = _first_fit(blocks, chunks)
+    if not layout.grows or not chunks:
+        return layout
+    # Fewer blocks can pack worse than more: then the chunks that exist are left alone.
+    fresh = _first_fit(blocks, ())
+    if layout.grows <= fresh.grows:
+        return layout
+    return Layout(tuple((len(chunks), offset) for _, offset in fresh.places), fresh.grows)
+
+
+def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> Layout:
+    count = len(blocks)
+    first = np.array([block.first for block in blocks], dtype=np.int64)
+    last = np.array([block.last for block in blocks], dtype=np.int64)
+    start, end = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    where = np.full(count, -1)
+    for index in sorted(range(count), key=lambda i: (-blocks[i].size, blocks[i].first, i)):
+        block = blocks[index]
+        size = _aligned(block.size)
+        at_once = (first <= block.last) & (last >= block.first)
+        for chunk in range(len(chunks) + 1):
+            beside = at_once & (where == chunk)
+            offset = _lowest(size, start[beside], end[beside])
+            if chunk == len(chunks) or offset + size <= chunks[chunk]:
+                where[index], start[index], end[index] = chunk, offset, offset + size
+                break
+    places = tuple(zip(where.tolist(), start.tolist(), strict=True))
+    return Layout(places, int(end[where == len(chunks)].max(initial=0)))
+
+
+def _lowest(size: int, starts: np.ndarray, ends: np.ndarray) -> int:
+    """Return the lowest offset at which ``size`` bytes overlap none of the ranges."""
+    order = np.argsort(starts, kind="stable")
+    free_from = np.concatenate(([0], np.maximum.accumulate(ends[order])))
+    fits = starts[order] - free_from[:-1] >= size
+    return int(free_from[fits.argmax() if fits.any() else -1])
+
+
+def _aligned(size: int) -> int:
+    # An empty tensor gets a place too: a pointer into the pool, like every other.
+    return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """The memory that a pool gave to one graph."""
+
+    places: tuple[tuple[torch.UntypedStorage, int], ...]
+    """Chunk and offset in bytes of each block."""
+    memory: int
+    """Bytes by which the pool grew."""
+    alone: int
+    """Bytes that a pool of its own would hold."""
+
+
+class RecordedPool:
+    """Chunks of host memory that graphs of one grapher share. ``limit`` in bytes; None: none."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._chunks: list[torch.UntypedStorage] = []
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the pool holds now."""
+        return sum(chunk.nbytes() for chunk in self._chunks)
+
+    def poison(self) -> None:
+        """Overwrite every byte with ``0xFF``: NaN as a float, -1 as an integer."""
+        for chunk in self._chunks:
+            torch.empty(0, dtype=torch.uint8).set_(chunk).fill_(0xFF)
+
+    def hold(self, blocks: Sequence[Block]) -> Held:
+        """Give memory to the blocks of one graph; other graphs' blocks may lie in the same bytes.
+
+        Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then
+        as it was before.
+        """
+        layout = lay_out(blocks, [chunk.nbytes() for chunk in self._chunks])
+        if self.limit is not None and self.memory + layout.grows > self.limit:
+            raise torch.OutOfMemoryError(
+                f"a graph needs {layout.grows:,} bytes more than its pool holds ({self.memory:,} bytes), "
+                f"and the pool may hold {self.limit:,}; capture fewer or smaller graphs, or raise the limit"
+            )
+        if layout.grows:
+            self._chunks.append(torch.UntypedStorage(layout.grows))  # type: ignore[no-untyped-call]
+        places = tuple((self._chunks[chunk], offset) for chunk, offset in layout.places)
+        return Held(places, layout.grows, lay_out(blocks).grows)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage object: equal for all views of it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Storage:
+    """A storage that a capture touched: the graph's own, or one that stood before.
+
+    It is not kept alive, so that a capture takes no more memory than an eager forward; the weak
+    reference only keeps its address from being given to another.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, is_own: bool) -> None:
+        self.is_own = is_own
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._block: Block | None = None
+        self._chunk: torch.UntypedStorage | None = None
+        self._offset = 0
+
+    @property
+    def block(self) -> Block | None:
+        """The bytes that it needs, and when; None: no operator touched it."""
+        return self._block
+
+    def touch(self, when: int, size: int) -> None:
+        """Take note that operator ``when``, the last so far, needs ``size`` bytes of it."""
+        first, most = (when, 0) if self._block is None else (self._block.first, self._block.size)
+        self._block = Block(first, when, max(size, most))
+
+    def settle(self, chunk: torch.UntypedStorage, offset: int) -> None:
+        """Let it begin at byte ``offset`` of a pool's chunk."""
+        self._chunk, self._offset = chunk, offset
+
+    def point(self, tensor: torch.Tensor, offset: int, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        """Point ``tensor`` at where this storage settled; ``offset`` is in elements of the tensor."""
+        assert self._chunk is not None, "storages settle before tensors do"
+        tensor.set_(self._chunk, self._offset // tensor.itemsize + offset, shape, stride)
+
+
+@attrs.frozen(eq=False)
+class Own:
+    """A tensor in one of the graph's own storages, as an operator saw it."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """In elements."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, storage: Storage) -> Own:
+        """Take note of how ``tensor`` looks at its storage now."""
+        return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Point ``tensor`` into the pool, and return it."""
+        self.storage.point(tensor, self.offset, self.shape, self.stride)
+        return tensor
+
+    def made(self) -> torch.Tensor:
+        """Return a new tensor in the pool."""
+        return self.move(torch.empty(0, dtype=self.dtype))

@@ -1,0 +1,338 @@
+"""One role at run time: its fields, its graphs, and the one way that a forward of it is run.
+
+Dispatch, fill and pad, prepare the backends, check the guards, replay: or, where no entry serves the
+batch, the same without a graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.contract import Lifetime
+from capture_planner.dispatch import Dispatch, Dispatcher
+from capture_planner.entry import Batch, Entry
+from capture_planner.errors import BackendError, CapturePlannerError
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import GroupPlan, RolePlan
+from capture_planner.runtime import kv, padding
+from capture_planner.runtime.bodies import Body
+from capture_planner.runtime.contract import Executor, LayerCache, Metadata, Scoring
+from capture_planner.runtime.fields import Extents, Fields, poison
+from capture_planner.runtime.graph import Graph, Grapher, Pool
+from capture_planner.runtime.guards import Baked, PointerGuard, refuse_unpadded_requests
+from capture_planner.runtime.padding import Bounds
+from capture_planner.runtime.step import Array, Made, derive
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """How carefully a plan is run."""
+
+    trust: bool = False
+    """Replay without guards."""
+    debug: bool = False
+    """Check the bounds of every index field at every step; slow."""
+    poison: bool = False
+    """Overwrite buffers, outputs, workspaces and pools with NaN and out-of-range integers before
+    every forward: what then still comes out right does not depend on them."""
+    strict: bool = False
+    """Stop where a graph does not fit into memory, instead of leaving it out."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class GroupRun:
+    """One attention group with what executes it."""
+
+    plan: GroupPlan
+    executor: Executor
+    caches: Mapping[int, LayerCache]
+    workspace: torch.Tensor
+    who: str
+    """Backend, distribution and version, for messages."""
+
+
+@attrs.frozen
+class Ran:
+    """What one forward was: its answer, and its times in seconds."""
+
+    dispatch: Dispatch
+    extents: Extents
+    host_seconds: float
+    seconds: float
+
+
+class RoleRun:
+    """Everything that one role needs to run, and its graphs."""
+
+    def __init__(
+        self,
+        plan: RolePlan,
+        body: Body,
+        fields: Fields,
+        groups: Sequence[GroupRun],
+        *,
+        dispatcher: Dispatcher,
+        grapher: Grapher,
+        page_size: int,
+        bounds: Bounds,
+        options: Options,
+    ) -> None:
+        self.plan, self.body, self.fields, self.groups = plan, body, fields, tuple(groups)
+        self.dispatcher, self.options = dispatcher, options
+        self.graphs: dict[Entry, Graph] = {}
+        self.pool: Pool | None = None
+        self._grapher, self._page_size, self._bounds = grapher, page_size, bounds
+        self._baked: dict[Entry, Baked] = {}
+        self._guard: PointerGuard | None = None
+        self._group_of = {layer: group for group in groups for layer in group.caches}
+        self._metadata: dict[str, Metadata] = {}
+        self._derived = sorted({buffer.field.name for buffer in fields} | self._host_names())
+        self._splitting = False
+
+    def _host_names(self) -> set[str]:
+        return {field.name for group in self.groups for field in group.plan.padding.fields}
+
+    @property
+    def role(self) -> Role:
+        return self.plan.role
+
+    def persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every persistent tensor that graphs touch, by name, weights left out."""
+        for buffer in self.fields:
+            yield f"{self.role.value}.{buffer.key}", buffer.tensor
+        for name, tensor in (*self.body.outputs(), *self.body.inputs()):
+            yield f"{self.role.value}.{name}", tensor
+        for group in self.groups:
+            yield f"{self.role.value}.{group.plan.name}.workspace", group.workspace
+            for layer, cache in group.caches.items():
+                yield f"{self.role.value}.keys[{layer}]", cache.keys
+                yield f"{self.role.value}.values[{layer}]", cache.values
+
+    def watch(self) -> None:
+        """Take down where everything is, before the first capture."""
+        names = [name for name, _ in self.persistent()]
+        self._guard = PointerGuard(
+            names, lambda: [tensor for _, tensor in self.persistent()], self.body.weights()
+        )
+
+    # What runs.
+
+    def run(self, batch: Batch, values: Made) -> Ran:
+        """Run one forward of a batch with its real values."""
+        started = perf_counter()
+        answer = self.dispatcher.dispatch(
+            self.role,
+            batch.num_reqs,
+            batch.num_tokens,
+            batch.query_len,
+            batch.past_prompt,
+            batch.active_loras,
+        )
+        entry = answer.entry
+        real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages)
+        if self.options.poison:
+            self._poison()
+        extents = self.stage(entry, real, values)
+        return self.again(answer, entry, extents, started)
+
+    def again(self, answer: Dispatch, entry: Entry | None, extents: Extents, started: float) -> Ran:
+        """Run what is staged: replay the entry's graph, or run eagerly without one."""
+        if entry is None:
+            ready = perf_counter()
+            self._forward(extents, None)
+        else:
+            if not self.options.trust:
+                self.check(entry)
+            ready = perf_counter()
+            self.graphs[entry].replay()
+            if entry.num_reqs is None:
+                self.body.per_request(extents, None)
+        return Ran(answer, extents, ready - started, perf_counter() - started)
+
+    def stage(self, entry: Entry | None, real: Extents, values: Made) -> Extents:
+        """Fill and pad the fields of one forward, and let the backends prepare.
+
+        Returns the extents that the model runs at; requests are padded for FULL graphs alone.
+        """
+        derive(values, self._derived, self._page_size)
+        padding.apply(padding.table(self.fields, values, real.tokens))
+        extents = real if entry is None else _padded(entry, real)
+        if self.options.debug:
+            padding.check_bounds(self.fields, values, extents, self._bounds)
+        self.prepare(entry, real, extents, values)
+        return extents
+
+    def prepare(self, entry: Entry | None, real: Extents, extents: Extents, values: Made) -> None:
+        """Give every group the metadata of a step, at the extents that attention sees."""
+        full = entry is not None and entry.num_reqs is not None
+        seen = extents if full else real
+        host = _HostFields(self, values, seen, real)
+        for group in self.groups:
+            metadata = Metadata(
+                entry=entry,
+                num_reqs=seen.reqs,
+                num_tokens=seen.tokens,
+                max_query_len=_longest_query(entry, values, full),
+                max_seq_len=self._bounds.positions if full else int(values["seq_lens"].max(initial=0)),
+                fields=self.fields.views(group.plan.name, seen),
+                host=host,
+            )
+            self._metadata[group.plan.name] = metadata
+            with self._blamed(group, entry, "prepare"):
+                group.executor.prepare(metadata)
+
+    def check(self, entry: Entry) -> None:
+        """Compare what the entry's graph baked in with what is there now; raises ``GuardError``."""
+        who = f"{self.role.value}: {entry}"
+        refuse_unpadded_requests(self.role, entry)
+        if self._guard is not None:
+            self._guard.check(who)
+        self._baked[entry].check(self._bake(), who)
+
+    def _bake(self) -> Baked:
+        frozen, layouts = {}, {}
+        for group in self.groups:
+            metadata = self._metadata[group.plan.name]
+            if metadata.is_full:
+                for field in group.plan.padding.fields:
+                    if field.lifetime is Lifetime.FROZEN and hasattr(metadata, field.name):
+                        frozen[f"{group.plan.name}.{field.name}"] = getattr(metadata, field.name)
+                layouts[group.plan.name] = group.executor.layout()
+        return Baked(frozen, layouts)
+
+    # What is captured.
+
+    def warm_up(self, entry: Entry, values: Made) -> None:
+        """Run an entry's forward once without a graph, at its padded extents."""
+        self._forward(self._staged(entry, values), entry)
+
+    def capture(self, entry: Entry, values: Made, pool: Pool) -> Graph:
+        """Capture an entry's forward, with metadata made anew."""
+        extents = self._staged(entry, values)
+        self._splitting = entry.mode is GraphMode.PIECEWISE
+        try:
+            graph = self._grapher.capture(lambda: self._forward(extents, entry), pool)
+        finally:
+            self._splitting = False
+        self.graphs[entry] = graph
+        self._baked[entry] = self._bake()
+        return graph
+
+    def _staged(self, entry: Entry, values: Made) -> Extents:
+        reqs = len(values["seq_lens"])
+        real = Extents(tokens=entry.num_tokens, reqs=reqs, pages=self.fields.capacity.pages)
+        return self.stage(entry, real, values)
+
+    def _forward(self, extents: Extents, entry: Entry | None) -> None:
+        """Run the body as it is captured, or eagerly: both parts, or the part per token alone."""
+        for _ in range((entry and entry.draft_steps) or 1):
+            self.body.per_token(extents, self._attend)
+        if entry is None or entry.num_reqs is not None:
+            self.body.per_request(extents, entry)
+
+    def _attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        out = query.new_empty(query.shape)
+
+        def attention() -> None:
+            self._attend_now(layer, query, keys, values, out, scoring)
+
+        if self._splitting:
+            self._grapher.split(attention, reads=(query, keys, values), writes=(out,))
+        else:
+            attention()
+        return out
+
+    def _attend_now(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scoring: Scoring,
+    ) -> None:
+        """Store keys and values, and attend; rows that attention does not see become zero."""
+        group = self._group_of[layer]
+        metadata = self._metadata[group.plan.name]
+        rows = metadata.num_tokens
+        kv.write(group.caches[layer], self.fields["slot_mapping"][:rows], keys[:rows], values[:rows])
+        if rows < out.shape[0]:
+            out[rows:].zero_()
+        with self._blamed(group, metadata.entry, f"attend of layer {layer}"):
+            group.executor.attend(layer, query[:rows], out[:rows], scoring, metadata)
+
+    def _poison(self) -> None:
+        self.fields.poison()
+        for _, tensor in self.body.outputs():
+            poison(tensor)
+        if self.pool is not None:
+            self.pool.poison()
+        for group in self.groups:
+            group.workspace.fill_(255)
+
+    def release(self) -> None:
+        """Release the backends. Graphs go first: they hold pointers into what is released."""
+        self.graphs.clear()
+        for group in self.groups:
+            group.executor.release()
+
+    @contextlib.contextmanager
+    def _blamed(self, group: GroupRun, entry: Entry | None, call: str) -> Iterator[None]:
+        """Name the backend, the role and the entry in whatever a backend raises."""
+        try:
+            yield
+        except (CapturePlannerError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            where = f"{self.role.value}, group {group.plan.name}, {entry or 'eager step'}"
+            says = " ".join(f"{type(error).__name__}: {error}".split())
+            raise BackendError(f"{group.who} broke in {call} ({where}): {says}; tell its authors") from error
+
+
+def _padded(entry: Entry, real: Extents) -> Extents:
+    return attrs.evolve(
+        real, tokens=entry.num_tokens, reqs=real.reqs if entry.num_reqs is None else entry.num_reqs
+    )
+
+
+def _longest_query(entry: Entry | None, values: Made, full: bool) -> int:
+    if full and entry is not None:
+        return entry.query_len or entry.num_tokens
+    return int(np.diff(values["query_start_loc"]).max(initial=0))
+
+
+class _HostFields(Mapping[str, Array]):
+    """A step's fields on the host, padded when they are asked for."""
+
+    def __init__(self, role: RoleRun, values: Made, seen: Extents, real: Extents) -> None:
+        self._role, self._values, self._seen, self._real = role, values, seen, real
+
+    def __getitem__(self, name: str) -> Array:
+        value = self._values[name]
+        buffer = next((b for b in self._role.fields if b.field.name == name), None)
+        if buffer is None:
+            return value
+        rows = self._seen.rows(buffer.field)
+        if rows <= len(value):
+            return value[:rows]
+        fill = padding.fill_of(buffer, value, self._real.tokens)
+        return np.concatenate((value, np.full((rows - len(value), *value.shape[1:]), fill, value.dtype)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)

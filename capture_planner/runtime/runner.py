@@ -1,0 +1,360 @@
+"""The runner: execute a plan. Reserve, capture, serve a stream of requests, report.
+
+Nothing is decided here: the plan says what is captured, the dispatcher which graph serves a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+
+import attrs
+import torch
+
+from capture_planner.dispatch import Dispatcher
+from capture_planner.entry import Batch
+from capture_planner.errors import RunError
+from capture_planner.models.contract import Drafter, TargetModel
+from capture_planner.modes import Role
+from capture_planner.plan import Plan
+from capture_planner.registry import Registry
+from capture_planner.runtime.assembly import Parts, assemble
+from capture_planner.runtime.capture import as_captured, capture_all, without_graphs
+from capture_planner.runtime.fields import Extents
+from capture_planner.runtime.graph import Grapher
+from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.ledger import Captured, Forward, Served, Step
+from capture_planner.runtime.role import Options, Ran
+from capture_planner.runtime.scheduler import Live, Scheduled, Scheduler
+from capture_planner.runtime.speculative import Settled, sampled_rows, settle
+from capture_planner.runtime.step import (
+    Made,
+    draft_decode_values,
+    draft_prefill_values,
+    move_on,
+    target_values,
+)
+from capture_planner.runtime.workload import Request
+
+Answers = Mapping[str, tuple[int, ...]]
+"""What the target says to each request, prompt included, by the request's name."""
+
+
+@attrs.define(eq=False)
+class Session:
+    """What has happened so far; complete at every moment, so that an interruption loses nothing."""
+
+    captured: list[Captured] = attrs.Factory(list)
+    forwards: list[Forward] = attrs.Factory(list)
+    steps: list[Step] = attrs.Factory(list)
+    served: list[Served] = attrs.Factory(list)
+    capture_seconds: float = 0.0
+    serve_seconds: float = 0.0
+    interrupted: bool = False
+
+
+class Runner:
+    """Executes one plan on one model. Use it as a context: leaving releases the backends."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: TargetModel,
+        drafter: Drafter | None,
+        registry: Registry,
+        grapher: Grapher,
+        *,
+        pages: PageFormat,
+        device: torch.device | None = None,
+        options: Options | None = None,
+    ) -> None:
+        if (plan.speculative is None) != (drafter is None):
+            raise RunError(
+                "the plan has a drafter and none was given"
+                if drafter is None
+                else "a drafter was given, and the plan has none"
+            )
+        self.plan, self.model, self.drafter = plan, model, drafter
+        self.pages, self.options = pages, options or Options()
+        self.session = Session()
+        self._grapher, self._device = grapher, device or torch.device("cpu")
+        self.parts: Parts = assemble(
+            plan,
+            model,
+            drafter,
+            registry,
+            grapher,
+            pages=pages,
+            device=self._device,
+            options=self.options,
+        )
+        self._dispatch_by(without_graphs(plan))
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for role in self.parts.roles.values():
+            role.release()
+
+    def capture(
+        self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None
+    ) -> None:
+        """Capture every entry; what does not fit into memory is waived from here on.
+
+        ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager.
+        """
+        started = perf_counter()
+        try:
+            with torch.no_grad():
+                for done in capture_all(
+                    self.plan,
+                    tuple(self.parts.roles.values()),
+                    self._grapher,
+                    self.options,
+                    memory=memory,
+                ):
+                    self.session.captured.append(done)
+                    if progress is not None:
+                        progress(done)
+        finally:
+            self.session.capture_seconds = perf_counter() - started
+        self._dispatch_by(as_captured(self.plan, self.session.captured))
+
+    def _dispatch_by(self, plan: Plan) -> None:
+        dispatcher = Dispatcher(plan)
+        for role in self.parts.roles.values():
+            role.dispatcher = dispatcher
+
+    def serve(
+        self,
+        requests: Sequence[Request],
+        *,
+        answers: Answers | None = None,
+        step_seconds: float = 0.01,
+        progress: Callable[[Served], None] | None = None,
+    ) -> list[Served]:
+        """Serve all requests and return them in the order in which they finished.
+
+        Arrivals are on a clock of steps: each step takes ``step_seconds`` of it, and idle time is
+        skipped, so that the same requests make the same batches on any machine. ``answers`` are for
+        drafters that copy or miss the target.
+        """
+        scheduler = Scheduler(
+            requests,
+            limits=self.plan.limits,
+            speculative=self.plan.speculative,
+            pages=self.pages,
+            max_model_len=self.plan.model.max_model_len,
+        )
+        self._refuse_too_many_pages(scheduler, requests)
+        serving = _Serving(self, scheduler, answers or {}, progress)
+        started = perf_counter()
+        now = 0.0
+        try:
+            with torch.no_grad():
+                while not scheduler.done:
+                    scheduler.arrive(now, perf_counter())
+                    if not serving.step() and scheduler.next_arrival is not None:
+                        now = scheduler.next_arrival
+                    else:
+                        now += step_seconds
+        finally:
+            self.session.serve_seconds += perf_counter() - started
+            serving.cut_off()
+        return serving.served
+
+    def _refuse_too_many_pages(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
+        most = self.pages.num_pages - 1
+        for request in requests:
+            needed = scheduler.pages_needed(request)
+            if needed > most:
+                raise RunError(
+                    f"the request {request.name} needs {needed} pages of {self.pages.page_size} tokens, and "
+                    f"the KV cache has {most}; give it more (--pages)"
+                )
+
+
+class _Serving:
+    """The requests of one call of ``serve``, step by step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        answers: Answers,
+        progress: Callable[[Served], None] | None,
+    ) -> None:
+        self._runner, self._scheduler = runner, scheduler
+        self._answers, self._progress = answers, progress
+        self._session = runner.session
+        self.served: list[Served] = []
+
+    def step(self) -> bool:
+        """Run one step; return False where there was nothing to run."""
+        started = perf_counter()
+        scheduled, admitted = self._scheduler.schedule()
+        for live in admitted:
+            if self._runner.drafter is not None:
+                self._runner.drafter.learn(live.place, self._answers.get(live.request.name, ()))
+        if scheduled is None:
+            return False
+        index = len(self._session.steps)
+        values = target_values(scheduled, self._scheduler.places, self._runner.pages)
+        settled = self._target(index, scheduled, values)
+        finished = [
+            live
+            for live, gained in zip(scheduled.live, settled.gained, strict=True)
+            if gained and self._is_finished(live, int(gained))
+        ]
+        accepted = sum(
+            min(int(hits), live.proposed) for live, hits in zip(scheduled.live, settled.accepted, strict=True)
+        )
+        drafted = sum(
+            min(int(drafts), live.proposed)
+            for live, drafts in zip(scheduled.live, scheduled.drafts, strict=True)
+        )
+        if self._runner.drafter is not None and len(finished) < scheduled.num_reqs:
+            self._draft(index, scheduled, values, settled)
+        for live in finished:
+            self._finish(live)
+        self._session.steps.append(
+            Step(
+                index=index,
+                num_reqs=scheduled.num_reqs,
+                num_tokens=scheduled.num_tokens,
+                prompts=scheduled.prompts,
+                drafted=drafted,
+                accepted=accepted,
+                seconds=perf_counter() - started,
+                waiting=self._scheduler.waiting,
+            )
+        )
+        return True
+
+    def _target(self, index: int, scheduled: Scheduled, values: Made) -> Settled:
+        """Run the target, and verify."""
+        role = self._runner.parts.roles[Role.TARGET]
+        body, places = self._runner.parts.target, self._scheduler.places
+        if body.embeddings is not None:
+            tokens = scheduled.num_tokens
+            body.embeddings[tokens:].zero_()
+            body.embeddings[:tokens] = self._runner.model.embed(torch.from_numpy(values["input_ids"]))
+        batch = _batch(Role.TARGET, scheduled)
+        ran = role.run(batch, values)
+        self._note(index, batch, ran)
+        rows = sampled_rows(scheduled, values["query_start_loc"], places)
+        read = torch.from_numpy(rows).to(self._runner._device)
+        sampled = body.sample(read, ran.dispatch.entry)
+        settled = settle(scheduled, places, sampled.cpu().numpy())
+        clock = perf_counter()
+        for live, gained in zip(scheduled.live, settled.gained, strict=True):
+            if gained and live.first_token is None:
+                live.first_token = clock
+        return settled
+
+    def _draft(self, index: int, scheduled: Scheduled, target: Made, settled: Settled) -> None:
+        """Run the draft prefill on the target's batch, then k - 1 draft decodes."""
+        places, parts = self._scheduler.places, self._runner.parts
+        values = draft_prefill_values(target, scheduled, settled.kept, places)
+        batch = _batch(Role.DRAFT_PREFILL, scheduled)
+        self._note(index, batch, parts.roles[Role.DRAFT_PREFILL].run(batch, values))
+        k = scheduled.draft_tokens
+        if k > 1:
+            self._draft_decodes(index, scheduled, k - 1)
+        assert parts.state is not None, "a drafter has a state"
+        proposed = parts.state.proposed.cpu().numpy()
+        for live, gained in zip(scheduled.live, settled.gained, strict=True):
+            live.proposed = k if gained else 0
+            start = int(places.length[live.place])
+            places.tokens[live.place, start : start + live.proposed] = proposed[live.place, : live.proposed]
+
+    def _draft_decodes(self, index: int, scheduled: Scheduled, steps: int) -> None:
+        """Run the draft decodes: one fused chain, or one graph again and again."""
+        places, pages = self._scheduler.places, self._runner.pages
+        role = self._runner.parts.roles[Role.DRAFT_DECODE]
+        values = draft_decode_values(scheduled, places, pages)
+        batch = Batch(
+            role=Role.DRAFT_DECODE, num_reqs=scheduled.num_reqs, num_tokens=scheduled.num_reqs, query_len=1
+        )
+        ran = role.run(batch, values)
+        entry = ran.dispatch.entry
+        if entry is not None and entry.draft_steps is not None:
+            self._note(index, batch, ran)
+            return
+        host, seconds = ran.host_seconds, ran.seconds
+        real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=role.fields.capacity.pages)
+        for _ in range(steps - 1):
+            started = perf_counter()
+            move_on(values, self._runner.plan.model.max_model_len)
+            role.prepare(entry, real, ran.extents, values)
+            again = role.again(ran.dispatch, entry, ran.extents, started)
+            host, seconds = host + again.host_seconds, seconds + again.seconds
+        self._note(index, batch, attrs.evolve(ran, host_seconds=host, seconds=seconds), steps)
+
+    def _note(self, index: int, batch: Batch, ran: Ran, repeats: int = 1) -> None:
+        answer = ran.dispatch
+        self._session.forwards.append(
+            Forward(
+                step=index,
+                role=batch.role,
+                num_reqs=batch.num_reqs,
+                num_tokens=batch.num_tokens,
+                query_len=batch.uniform_query_len,
+                entry=answer.entry,
+                reason=answer.reason,
+                padded_tokens=answer.padded_tokens,
+                padded_reqs=answer.padded_reqs,
+                repeats=repeats,
+                host_seconds=ran.host_seconds,
+                seconds=ran.seconds,
+            )
+        )
+
+    def _output(self, live: Live) -> tuple[int, ...]:
+        """Return what a request has been given: not past its length, nor past a token that ends it."""
+        places = self._scheduler.places
+        start = len(live.request.prompt)
+        end = min(int(places.length[live.place]), start + live.request.max_new_tokens)
+        tokens = tuple(int(token) for token in places.tokens[live.place, start:end])
+        stops = [i for i, token in enumerate(tokens) if token in live.request.stop]
+        return tokens[: stops[0] + 1] if stops else tokens
+
+    def _is_finished(self, live: Live, gained: int) -> bool:
+        places, request = self._scheduler.places, live.request
+        length = int(places.length[live.place])
+        new = places.tokens[live.place, length - gained : length]
+        return length >= request.length or (bool(request.stop) and not request.stop.isdisjoint(new.tolist()))
+
+    def _finish(self, live: Live, *, cut_off: bool = False) -> None:
+        clock = perf_counter()
+        output = self._output(live)
+        served = Served(
+            name=live.request.name,
+            prompt_tokens=len(live.request.prompt),
+            output_tokens=len(output),
+            first_token=None if live.first_token is None else live.first_token - live.entered,
+            finished=None if cut_off else clock - live.entered,
+            tokens=output,
+        )
+        self.served.append(served)
+        self._session.served.append(served)
+        if not cut_off:
+            self._scheduler.finish(live)
+            if self._progress is not None:
+                self._progress(served)
+
+    def cut_off(self) -> None:
+        """Take down the requests that were not finished, where serving stopped early."""
+        for live in self._scheduler.unfinished:
+            self._finish(live, cut_off=True)
+
+
+def _batch(role: Role, scheduled: Scheduled) -> Batch:
+    return Batch(
+        role=role,
+        num_reqs=scheduled.num_reqs,
+        num_tokens=scheduled.num_tokens,
+        query_len=scheduled.query_len,
+        past_prompt=scheduled.prompts == 0,
+    )

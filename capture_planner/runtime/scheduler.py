@@ -1,0 +1,232 @@
+"""Continuous batching with chunked prefill: which requests run in a step, with how many tokens.
+
+Simple on purpose: it exists to send a plan every batch that its limits admit. A request is admitted
+when a place and all the pages that it can ever need are free, so nothing is preempted. Requests
+past their prompt come first, then prompts in chunks, in order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from capture_planner.model import Speculative
+from capture_planner.runtime.kv import PageFormat, PagePool
+from capture_planner.runtime.workload import Request
+from capture_planner.spec import Limits
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@attrs.define(eq=False)
+class Live:
+    """A request that has a place."""
+
+    request: Request
+    place: int
+    pages: list[int]
+    entered: float
+    """Wall clock when it entered the queue."""
+    first_token: float | None = None
+    proposed: int = 0
+    """Draft tokens that stand after its last token."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Scheduled:
+    """One step's batch, a row a request."""
+
+    live: tuple[Live, ...]
+    places: Integers
+    """``[R]``"""
+    counts: Integers
+    """``[R]``: tokens of each row, drafts included."""
+    drafts: Integers
+    """``[R]``: how many of them are drafts to verify; 0 in a prompt."""
+    prompts: int
+    """Rows that are still in their prompt."""
+    draft_tokens: int
+    """k for this number of requests."""
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.live)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def query_len(self) -> int | None:
+        """The tokens of each row, where all have the same number."""
+        first = int(self.counts[0])
+        return first if (self.counts == first).all() else None
+
+
+class Places:
+    """What is known of each place: tokens, lengths and pages, in arrays that a step reads at once."""
+
+    def __init__(self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat) -> None:
+        self.max_model_len = max_model_len
+        width = max_model_len + most_drafts + 1
+        self.tokens = np.zeros((count, width), dtype=np.int32)
+        """``[place, position]``: prompt, output, and after them the drafts to verify."""
+        self.length = np.zeros(count, dtype=np.int64)
+        """Tokens that are settled: prompt and output."""
+        self.computed = np.zeros(count, dtype=np.int64)
+        """Tokens whose keys and values are in the cache; one less than ``length`` past the prompt."""
+        self.prompt = np.zeros(count, dtype=np.int64)
+        self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
+        """``[place, page]``: the null page where there is none."""
+
+
+class Scheduler:
+    """Hands out batches until all requests are served."""
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        *,
+        limits: Limits,
+        speculative: Speculative | None,
+        pages: PageFormat,
+        max_model_len: int,
+    ) -> None:
+        self._limits, self._speculative = limits, speculative
+        self._pages, self._max_model_len = pages, max_model_len
+        self._lookahead = 0 if speculative is None else speculative.num_tokens
+        self._pool = PagePool(pages.num_pages)
+        self._arriving = deque(sorted(requests, key=lambda request: request.arrival))
+        self._waiting: deque[tuple[Request, float]] = deque()
+        self._free = list(range(limits.max_num_reqs - 1, -1, -1))
+        self._running: list[Live] = []
+        self._turn = 0
+        self.places = Places(limits.max_num_reqs, max_model_len, self._lookahead, pages)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have arrived and have no place."""
+        return len(self._waiting)
+
+    @property
+    def unfinished(self) -> tuple[Live, ...]:
+        """Requests that have a place now."""
+        return tuple(self._running)
+
+    @property
+    def next_arrival(self) -> float | None:
+        """When the next request comes; None where all have."""
+        return self._arriving[0].arrival if self._arriving else None
+
+    @property
+    def done(self) -> bool:
+        return not (self._arriving or self._waiting or self._running)
+
+    def arrive(self, now: float, clock: float) -> None:
+        """Queue the requests that have arrived by ``now``; ``clock`` is the wall clock for latencies."""
+        while self._arriving and self._arriving[0].arrival <= now:
+            self._waiting.append((self._arriving.popleft(), clock))
+
+    def pages_needed(self, request: Request) -> int:
+        """Return the pages that a request can ever need, drafts after its last token included."""
+        tokens = len(request.prompt) + request.max_new_tokens + self._lookahead
+        return self._pages.pages(min(tokens, self._max_model_len))
+
+    def schedule(self) -> tuple[Scheduled | None, tuple[Live, ...]]:
+        """Return the next batch and the requests that were given a place for it."""
+        admitted = self._admit()
+        decoding = [live for live in self._running if self._past_prompt(live)]
+        prompting = [live for live in self._running if not self._past_prompt(live)]
+        if not self._running:
+            return None, admitted
+        if not prompting:
+            decoding = self._rotate(decoding)
+        rows: list[tuple[Live, int, int]] = []
+        left = self._limits.max_num_tokens
+        k = self._k(len(decoding) + len(prompting))
+        for live in decoding:
+            place = live.place
+            drafts = min(k, self._max_model_len - 1 - int(self.places.computed[place]), left - 1)
+            if drafts < 0:
+                break
+            self._fill_up(live, drafts)
+            rows.append((live, 1 + drafts, drafts))
+            left -= 1 + drafts
+        for live in prompting:
+            chunk = min(left, int(self.places.prompt[live.place] - self.places.computed[live.place]))
+            if chunk < 1:
+                break
+            rows.append((live, chunk, 0))
+            left -= chunk
+        return self._scheduled(rows), admitted
+
+    def _admit(self) -> tuple[Live, ...]:
+        admitted = []
+        while self._waiting and self._free:
+            request, entered = self._waiting[0]
+            needed = self.pages_needed(request)
+            if needed > self._pool.free:
+                break
+            self._waiting.popleft()
+            live = Live(request, self._free.pop(), self._pool.take(needed), entered)
+            self._settle(live)
+            self._running.append(live)
+            admitted.append(live)
+        return tuple(admitted)
+
+    def _settle(self, live: Live) -> None:
+        place, prompt = live.place, live.request.prompt
+        self.places.tokens[place] = 0
+        self.places.tokens[place, : len(prompt)] = prompt
+        self.places.length[place] = self.places.prompt[place] = len(prompt)
+        self.places.computed[place] = 0
+        self.places.table[place] = 0
+        self.places.table[place, : len(live.pages)] = live.pages
+
+    def _past_prompt(self, live: Live) -> bool:
+        return bool(self.places.computed[live.place] >= self.places.prompt[live.place])
+
+    def _k(self, num_reqs: int) -> int:
+        return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
+
+    def _rotate(self, decoding: Sequence[Live]) -> list[Live]:
+        """Return as many as have room for all their drafts, taking turns where not all have."""
+        count = len(decoding)
+        while count > 1 and count * (1 + self._k(count)) > self._limits.max_num_tokens:
+            count -= 1
+        if count == len(decoding):
+            return list(decoding)
+        start = self._turn % len(decoding)
+        self._turn += count
+        return [decoding[(start + i) % len(decoding)] for i in range(count)]
+
+    def _fill_up(self, live: Live, drafts: int) -> None:
+        """Let a row that has too few drafts verify its last token again, so that all rows are alike.
+
+        That happens where a schedule raises k as the batch shrinks. Verification refuses what the
+        target would not say, so any token will do.
+        """
+        if live.proposed < drafts:
+            start = int(self.places.length[live.place])
+            row = self.places.tokens[live.place]
+            row[start + live.proposed : start + drafts] = row[start - 1]
+
+    def _scheduled(self, rows: Sequence[tuple[Live, int, int]]) -> Scheduled:
+        return Scheduled(
+            live=tuple(live for live, _, _ in rows),
+            places=np.array([live.place for live, _, _ in rows], dtype=np.int64),
+            counts=np.array([count for _, count, _ in rows], dtype=np.int64),
+            drafts=np.array([drafts for _, _, drafts in rows], dtype=np.int64),
+            prompts=sum(not self._past_prompt(live) for live, _, _ in rows),
+            draft_tokens=self._k(len(rows)),
+        )
+
+    def finish(self, live: Live) -> None:
+        """Let a request go: its place and its pages are free."""
+        self._running.remove(live)
+        self._free.append(live.place)
+        self._pool.give_back(live.pages)

@@ -1,0 +1,145 @@
+"""Strategies for the reports of runs: of any plan, of any length, also of runs that were stopped."""
+
+from pathlib import Path
+
+import attrs
+from hypothesis import strategies as st
+
+from capture_planner import codec
+from capture_planner.dispatch import Dispatcher
+from capture_planner.modes import Reason
+from capture_planner.plan import Kind, Waiver
+from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
+from capture_planner.testing import arbitrary_plans, batches, plans
+
+LOCKED = {
+    path.stem: codec.load_plan(path)
+    for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
+}
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "[/bold]",
+    "$\\frac{1}{0}$",
+    "\udc80",
+)
+
+names = st.sampled_from(HOSTILE) | st.text(min_size=1, max_size=12)
+# A clock ticks in nanoseconds.
+times = st.sampled_from((0.0, 1e-9, 0.5)) | st.floats(1e-9, 1e4)
+counts = st.sampled_from((0, 1)) | st.integers(0, 1 << 40)
+
+
+@st.composite
+def captures(draw, plan):
+    """What was captured of a plan: a part of it, in capture order, some graphs dropped."""
+    planned = [(role.role, entry) for role in plan.roles for entry in role.entries]
+    reasons = st.none() | st.none() | st.sampled_from((Reason.MEMORY, Reason.BUDGET))
+    # A few draws for all graphs in turn: a plan may have more than a hundred.
+    kinds = draw(st.lists(st.tuples(times, counts, counts, reasons, names), min_size=1, max_size=3))
+    found = []
+    for index, (role, entry) in enumerate(
+        planned[: draw(st.just(len(planned)) | st.integers(0, len(planned)))]
+    ):
+        taken, memory, alone, reason, says = kinds[index % len(kinds)]
+        waiver = None
+        if reason is not None:
+            waiver = Waiver(kind=Kind.MIXED, first=1, last=entry.num_tokens, reason=reason, says=says)
+        found.append(
+            Captured(role=role, entry=entry, seconds=taken, memory=memory, alone=alone, waiver=waiver)
+        )
+    return tuple(found)
+
+
+@st.composite
+def forwards(draw, dispatcher, captured, step):
+    """One forward, served by what was captured, as the dispatcher answers for the whole plan."""
+    batch = draw(batches(dispatcher.plan).filter(lambda batch: min(batch.num_reqs, batch.num_tokens) >= 0))
+    answer = dispatcher.answer(batch)
+    there = (batch.role, answer.entry) in captured
+    return Forward(
+        step=step,
+        role=batch.role,
+        num_reqs=batch.num_reqs,
+        num_tokens=batch.num_tokens,
+        query_len=batch.uniform_query_len,
+        entry=answer.entry if there else None,
+        reason=None if there else answer.reason or Reason.MEMORY,
+        padded_tokens=answer.padded_tokens if there else 0,
+        padded_reqs=answer.padded_reqs if there else 0,
+        repeats=draw(st.sampled_from((1, 1, 2, 7))),
+        host_seconds=draw(times),
+        seconds=draw(times),
+    )
+
+
+@st.composite
+def steps(draw, index):
+    """One step of any load."""
+    num_reqs = draw(st.integers(0, 300))
+    drafted = draw(st.just(0) | st.integers(0, 500))
+    return Step(
+        index=index,
+        num_reqs=num_reqs,
+        num_tokens=num_reqs + draw(st.integers(0, 5000)),
+        prompts=draw(st.integers(0, num_reqs)),
+        drafted=drafted,
+        accepted=draw(st.integers(0, drafted)),
+        seconds=draw(times),
+        waiting=draw(st.integers(0, 9)),
+    )
+
+
+@st.composite
+def served(draw):
+    """One request: finished, cut off, or never begun."""
+    tokens = draw(st.lists(st.integers(0, 1 << 17), max_size=4))
+    first = draw(times) if tokens else None
+    return Served(
+        name=draw(names),
+        prompt_tokens=draw(st.integers(1, 100)),
+        output_tokens=len(tokens),
+        first_token=first,
+        finished=draw(st.none() | times.map(lambda more: first + more)) if tokens else None,
+        tokens=tuple(tokens),
+        text=draw(st.none() | names),
+    )
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class Drawn(RunReport):
+    """A report that a failing test can print: Hypothesis warns of one with its whole plan."""
+
+    def __repr__(self):
+        shown = ("model", "host", "forwards", "steps", "served", "serve_seconds", "interrupted")
+        return f"<{', '.join(f'{name}={getattr(self, name)!r}' for name in shown)}>"
+
+
+@st.composite
+def reports(draw):
+    """Any report, the degenerate ones included: no capture, no step, no request, no drafter."""
+    locked = LOCKED[draw(st.sampled_from(sorted(LOCKED)))]
+    # Drawing a plan takes longer than all the rest; the locked ones are of every kind but strange.
+    plan = locked if draw(st.integers(0, 4)) else draw(plans(max_reqs=64) | arbitrary_plans())
+    captured, dispatcher = draw(captures(plan)), Dispatcher(plan)
+    usable = {(graph.role, graph.entry) for graph in captured if graph.waiver is None}
+    first, length = draw(st.sampled_from((0, 0, 1000))), draw(st.sampled_from((0, 1, 2, 3)))
+    numbers = range(first, first + length)
+    asked = [number for number in numbers for _ in range(draw(st.integers(0, 3)))] if plan.roles else []
+    # The last step may have been cut off: its forwards are there, and it is not.
+    ended = numbers[: draw(st.sampled_from((length, max(0, length - 1))))]
+    return Drawn(
+        plan=plan,
+        model=draw(names),
+        backends=draw(st.dictionaries(names, names, max_size=2)),
+        host=draw(st.dictionaries(names, names, max_size=3)),
+        captured=captured,
+        forwards=tuple(draw(forwards(dispatcher, usable, number)) for number in asked),
+        steps=tuple(draw(steps(number)) for number in ended),
+        served=tuple(draw(st.lists(served(), max_size=4))),
+        buffers=draw(counts),
+        kv_cache=draw(counts),
+        capture_seconds=draw(times),
+        serve_seconds=draw(times),
+        interrupted=draw(st.booleans()),
+    )

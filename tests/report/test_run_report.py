@@ -1,0 +1,243 @@
+"""The numbers of a run, their tables and their JSON: they add up, whatever happened."""
+
+import io
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import ledgers
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from capture_planner import codec
+from capture_planner.modes import GraphMode
+from capture_planner.report.run import run_data, run_tables, summary
+from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, percent, seconds, sections, size
+from capture_planner.report.summary import Percentiles
+
+REPORTS = ledgers.reports()
+
+
+def printed(report, width):
+    """The tables as text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(run_tables(report))
+    return console.file.getvalue()
+
+
+@given(REPORTS)
+def test_the_shares_of_a_role_sum_to_one(report):
+    """Over FULL, PIECEWISE and NONE; they are all 0 where the role never ran."""
+    for role in summary(report).served_from:
+        total = sum(mode.share for mode in role.modes)
+        assert total == pytest.approx(1 if role.forwards else 0)
+
+
+@given(REPORTS)
+def test_forwards_are_counted_once(report):
+    """By role and mode, by graph and fallback, and those that are uniform decodes."""
+    numbers = summary(report)
+    ran = Counter()
+    for forward in report.forwards:
+        ran[forward.role, forward.mode] += forward.repeats
+    assert {(r.role, m.mode): m.forwards for r in numbers.served_from for m in r.modes if m.forwards} == ran
+    by_graph = sum(used.forwards for used in numbers.graphs)
+    eager = sum(fallback.forwards for fallback in numbers.fallbacks)
+    assert (by_graph, eager) == (
+        sum(f.repeats for f in report.forwards if f.entry),
+        sum(f.repeats for f in report.forwards if not f.entry),
+    )
+    for role in numbers.served_from:
+        mine = [f for f in report.forwards if f.role is role.role and f.query_len is not None]
+        assert role.decodes == sum(f.repeats for f in mine)
+        assert role.covered == sum(f.repeats for f in mine if f.entry)
+
+
+@given(REPORTS)
+def test_fallbacks_are_exactly_the_eager_forwards(report):
+    """By role, reason and shape, the most frequent first; tables list a few and count the rest."""
+    found = summary(report).fallbacks
+    shapes = Counter()
+    for f in report.forwards:
+        if f.entry is None:
+            shapes[f.role, f.reason, f.num_reqs, f.num_tokens, f.query_len] += f.repeats
+    assert {(f.role, f.reason, f.num_reqs, f.num_tokens, f.query_len): f.forwards for f in found} == shapes
+    assert len(found) == len(shapes)
+    assert [f.forwards for f in found] == sorted((f.forwards for f in found), reverse=True)
+    shown = next(s for s in sections(report, summary(report)) if s.name == "fallbacks")
+    assert len(shown.grid.rows if shown.grid else ()) == min(len(found), MAX_FALLBACKS)
+    assert bool(shown.notes) == (len(found) > MAX_FALLBACKS)
+
+
+@given(REPORTS)
+def test_padding_is_the_padded_share_of_the_rows(report):
+    """Between 0 and 1; on either axis the padded rows over all rows of the mode."""
+    for role in summary(report).served_from:
+        for mode in role.modes:
+            mine = [f for f in report.forwards if (f.role, f.mode) == (role.role, mode.mode)]
+            for share, real, padded in (
+                (mode.token_padding, "num_tokens", "padded_tokens"),
+                (mode.request_padding, "num_reqs", "padded_reqs"),
+            ):
+                assert 0 <= share <= 1
+                added = sum(getattr(f, padded) * f.repeats for f in mine)
+                rows = added + sum(getattr(f, real) * f.repeats for f in mine)
+                assert share * rows == pytest.approx(added)
+            assert mode.mode is not GraphMode.NONE or mode.token_padding == 0
+
+
+@given(st.lists(st.floats(-1e9, 1e9) | st.integers(0, 3).map(float), max_size=250))
+def test_percentiles_are_by_nearest_rank(values):
+    """The smallest value that at least so many percent of the values do not exceed."""
+    found = Percentiles.of(values)
+    if not values:
+        assert found is None
+        return
+    for percentage, value in ((50, found.p50), (90, found.p90), (99, found.p99), (100, found.max)):
+        fitting = [v for v in values if sum(w <= v for w in values) * 100 >= percentage * len(values)]
+        assert value == min(fitting)
+    assert found.count == len(values)
+
+
+@given(REPORTS)
+def test_latencies_are_those_of_the_requests_steps_and_forwards(report):
+    """Each is over what has it: a request that was cut off has no end, one token has no second."""
+    found = summary(report).latency
+    ended = [s for s in report.served if s.finished is not None]
+    host = [f.host_seconds / f.repeats for f in report.forwards for _ in range(f.repeats)]
+    rest = [(s.finished - s.first_token) / (s.output_tokens - 1) for s in ended if s.output_tokens > 1]
+    assert found.first_token == Percentiles.of(s.first_token for s in report.served if s.output_tokens)
+    assert found.per_token == Percentiles.of(rest)
+    assert found.finished == Percentiles.of(s.finished for s in ended)
+    assert found.step == Percentiles.of(step.seconds for step in report.steps)
+    assert found.forward_host == Percentiles.of(host)
+
+
+@given(REPORTS)
+def test_captured_graphs_add_up(report):
+    """Graphs and bytes by role and mode; a graph is captured, dropped, or had no turn."""
+    numbers = summary(report)
+    there = [graph for graph in report.captured if graph.waiver is None]
+    assert sum(kind.graphs for kind in numbers.captured) == len(there) == len(numbers.graphs)
+    assert sum(kind.memory for kind in numbers.captured) == sum(graph.memory for graph in there)
+    assert sum(kind.alone for kind in numbers.captured) == sum(graph.alone for graph in there)
+    assert len(there) + len(numbers.dropped) == len(report.captured) <= numbers.planned
+    for kind in numbers.captured:
+        tokens = [g.entry.num_tokens for g in there if (g.role, g.entry.mode) == (kind.role, kind.mode)]
+        assert (kind.smallest.num_tokens, kind.largest.num_tokens) == (min(tokens), max(tokens))
+
+
+@given(REPORTS)
+def test_unused_graphs_are_those_that_served_nothing(report):
+    """And the graphs are listed by their use."""
+    numbers = summary(report)
+    served = {(forward.role, forward.entry) for forward in report.forwards}
+    unused = [g for g in report.captured if g.waiver is None and (g.role, g.entry) not in served]
+    assert list(numbers.unused) == unused
+    assert [used.forwards for used in numbers.graphs] == sorted(
+        (used.forwards for used in numbers.graphs), reverse=True
+    )
+    line = next(s for s in sections(report, numbers) if s.name == "graphs").lines[0]
+    assert line.endswith(" more") == (len(unused) > MAX_NAMED)
+
+
+@given(REPORTS)
+def test_acceptance_is_there_with_a_drafter_only(report):
+    """Its rate is a share, and a decode gains between one token and one more than its drafts."""
+    found = summary(report).acceptance
+    assert (found is None) == (report.plan.speculative is None)
+    assert (found is None) == all(s.name != "acceptance" for s in sections(report, summary(report)))
+    if found is None:
+        return
+    assert found.drafted == sum(step.drafted for step in report.steps)
+    assert (found.rate is None) == (found.drafted == 0)
+    assert found.rate is None or 0 <= found.rate <= 1
+    if found.length is not None:
+        assert found.length * found.decodes == pytest.approx(found.decodes + found.accepted)
+
+
+@given(REPORTS)
+def test_the_data_is_json_and_comes_back_equal(report):
+    """Strict JSON: no NaN, no infinity, no key that is no text."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    data = run_data(report)
+    assert json.loads(codec.dumps_json(data), parse_constant=refuse) == data
+
+
+@given(REPORTS)
+def test_the_data_has_a_row_for_all_that_happened(report):
+    """Steps, forwards, graphs and requests, with the tokens that were generated."""
+    data = run_data(report)
+    assert [(row["index"], row["drafted"]) for row in data["steps"]] == [
+        (step.index, step.drafted) for step in report.steps
+    ]
+    assert [(row["mode"], row["padded_tokens"], row["reason"]) for row in data["forwards"]] == [
+        (forward.mode.value, forward.padded_tokens, forward.reason) for forward in report.forwards
+    ]
+    assert [(row["name"], tuple(row["tokens"])) for row in data["requests"]] == [
+        (served.name, served.tokens) for served in report.served
+    ]
+    entries = data["captured"]["entries"]
+    assert len(entries) == len(report.captured)
+    assert Counter(row["says"] for row in entries) == Counter(
+        graph.waiver and graph.waiver.says for graph in report.captured
+    )
+    assert data["throughput"]["output_tokens"] == sum(len(row["tokens"]) for row in data["requests"])
+
+
+@given(REPORTS, st.sampled_from((80, 120)))
+def test_the_tables_fit_their_width(report, width):
+    """Names of any kind are written as they are, and an interrupted run says so first."""
+    text = printed(report, width)
+    lines = [line.rstrip() for line in text.split("\n")]
+    assert max(map(cell_len, lines)) <= width
+    assert text.replace("\n", "").isprintable()
+    assert ("INTERRUPTED" in lines[0]) == report.interrupted
+    for title in ("Captured", "Served from", "Fallbacks", "Graphs used", "Steps", "Latency"):
+        assert title in lines
+
+
+@given(REPORTS)
+def test_what_was_not_captured_is_named(report):
+    """Each dropped graph with its waiver's sentence, and those that had no turn by their number."""
+    numbers = summary(report)
+    warnings = next(s for s in sections(report, numbers) if s.name == "captured").warnings
+    dropped = [g for g in report.captured if g.waiver is not None]
+    for warning, graph in zip(warnings, dropped, strict=False):
+        assert str(graph.entry) in warning
+        assert graph.waiver.says in warning
+    assert len(warnings) == len(dropped) + (numbers.planned > len(report.captured))
+
+
+@given(st.floats(0, 1))
+def test_only_all_and_none_are_written_as_such(share):
+    """99.96 % is not 100 %: a decode that ran eager must show."""
+    text = percent(share)
+    assert (text == "100%") == (share == 1)
+    assert (text == "0%") == (share == 0)
+    assert text not in ("100.0%", "0.0%")
+
+
+@given(st.integers(0, 1 << 50), st.floats(1e-6, 1e6))
+def test_written_numbers_keep_their_value(count, time):
+    """Bytes and times, up to the digits that are shown."""
+    shift = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}
+    number, _, unit = size(count).replace(",", "").partition(" ")
+    assert float(number) * (1 << shift.get(unit, 0)) == pytest.approx(count, rel=0.05)
+    number, _, unit = seconds(time).replace(",", "").partition(" ")
+    assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] == pytest.approx(time, rel=0.05)
+    assert seconds(0) == size(0) == "0"
+
+
+def test_reporting_needs_neither_torch_nor_what_draws_the_page():
+    """They are imported where the page is made, and torch never."""
+    code = "import capture_planner.report.run, capture_planner.report.page, sys; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "matplotlib", "jinja2", "numpy"} & set(ran.stdout.split())
