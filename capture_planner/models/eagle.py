@@ -13,7 +13,7 @@ from capture_planner.model import Method, Speculative
 from capture_planner.models.contract import TargetModel
 from capture_planner.models.heads import AUX_LAYER_IDS, Config, Eagle, Eagle3
 from capture_planner.models.huggingface import refuse_moving_rope
-from capture_planner.models.loading import Found, Source, fill, locate, read_tensors, seeded
+from capture_planner.models.loading import UNREADABLE, Found, Source, fill, locate, read_tensors, seeded
 
 __all__ = ["Eagle", "Eagle3", "load_drafter"]
 
@@ -98,7 +98,7 @@ def _read(found: Source, speculative: Speculative, target: TargetModel) -> Confi
     values = found.read_config()
     try:
         config: Config = LlamaConfig.from_dict(values)
-    except (ValueError, TypeError, KeyError) as error:
+    except UNREADABLE as error:
         raise RunError(f"{found.config}: not the configuration of a Llama head: {error}") from error
     refuse_moving_rope(config, str(found.config))
     draft, eagle = speculative.model, values.get("eagle_config") or {}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -27,7 +26,7 @@ from capture_planner.errors import RunError
 from capture_planner.model import DataType, Model
 from capture_planner.models.contract import Attend, Weight
 from capture_planner.models.interface import INTERFACE, SUPPORTED, Call, Probe, RefuseHostReads
-from capture_planner.models.loading import Source, locate, seeded, weights_of
+from capture_planner.models.loading import UNREADABLE, Source, locate, seeded, weights_of
 
 _FLOATS = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -186,7 +185,7 @@ def load_target(
     found = Source(Path()) if source is None else locate(source)
     try:
         config = _llama(shape) if source is None else AutoConfig.from_pretrained(found.config)
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise RunError(f"{source}: not a configuration that transformers reads: {error}") from error
     text = config.get_text_config(decoder=True)
     _refuse(config, text, source)
@@ -205,7 +204,7 @@ def load_target(
         else:
             with seeded(seed, device):
                 model = factory.from_config(config, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise RunError(f"{source or shape.name}: cannot be loaded: {error}") from error
     origin = "the plan's numbers" if source is None else found.label
     name = f"{type(model).__name__} of {origin}" + ("" if found.files else f", random weights (seed {seed})")

@@ -10,12 +10,16 @@ from typing import Any
 
 import attrs
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from capture_planner.errors import RunError
 from capture_planner.models.contract import Weight
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
+"""What transformers raises for configurations and weights that it cannot make a model of."""
 
 
 @attrs.frozen

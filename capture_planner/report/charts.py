@@ -300,7 +300,7 @@ def _steps(report: RunReport) -> Chart | None:
 
 def _acceptance(report: RunReport) -> Chart | None:
     drafted = sum(step.drafted for step in report.steps)
-    if not drafted or report.plan.speculative is None:
+    if not drafted:
         return None
     figure, axes = new_figure(1, 1, 1.9)
     plot = axes[0][0]

@@ -16,7 +16,14 @@ from capture_planner.modes import Role
 from capture_planner.plan import GroupPlan, Plan, RolePlan
 from capture_planner.registry import Registered, Registry
 from capture_planner.runtime import kv
-from capture_planner.runtime.bodies import Body, DraftDecodeBody, DraftPrefillBody, DraftState, TargetBody
+from capture_planner.runtime.bodies import (
+    Body,
+    DraftDecodeBody,
+    DraftPrefillBody,
+    DraftState,
+    TargetBody,
+    tensor_of,
+)
 from capture_planner.runtime.contract import LayerCache, Reservation, Runnable
 from capture_planner.runtime.fields import Extents, Fields
 from capture_planner.runtime.graph import Grapher
@@ -50,7 +57,8 @@ class Parts:
             caches = {
                 t.data_ptr() for g in role.groups for c in g.caches.values() for t in (c.keys, c.values)
             }
-            for _, tensor in role.persistent():
+            for held in role.persistent():
+                tensor = tensor_of(held)
                 if tensor.data_ptr() not in caches:
                     seen[tensor.data_ptr()] = tensor.nbytes
         return sum(seen.values())

@@ -18,6 +18,15 @@ from capture_planner.models.contract import Attend, Drafter, TargetModel, Weight
 from capture_planner.runtime.contract import NULL_SLOT
 from capture_planner.runtime.fields import Extents, Fields
 
+Held = tuple[str, object, str]
+"""A persistent tensor: its name, the object that holds it, and the attribute there."""
+
+
+def tensor_of(held: Held) -> torch.Tensor:
+    """Return the tensor as it is now."""
+    found: torch.Tensor = getattr(held[1], held[2])
+    return found
+
 
 class Body(Protocol):
     """What one role runs as one forward."""
@@ -28,10 +37,10 @@ class Body(Protocol):
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Run what follows for ``extents.reqs`` requests. ``entry`` is set where a graph holds it."""
 
-    def outputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def outputs(self) -> Iterator[Held]:
         """Every persistent tensor that a forward writes as a whole before anything reads it."""
 
-    def inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def inputs(self) -> Iterator[Held]:
         """Every other persistent tensor but the fields."""
 
     def weights(self) -> Iterator[Weight]:
@@ -84,17 +93,17 @@ class TargetBody:
             return self.tokens[rows]
         return self.model.logits(self.hidden[rows]).argmax(-1)
 
-    def outputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def outputs(self) -> Iterator[Held]:
         """What sampling and the drafter read."""
-        yield "hidden", self.hidden
-        yield "tokens", self.tokens
+        yield "hidden", self, "hidden"
+        yield "tokens", self, "tokens"
         if self.aux is not None:
-            yield "aux", self.aux
+            yield "aux", self, "aux"
 
-    def inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def inputs(self) -> Iterator[Held]:
         """The embeddings, where they are the input."""
         if self.embeddings is not None:
-            yield "embeddings", self.embeddings
+            yield "embeddings", self, "embeddings"
 
     def weights(self) -> Iterator[Weight]:
         """Those of the model."""
@@ -138,10 +147,10 @@ class DraftState:
         self.proposed.view(-1).index_copy_(0, places * width + self.column, tokens)
         self.column.add_(1).clamp_(max=width - 1)
 
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def buffers(self) -> Iterator[Held]:
         """All of it, by name."""
         for name in ("token", "hidden", "proposed", "column"):
-            yield f"draft_state.{name}", getattr(self, name)
+            yield f"draft_state.{name}", self, name
 
 
 @attrs.define(eq=False)
@@ -180,15 +189,15 @@ class DraftPrefillBody:
         self.state.column.zero_()
         self.state.keep(places, tokens, hidden)
 
-    def outputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def outputs(self) -> Iterator[Held]:
         """The hidden states, and the state that draft decodes go on from."""
-        yield "hidden", self.hidden
+        yield "hidden", self, "hidden"
         yield from self.state.buffers()
 
-    def inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def inputs(self) -> Iterator[Held]:
         """What the target left."""
-        for name, tensor in self.target.outputs():
-            yield f"target.{name}", tensor
+        for name, holder, attribute in self.target.outputs():
+            yield f"target.{name}", holder, attribute
 
     def weights(self) -> Iterator[Weight]:
         """Those of the drafter."""
@@ -240,11 +249,11 @@ class DraftDecodeBody:
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Nothing: a token and a request are the same here."""
 
-    def outputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def outputs(self) -> Iterator[Held]:
         """None: each step goes on from the state that it changes."""
         return iter(())
 
-    def inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def inputs(self) -> Iterator[Held]:
         """The state of the drafts."""
         return self.state.buffers()
 

@@ -7,8 +7,10 @@ one invariant: past the real extent of the last step, every element holds the fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from capture_planner.contract import Axis, Fill, Lifetime, MetadataField, Where
@@ -67,23 +69,29 @@ class FieldBuffer:
     """``[rows]``, or ``[rows, columns]`` of a table; on the device."""
     dirty_rows: int = 0
     dirty_columns: int = 0
+    constant: int | None = attrs.field(init=False)
+    """The fill where it is the same at every step, else None."""
+    is_frozen: bool = attrs.field(init=False)
+    """Whether its backend writes it once, at ``reserve``: no step touches it."""
+    rows: int = attrs.field(init=False)
+    columns: int = attrs.field(init=False)
+    """Columns of a table; 1 of a vector."""
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether its backend writes it once, at ``reserve``: no step touches it."""
-        return self.field.lifetime is Lifetime.FROZEN
+    array: np.ndarray[Any, Any] | None = attrs.field(init=False)
+    """The same memory, where the host can write it: many times quicker than operators are."""
 
-    @property
-    def constant(self) -> int | None:
-        """The fill where it is the same at every step, else None."""
-        if self.field.fill is Fill.CONSTANT:
-            return self.field.value
-        return NULL_SLOT if self.field.fill is Fill.NULL_SLOT else None
+    def __attrs_post_init__(self) -> None:
+        # Read at every step, so worked out once.
+        self.array = self.tensor.numpy() if self.tensor.device.type == "cpu" else None
+        fill = self.field.fill
+        self.constant = NULL_SLOT if fill is Fill.NULL_SLOT else self.field.value
+        self.is_frozen = self.field.lifetime is Lifetime.FROZEN
+        self.rows = self.tensor.shape[0]
+        self.columns = self.tensor.shape[1] if self.tensor.dim() == 2 else 1
 
     def spoil(self) -> None:
         """Say that nothing is known of what it holds: the next step fills all of it."""
-        self.dirty_rows = self.tensor.shape[0]
-        self.dirty_columns = self.tensor.shape[1] if self.tensor.dim() == 2 else 1
+        self.dirty_rows, self.dirty_columns = self.rows, self.columns
 
     def view(self, extents: Extents) -> torch.Tensor:
         """Return the part that these extents cover, a table with all of its columns."""
@@ -132,8 +140,8 @@ class Fields:
         return sum(buffer.tensor.nbytes for buffer in self)
 
     def views(self, group: str, extents: Extents) -> Mapping[str, torch.Tensor]:
-        """Return what a group's backend reads, cut to the extents."""
-        return {name: buffer.view(extents) for name, buffer in self.by_group[group].items()}
+        """Return what a group's backend reads, cut to the extents when it is asked for."""
+        return _Views(self.by_group[group], extents)
 
     def poison(self) -> None:
         """Overwrite what each step writes with what must never be read: far out of range, or NaN."""
@@ -141,6 +149,23 @@ class Fields:
             if not buffer.is_frozen:
                 poison(buffer.tensor)
                 buffer.spoil()
+
+
+@attrs.frozen
+class _Views(Mapping[str, torch.Tensor]):
+    """Device fields by name, cut to a step's extents."""
+
+    buffers: Mapping[str, FieldBuffer]
+    extents: Extents
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.buffers[name].view(self.extents)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.buffers)
+
+    def __len__(self) -> int:
+        return len(self.buffers)
 
 
 def poison(tensor: torch.Tensor) -> None:

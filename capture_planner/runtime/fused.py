@@ -160,8 +160,7 @@ def _write(
     columns = tl.load(row + 6).to(tl.int32)
     r = places // columns
     c = places % columns
-    inside = places < elements
-    real = inside & (r < tl.load(row + 3)) & (c < real_columns)
+    real = (r < tl.load(row + 3)) & (c < real_columns)
     value = tl.load(source + r * real_columns + c, mask=real, other=0)
     value = tl.where(real, value, tl.load(row + 7).to(element))
-    tl.store(target + r * tl.load(row + 2) + c, value, mask=inside)
+    tl.store(target + r * tl.load(row + 2) + c, value, mask=places < elements)

@@ -61,5 +61,7 @@ class Grapher(Protocol):
         """End a piece, run ``between`` outside the graph, and begin the next piece.
 
         Called by the forward while it is captured; ``between`` is run there, and once at this place
-        of every replay. ``reads`` and ``writes`` are all the tensors of the graph that it touches.
+        of every replay. ``reads`` and ``writes`` are all the tensors of the graph that it touches: it
+        refers to these very tensors, which may be pointed at other memory when the capture ends, or
+        derives from them when it runs; a view of them that was made before would be left behind.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import attrs
 import torch
@@ -11,57 +11,62 @@ from capture_planner.entry import Entry
 from capture_planner.errors import GuardError
 from capture_planner.models.contract import Weight
 from capture_planner.modes import Role
-
-Tensors = Callable[[], Sequence[torch.Tensor]]
-"""Returns the persistent tensors as they are now, always in the same order."""
+from capture_planner.runtime.bodies import Held
 
 
 class PointerGuard:
     """Pointers and shapes of everything that a role's graphs touch, as they were before capture.
 
-    Buffers are asked for anew at each check, and weights are read from their modules, so that a
-    replaced object is seen as well as a moved one.
+    Tensors are read anew from whatever holds them, so that a replaced object is seen as well as a
+    moved one.
     """
 
-    def __init__(self, names: Sequence[str], buffers: Tensors, weights: Iterable[Weight]) -> None:
-        self._names, self._buffers = tuple(names), buffers
-        self._weights = tuple(weights)
+    def __init__(self, buffers: Iterable[Held], weights: Iterable[Weight]) -> None:
+        self._buffers, self._weights = tuple(buffers), tuple(weights)
+        # A module's own dictionaries: its attribute access is many times slower.
         self._slots = [
-            (module._parameters if attribute in module._parameters else module._buffers, attribute)
-            for _, module, attribute in self._weights
+            (module._parameters if name in module._parameters else module._buffers, name)
+            for _, module, name in self._weights
         ]
-        self._kept = list(self._buffers())
-        self._pointers = [tensor.data_ptr() for tensor in self._kept]
-        self._shapes = [tensor.shape for tensor in self._kept]
-        self._weight_pointers = self._weights_now()
+        self._at_capture = self._buffers_now()
+        self._weights_at_capture = self._weights_now()
 
     def check(self, who: str) -> None:
         """Raise ``GuardError`` with the name of what moved; ``who`` names role and entry."""
-        now = self._buffers()
-        if [t.data_ptr() for t in now] != self._pointers or [t.shape for t in now] != self._shapes:
-            self._refuse_buffer(who, now)
+        buffers = self._buffers_now()
+        if buffers != self._at_capture:
+            self._refuse_buffer(who, buffers)
         weights = self._weights_now()
-        if weights != self._weight_pointers:
+        if weights != self._weights_at_capture:
             name = next(
-                w[0] for w, a, b in zip(self._weights, weights, self._weight_pointers, strict=True) if a != b
+                weight[0]
+                for weight, now, then in zip(self._weights, weights, self._weights_at_capture, strict=True)
+                if now != then
             )
             raise GuardError(
                 f"{who}: the weight {name} is not where it was at capture; load weights in place "
                 "(copy_ into the old tensor), or capture again"
             )
 
-    def _weights_now(self) -> list[int]:
-        return [0 if (found := slots.get(name)) is None else found.data_ptr() for slots, name in self._slots]
+    def _buffers_now(self) -> list[tuple[int, torch.Size]]:
+        found = [getattr(holder, attribute) for _, holder, attribute in self._buffers]
+        return [(tensor.data_ptr(), tensor.shape) for tensor in found]
 
-    def _refuse_buffer(self, who: str, now: Sequence[torch.Tensor]) -> None:
-        for name, tensor, pointer, shape in zip(self._names, now, self._pointers, self._shapes, strict=True):
-            if tensor.shape != shape:
+    def _weights_now(self) -> list[int]:
+        found = [slots.get(name) for slots, name in self._slots]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+
+    def _refuse_buffer(self, who: str, buffers: list[tuple[int, torch.Size]]) -> None:
+        for held, (pointer, shape), (old_pointer, old_shape) in zip(
+            self._buffers, buffers, self._at_capture, strict=True
+        ):
+            if shape != old_shape:
                 raise GuardError(
-                    f"{who}: {name} has shape {list(tensor.shape)}, at capture it had {list(shape)}"
+                    f"{who}: {held[0]} has shape {list(shape)}, at capture it had {list(old_shape)}"
                 )
-            if tensor.data_ptr() != pointer:
+            if pointer != old_pointer:
                 raise GuardError(
-                    f"{who}: {name} is not where it was at capture; write into it instead of replacing it"
+                    f"{who}: {held[0]} is not where it was at capture; write into it instead of replacing it"
                 )
 
 

@@ -23,7 +23,7 @@ Values = Mapping[str, np.ndarray[Any, Any]]
 """The real values of a step by field name: a vector, or the rows and columns of a table in use."""
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Write:
     """One row of the table: where it goes, what is real, and how far to fill."""
 
@@ -48,28 +48,29 @@ def table(buffers: Iterable[FieldBuffer], values: Values, num_tokens: int) -> li
         if buffer.is_frozen:
             continue
         real = values.get(buffer.field.name)
-        rows, columns = 0, 0
-        if real is None:
+        if real is None or buffer.constant is None:
             buffer.spoil()
-        else:
-            rows, columns = _extent(buffer, real)
         fill = fill_of(buffer, real, num_tokens)
-        if buffer.constant is None:
-            buffer.spoil()
-        writes.append(
-            Write(buffer, real, max(rows, buffer.dirty_rows), max(columns, buffer.dirty_columns), fill)
-        )
+        rows, columns = buffer.dirty_rows, buffer.dirty_columns
         if real is not None:
-            buffer.dirty_rows, buffer.dirty_columns = rows, columns
+            _refuse_overflow(buffer, real)
+            buffer.dirty_rows = len(real)
+            buffer.dirty_columns = real.shape[1] if real.ndim == 2 else 1
+            rows, columns = max(rows, buffer.dirty_rows), max(columns, buffer.dirty_columns)
+        writes.append(Write(buffer, real, rows, columns, fill))
     return writes
 
 
-def _extent(buffer: FieldBuffer, real: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Return the rows and columns of real values, which must have room."""
-    shape = buffer.tensor.shape
-    if real.ndim != len(shape) or any(a > b for a, b in zip(real.shape, shape, strict=True)):
-        raise RunError(f"{buffer.key} has room for {list(shape)}, and this step has {list(real.shape)}")
-    return len(real), real.shape[1] if real.ndim == 2 else 1
+def _refuse_overflow(buffer: FieldBuffer, real: np.ndarray[Any, Any]) -> None:
+    """Refuse values that have no room."""
+    if (
+        real.ndim != buffer.tensor.dim()
+        or len(real) > buffer.rows
+        or (real.ndim == 2 and real.shape[1] > buffer.columns)
+    ):
+        raise RunError(
+            f"{buffer.key} has room for {list(buffer.tensor.shape)}, and this step has {list(real.shape)}"
+        )
 
 
 def fill_of(buffer: FieldBuffer, real: np.ndarray[Any, Any] | None, num_tokens: int) -> int:
@@ -87,24 +88,25 @@ def fill_of(buffer: FieldBuffer, real: np.ndarray[Any, Any] | None, num_tokens: 
 
 
 def apply(writes: Sequence[Write]) -> None:
-    """Bring the buffers up to date with torch operators, on any device."""
+    """Bring the buffers up to date, on any device: as arrays on a host, else with torch operators."""
     for write in writes:
-        tensor, real = write.buffer.tensor, write.real
-        if tensor.dim() == 1:
-            rows = 0
-            if real is not None:
-                rows = len(real)
-                tensor[:rows].copy_(torch.from_numpy(real))
-            if write.rows > rows:
-                tensor[rows : write.rows].fill_(write.fill)
-            continue
-        rows, columns = (0, 0) if real is None else real.shape
+        target: Any = write.buffer.tensor if write.buffer.array is None else write.buffer.array
+        real, rows = write.real, 0
         if real is not None:
-            tensor[:rows, :columns].copy_(torch.from_numpy(real))
-        if write.columns > columns and rows:
-            tensor[:rows, columns : write.columns].fill_(write.fill)
+            rows = len(real)
+            values = real if write.buffer.array is not None else torch.from_numpy(np.ascontiguousarray(real))
+            if real.ndim == 1:
+                target[:rows] = values
+            else:
+                columns = real.shape[1]
+                target[:rows, :columns] = values
+                if write.columns > columns:
+                    target[:rows, columns : write.columns] = write.fill
         if write.rows > rows:
-            tensor[rows : write.rows, : write.columns].fill_(write.fill)
+            if target.ndim == 1:
+                target[rows : write.rows] = write.fill
+            else:
+                target[rows : write.rows, : write.columns] = write.fill
 
 
 @attrs.frozen(kw_only=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 ALIGNMENT = 64
 """Bytes; a place in a chunk is as aligned as an allocation, since kernels round by alignment."""
@@ -192,3 +194,25 @@ class Own:
     def made(self) -> torch.Tensor:
         """Return a new tensor in the pool."""
         return self.move(torch.empty(0, dtype=self.dtype))
+
+
+@contextmanager
+def apart(lent: Sequence[tuple[torch.Tensor, Own]]) -> Iterator[None]:
+    """Give the lent tensors memory of their own for a while.
+
+    What is touched in the graph's own memory meanwhile was not lent, and would be elsewhere at replay.
+    """
+    keys = [storage_key(tensor) for tensor, _ in lent]
+    with _disable_current_modes():
+        storages = {key: tensor.untyped_storage() for key, (tensor, _) in zip(keys, lent, strict=True)}
+        copies = {key: storage.clone() for key, storage in storages.items()}  # type: ignore[no-untyped-call]
+        for key, (tensor, own) in zip(keys, lent, strict=True):
+            tensor.set_(copies[key], own.offset, own.shape, own.stride)
+    try:
+        yield
+    finally:
+        with _disable_current_modes():
+            for key, storage in storages.items():
+                storage.copy_(copies[key])
+            for key, (tensor, own) in zip(keys, lent, strict=True):
+                tensor.set_(storages[key], own.offset, own.shape, own.stride)

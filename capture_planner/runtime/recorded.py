@@ -3,16 +3,16 @@
 A capture runs the forward once and keeps every operator that it called: which one, its host numbers,
 and where in memory each tensor lay. A replay calls the same operators on the same memory. So what is
 baked into a CUDA graph is baked in here: numbers, shapes, pointers, and the order of operators; and
-what no CUDA graph can hold is refused here. Two things differ: a capture here also computes, and
-intermediates get their place in the pool when it is over, once it is known how long each is alive.
+what no CUDA graph can hold is refused here, where every tensor counts as one on the device. Two
+things differ: a capture here also computes, and intermediates get their place in the pool when it is
+over, once it is known how long each is alive.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,15 +20,11 @@ from typing import Any
 import attrs
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from capture_planner.errors import CaptureError, RunError
 from capture_planner.runtime.graph import Pool
-from capture_planner.runtime.pool import Own, RecordedPool, Storage, storage_key
+from capture_planner.runtime.pool import Own, RecordedPool, Storage, apart, storage_key
 
 aten = torch.ops.aten
 
@@ -212,7 +208,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = [tensor for tensor in tensors if self._storages[storage_key(tensor)].is_own]
         lent = tuple((tensor, self._own(tensor)) for tensor in own)
         self._items.append(_Break(between, lent))
-        with _apart(lent):
+        with apart(lent):
             self.is_between = True
             try:
                 between()
@@ -220,7 +216,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.is_between = False
 
     def finish(self, pool: RecordedPool) -> RecordedGraph:
-        """Give every internal storage its place in the pool, and make the graph."""
+        """Give each of the graph's own storages its place in the pool, and make the graph."""
         own = [(storage, storage.block) for storage in self._storages.values() if storage.is_own]
         used = [(storage, block) for storage, block in own if block is not None]
         held = pool.hold([block for _, block in used])
@@ -262,28 +258,6 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-@contextmanager
-def _apart(lent: Sequence[tuple[torch.Tensor, Own]]) -> Iterator[None]:
-    """Give the lent tensors memory of their own for a while.
-
-    What is touched in the graph's own memory meanwhile was not lent, and would be elsewhere at replay.
-    """
-    keys = [storage_key(tensor) for tensor, _ in lent]
-    with _disable_current_modes():
-        storages = {key: tensor.untyped_storage() for key, (tensor, _) in zip(keys, lent, strict=True)}
-        copies = {key: storage.clone() for key, storage in storages.items()}  # type: ignore[no-untyped-call]
-        for key, (tensor, own) in zip(keys, lent, strict=True):
-            tensor.set_(copies[key], own.offset, own.shape, own.stride)
-    try:
-        yield
-    finally:
-        with _disable_current_modes():
-            for key, storage in storages.items():
-                storage.copy_(copies[key])
-            for key, (tensor, own) in zip(keys, lent, strict=True):
-                tensor.set_(storages[key], own.offset, own.shape, own.stride)
-
-
 class _HostReads(TorchFunctionMode):
     """Refuses what reads a tensor on the host without calling an operator."""
 
@@ -322,7 +296,8 @@ def _run_without_random(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator, and refuse it if it drew random numbers (with a dropout of 0 it does not)."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs)
-    generator = kwargs.get("generator") or torch.default_generator
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
+    generator = next(given, torch.default_generator)
     before = generator.get_state()
     result = func(*args, **kwargs)
     if not torch.equal(before, generator.get_state()):

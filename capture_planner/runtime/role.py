@@ -6,7 +6,6 @@ batch, the same without a graph.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 
@@ -21,7 +20,7 @@ from capture_planner.errors import BackendError, CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import GroupPlan, RolePlan
 from capture_planner.runtime import kv, padding
-from capture_planner.runtime.bodies import Body
+from capture_planner.runtime.bodies import Body, Held, tensor_of
 from capture_planner.runtime.contract import Executor, LayerCache, Metadata, Scoring
 from capture_planner.runtime.fields import Extents, Fields, poison
 from capture_planner.runtime.graph import Graph, Grapher, Pool
@@ -93,6 +92,7 @@ class RoleRun:
         self._group_of = {layer: group for group in groups for layer in group.caches}
         self._metadata: dict[str, Metadata] = {}
         self._derived = sorted({buffer.field.name for buffer in fields} | self._host_names())
+        self._frozen = {group.plan.name: _frozen_scalars(group.plan) for group in groups}
         self._splitting = False
 
     def _host_names(self) -> set[str]:
@@ -102,24 +102,21 @@ class RoleRun:
     def role(self) -> Role:
         return self.plan.role
 
-    def persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every persistent tensor that graphs touch, by name, weights left out."""
+    def persistent(self) -> Iterator[Held]:
+        """Every persistent tensor that graphs touch, weights left out."""
         for buffer in self.fields:
-            yield f"{self.role.value}.{buffer.key}", buffer.tensor
-        for name, tensor in (*self.body.outputs(), *self.body.inputs()):
-            yield f"{self.role.value}.{name}", tensor
+            yield f"{self.role.value}.{buffer.key}", buffer, "tensor"
+        for name, holder, attribute in (*self.body.outputs(), *self.body.inputs()):
+            yield f"{self.role.value}.{name}", holder, attribute
         for group in self.groups:
-            yield f"{self.role.value}.{group.plan.name}.workspace", group.workspace
+            yield f"{self.role.value}.{group.plan.name}.workspace", group, "workspace"
             for layer, cache in group.caches.items():
-                yield f"{self.role.value}.keys[{layer}]", cache.keys
-                yield f"{self.role.value}.values[{layer}]", cache.values
+                yield f"{self.role.value}.keys[{layer}]", cache, "keys"
+                yield f"{self.role.value}.values[{layer}]", cache, "values"
 
     def watch(self) -> None:
         """Take down where everything is, before the first capture."""
-        names = [name for name, _ in self.persistent()]
-        self._guard = PointerGuard(
-            names, lambda: [tensor for _, tensor in self.persistent()], self.body.weights()
-        )
+        self._guard = PointerGuard(self.persistent(), self.body.weights())
 
     # What runs.
 
@@ -173,19 +170,23 @@ class RoleRun:
         full = entry is not None and entry.num_reqs is not None
         seen = extents if full else real
         host = _HostFields(self, values, seen, real)
+        query = _longest_query(entry, values, full)
+        length = self._bounds.positions if full else int(values["seq_lens"].max(initial=0))
         for group in self.groups:
             metadata = Metadata(
                 entry=entry,
                 num_reqs=seen.reqs,
                 num_tokens=seen.tokens,
-                max_query_len=_longest_query(entry, values, full),
-                max_seq_len=self._bounds.positions if full else int(values["seq_lens"].max(initial=0)),
+                max_query_len=query,
+                max_seq_len=length,
                 fields=self.fields.views(group.plan.name, seen),
                 host=host,
             )
             self._metadata[group.plan.name] = metadata
-            with self._blamed(group, entry, "prepare"):
+            try:
                 group.executor.prepare(metadata)
+            except Exception as error:
+                raise self._blamed(group, entry, "prepare", error) from error
 
     def check(self, entry: Entry) -> None:
         """Compare what the entry's graph baked in with what is there now; raises ``GuardError``."""
@@ -198,12 +199,12 @@ class RoleRun:
     def _bake(self) -> Baked:
         frozen, layouts = {}, {}
         for group in self.groups:
-            metadata = self._metadata[group.plan.name]
+            name = group.plan.name
+            metadata = self._metadata[name]
             if metadata.is_full:
-                for field in group.plan.padding.fields:
-                    if field.lifetime is Lifetime.FROZEN and hasattr(metadata, field.name):
-                        frozen[f"{group.plan.name}.{field.name}"] = getattr(metadata, field.name)
-                layouts[group.plan.name] = group.executor.layout()
+                for scalar in self._frozen[name]:
+                    frozen[f"{name}.{scalar}"] = getattr(metadata, scalar)
+                layouts[name] = group.executor.layout()
         return Baked(frozen, layouts)
 
     # What is captured.
@@ -271,13 +272,15 @@ class RoleRun:
         kv.write(group.caches[layer], self.fields["slot_mapping"][:rows], keys[:rows], values[:rows])
         if rows < out.shape[0]:
             out[rows:].zero_()
-        with self._blamed(group, metadata.entry, f"attend of layer {layer}"):
+        try:
             group.executor.attend(layer, query[:rows], out[:rows], scoring, metadata)
+        except Exception as error:
+            raise self._blamed(group, metadata.entry, f"attend of layer {layer}", error) from error
 
     def _poison(self) -> None:
         self.fields.poison()
-        for _, tensor in self.body.outputs():
-            poison(tensor)
+        for held in self.body.outputs():
+            poison(tensor_of(held))
         if self.pool is not None:
             self.pool.poison()
         for group in self.groups:
@@ -289,17 +292,19 @@ class RoleRun:
         for group in self.groups:
             group.executor.release()
 
-    @contextlib.contextmanager
-    def _blamed(self, group: GroupRun, entry: Entry | None, call: str) -> Iterator[None]:
-        """Name the backend, the role and the entry in whatever a backend raises."""
-        try:
-            yield
-        except (CapturePlannerError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            where = f"{self.role.value}, group {group.plan.name}, {entry or 'eager step'}"
-            says = " ".join(f"{type(error).__name__}: {error}".split())
-            raise BackendError(f"{group.who} broke in {call} ({where}): {says}; tell its authors") from error
+    def _blamed(self, group: GroupRun, entry: Entry | None, call: str, error: Exception) -> Exception:
+        """Return an error that names the backend, the role and the entry; ours are left as they are."""
+        if isinstance(error, (CapturePlannerError, torch.OutOfMemoryError)):
+            return error
+        where = f"{self.role.value}, group {group.plan.name}, {entry or 'eager step'}"
+        says = " ".join(f"{type(error).__name__}: {error}".split())
+        return BackendError(f"{group.who} broke in {call} ({where}): {says}; tell its authors")
+
+
+def _frozen_scalars(group: GroupPlan) -> list[str]:
+    """Return the frozen fields of a group that are scalars of a step's metadata."""
+    known = ("max_query_len", "max_seq_len")
+    return [f.name for f in group.padding.fields if f.lifetime is Lifetime.FROZEN and f.name in known]
 
 
 def _padded(entry: Entry, real: Extents) -> Extents:

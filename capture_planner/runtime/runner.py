@@ -140,6 +140,30 @@ class Runner:
         skipped, so that the same requests make the same batches on any machine. ``answers`` are for
         drafters that copy or miss the target.
         """
+        serving = self.start(requests, answers=answers, progress=progress)
+        scheduler = serving.scheduler
+        started = perf_counter()
+        now = 0.0
+        try:
+            while not scheduler.done:
+                scheduler.arrive(now, perf_counter())
+                if not serving.step() and scheduler.next_arrival is not None:
+                    now = scheduler.next_arrival
+                else:
+                    now += step_seconds
+        finally:
+            self.session.serve_seconds += perf_counter() - started
+            serving.cut_off()
+        return serving.served
+
+    def start(
+        self,
+        requests: Sequence[Request] = (),
+        *,
+        answers: Answers | None = None,
+        progress: Callable[[Served], None] | None = None,
+    ) -> Serving:
+        """Begin to serve, for whoever steps by hand; ``serve`` does it to the end."""
         scheduler = Scheduler(
             requests,
             limits=self.plan.limits,
@@ -148,21 +172,7 @@ class Runner:
             max_model_len=self.plan.model.max_model_len,
         )
         self._refuse_too_many_pages(scheduler, requests)
-        serving = _Serving(self, scheduler, answers or {}, progress)
-        started = perf_counter()
-        now = 0.0
-        try:
-            with torch.no_grad():
-                while not scheduler.done:
-                    scheduler.arrive(now, perf_counter())
-                    if not serving.step() and scheduler.next_arrival is not None:
-                        now = scheduler.next_arrival
-                    else:
-                        now += step_seconds
-        finally:
-            self.session.serve_seconds += perf_counter() - started
-            serving.cut_off()
-        return serving.served
+        return Serving(self, scheduler, answers or {}, progress)
 
     def _refuse_too_many_pages(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
         most = self.pages.num_pages - 1
@@ -175,7 +185,7 @@ class Runner:
                 )
 
 
-class _Serving:
+class Serving:
     """The requests of one call of ``serve``, step by step."""
 
     def __init__(
@@ -185,22 +195,23 @@ class _Serving:
         answers: Answers,
         progress: Callable[[Served], None] | None,
     ) -> None:
-        self._runner, self._scheduler = runner, scheduler
+        self._runner, self.scheduler = runner, scheduler
         self._answers, self._progress = answers, progress
         self._session = runner.session
         self.served: list[Served] = []
 
+    @torch.no_grad()
     def step(self) -> bool:
         """Run one step; return False where there was nothing to run."""
         started = perf_counter()
-        scheduled, admitted = self._scheduler.schedule()
+        scheduled, admitted = self.scheduler.schedule()
         for live in admitted:
             if self._runner.drafter is not None:
                 self._runner.drafter.learn(live.place, self._answers.get(live.request.name, ()))
         if scheduled is None:
             return False
         index = len(self._session.steps)
-        values = target_values(scheduled, self._scheduler.places, self._runner.pages)
+        values = target_values(scheduled, self.scheduler.places, self._runner.pages)
         settled = self._target(index, scheduled, values)
         finished = [
             live
@@ -227,7 +238,7 @@ class _Serving:
                 drafted=drafted,
                 accepted=accepted,
                 seconds=perf_counter() - started,
-                waiting=self._scheduler.waiting,
+                waiting=self.scheduler.waiting,
             )
         )
         return True
@@ -235,7 +246,7 @@ class _Serving:
     def _target(self, index: int, scheduled: Scheduled, values: Made) -> Settled:
         """Run the target, and verify."""
         role = self._runner.parts.roles[Role.TARGET]
-        body, places = self._runner.parts.target, self._scheduler.places
+        body, places = self._runner.parts.target, self.scheduler.places
         if body.embeddings is not None:
             tokens = scheduled.num_tokens
             body.embeddings[tokens:].zero_()
@@ -255,7 +266,7 @@ class _Serving:
 
     def _draft(self, index: int, scheduled: Scheduled, target: Made, settled: Settled) -> None:
         """Run the draft prefill on the target's batch, then k - 1 draft decodes."""
-        places, parts = self._scheduler.places, self._runner.parts
+        places, parts = self.scheduler.places, self._runner.parts
         values = draft_prefill_values(target, scheduled, settled.kept, places)
         batch = _batch(Role.DRAFT_PREFILL, scheduled)
         self._note(index, batch, parts.roles[Role.DRAFT_PREFILL].run(batch, values))
@@ -271,7 +282,7 @@ class _Serving:
 
     def _draft_decodes(self, index: int, scheduled: Scheduled, steps: int) -> None:
         """Run the draft decodes: one fused chain, or one graph again and again."""
-        places, pages = self._scheduler.places, self._runner.pages
+        places, pages = self.scheduler.places, self._runner.pages
         role = self._runner.parts.roles[Role.DRAFT_DECODE]
         values = draft_decode_values(scheduled, places, pages)
         batch = Batch(
@@ -313,7 +324,7 @@ class _Serving:
 
     def _output(self, live: Live) -> tuple[int, ...]:
         """Return what a request has been given: not past its length, nor past a token that ends it."""
-        places = self._scheduler.places
+        places = self.scheduler.places
         start = len(live.request.prompt)
         end = min(int(places.length[live.place]), start + live.request.max_new_tokens)
         tokens = tuple(int(token) for token in places.tokens[live.place, start:end])
@@ -321,7 +332,7 @@ class _Serving:
         return tokens[: stops[0] + 1] if stops else tokens
 
     def _is_finished(self, live: Live, gained: int) -> bool:
-        places, request = self._scheduler.places, live.request
+        places, request = self.scheduler.places, live.request
         length = int(places.length[live.place])
         new = places.tokens[live.place, length - gained : length]
         return length >= request.length or (bool(request.stop) and not request.stop.isdisjoint(new.tolist()))
@@ -340,13 +351,13 @@ class _Serving:
         self.served.append(served)
         self._session.served.append(served)
         if not cut_off:
-            self._scheduler.finish(live)
+            self.scheduler.finish(live)
             if self._progress is not None:
                 self._progress(served)
 
     def cut_off(self) -> None:
         """Take down the requests that were not finished, where serving stopped early."""
-        for live in self._scheduler.unfinished:
+        for live in self.scheduler.unfinished:
             self._finish(live, cut_off=True)
 
 

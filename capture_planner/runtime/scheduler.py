@@ -52,17 +52,21 @@ class Scheduled:
     draft_tokens: int
     """k for this number of requests."""
 
-    @property
-    def num_reqs(self) -> int:
+    num_reqs: int = attrs.field(init=False)
+    num_tokens: int = attrs.field(init=False)
+    query_len: int | None = attrs.field(init=False)
+    """The tokens of each row, where all have the same number."""
+
+    @num_reqs.default
+    def _rows(self) -> int:
         return len(self.live)
 
-    @property
-    def num_tokens(self) -> int:
+    @num_tokens.default
+    def _tokens(self) -> int:
         return int(self.counts.sum())
 
-    @property
-    def query_len(self) -> int | None:
-        """The tokens of each row, where all have the same number."""
+    @query_len.default
+    def _uniform(self) -> int | None:
         first = int(self.counts[0])
         return first if (self.counts == first).all() else None
 
@@ -130,6 +134,10 @@ class Scheduler:
         """Queue the requests that have arrived by ``now``; ``clock`` is the wall clock for latencies."""
         while self._arriving and self._arriving[0].arrival <= now:
             self._waiting.append((self._arriving.popleft(), clock))
+
+    def submit(self, request: Request, clock: float) -> None:
+        """Queue a request that is there now."""
+        self._waiting.append((request, clock))
 
     def pages_needed(self, request: Request) -> int:
         """Return the pages that a request can ever need, drafts after its last token included."""

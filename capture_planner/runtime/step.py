@@ -17,21 +17,22 @@ Made = dict[str, Array]
 
 def token_rows(scheduled: Scheduled, places: Places) -> tuple[Array, Array, Array]:
     """Return ``starts int32[R + 1]``, and for each token its place and its position, ``int64[T]``."""
-    counts, base = scheduled.counts, places.computed[scheduled.places]
-    starts = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
-    query_len = scheduled.query_len
+    base, query_len = places.computed[scheduled.places], scheduled.query_len
     if query_len is not None:
-        positions = (base[:, None] + np.arange(query_len)).ravel()
-        return starts, np.repeat(scheduled.places, query_len), positions
-    positions = np.arange(starts[-1]) + np.repeat(base - starts[:-1], counts)
-    return starts, np.repeat(scheduled.places, counts), positions
+        starts = np.arange(0, scheduled.num_tokens + 1, query_len, dtype=np.int32)
+        if query_len == 1:
+            return starts, scheduled.places, base
+        return starts, np.repeat(scheduled.places, query_len), (base[:, None] + np.arange(query_len)).ravel()
+    starts = np.zeros(scheduled.num_reqs + 1, dtype=np.int32)
+    np.cumsum(scheduled.counts, out=starts[1:])
+    positions = np.arange(scheduled.num_tokens) + np.repeat(base - starts[:-1], scheduled.counts)
+    return starts, np.repeat(scheduled.places, scheduled.counts), positions
 
 
-def slots(table_places: Array, positions: Array, places: Places, page_size: int) -> Array:
-    """Return the cache slot of each position, ``int64[T]``."""
-    page = places.table[table_places, positions // page_size].astype(np.int64)
-    found: Array = page * page_size + positions % page_size
+def slots(rows: Array, positions: Array, places: Places, page_size: int) -> Array:
+    """Return the cache slot of each position of a place, ``int64[T]``."""
+    page, offset = np.divmod(positions, page_size)
+    found: Array = places.table[rows, page] * np.int64(page_size) + offset
     return found
 
 
@@ -39,13 +40,14 @@ def target_values(scheduled: Scheduled, places: Places, pages: PageFormat) -> Ma
     """Return the target's fields: tokens from each row's first uncomputed position on."""
     starts, rows, positions = token_rows(scheduled, places)
     seq_lens = (places.computed[scheduled.places] + scheduled.counts).astype(np.int32)
+    width = pages.pages(int(seq_lens.max()))
     return {
         "input_ids": places.tokens[rows, positions],
         "positions": positions,
         "slot_mapping": slots(rows, positions, places, pages.page_size),
         "query_start_loc": starts,
         "seq_lens": seq_lens,
-        "block_table": places.table[scheduled.places, : pages.pages(int(seq_lens.max()))],
+        "block_table": places.table[:, :width].take(scheduled.places, axis=0),
         "last_token_indices": starts[1:] - 1,
         "idx_mapping": scheduled.places.astype(np.int32),
         "cu_num_draft_tokens": np.cumsum(scheduled.drafts, dtype=np.int32),

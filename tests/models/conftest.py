@@ -1,4 +1,10 @@
-"""Tiny models, plain attention, and a mode that refuses what no graph can hold."""
+"""A tiny target, plain attention, and a mode that refuses what no graph can hold.
+
+Makes ``model_families`` and ``published_heads`` importable under importlib import mode.
+"""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_planner.model import Model
 from capture_planner.models.huggingface import load_target
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 CPU = torch.device("cpu")
 

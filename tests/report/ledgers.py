@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.dispatch import Dispatcher
+from capture_planner.entry import Batch
 from capture_planner.modes import Reason
 from capture_planner.plan import Kind, Waiver
 from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
@@ -52,9 +53,24 @@ def captures(draw, plan):
 
 
 @st.composite
+def fits(draw, role, entry):
+    """A batch that an entry can serve, with little padding."""
+    num_reqs = num_tokens = max(1, entry.num_tokens - draw(st.integers(0, 3)))
+    query_len = None
+    if entry.query_len is not None:
+        query_len, num_reqs = entry.query_len, max(1, (entry.num_reqs or 1) - draw(st.integers(0, 3)))
+        num_tokens = num_reqs * query_len
+    elif entry.num_reqs is None or entry.num_reqs < num_reqs:
+        num_reqs = draw(st.integers(1, entry.num_reqs or num_reqs))
+    return Batch(role=role, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len)
+
+
+@st.composite
 def forwards(draw, dispatcher, captured, step):
     """One forward, served by what was captured, as the dispatcher answers for the whole plan."""
-    batch = draw(batches(dispatcher.plan).filter(lambda batch: min(batch.num_reqs, batch.num_tokens) >= 0))
+    fitting = [fits(role, entry) for role, entry in captured]
+    anything = batches(dispatcher.plan).filter(lambda batch: min(batch.num_reqs, batch.num_tokens) >= 0)
+    batch = draw(draw(st.sampled_from(fitting)) if fitting and draw(st.integers(0, 3)) else anything)
     answer = dispatcher.answer(batch)
     there = (batch.role, answer.entry) in captured
     return Forward(
@@ -122,10 +138,10 @@ def reports(draw):
     # Drawing a plan takes longer than all the rest; the locked ones are of every kind but strange.
     plan = locked if draw(st.integers(0, 4)) else draw(plans(max_reqs=64) | arbitrary_plans())
     captured, dispatcher = draw(captures(plan)), Dispatcher(plan)
-    usable = {(graph.role, graph.entry) for graph in captured if graph.waiver is None}
+    usable = [(graph.role, graph.entry) for graph in captured if graph.waiver is None]
     first, length = draw(st.sampled_from((0, 0, 1000))), draw(st.sampled_from((0, 1, 2, 3)))
     numbers = range(first, first + length)
-    asked = [number for number in numbers for _ in range(draw(st.integers(0, 3)))] if plan.roles else []
+    asked = [number for number in numbers for _ in range(draw(st.integers(0, 4)))] if plan.roles else []
     # The last step may have been cut off: its forwards are there, and it is not.
     ended = numbers[: draw(st.sampled_from((length, max(0, length - 1))))]
     return Drawn(

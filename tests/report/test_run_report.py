@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import attrs
 import ledgers
 import pytest
 from hypothesis import given
@@ -14,10 +15,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from capture_planner import codec
-from capture_planner.modes import GraphMode
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.report.run import run_data, run_tables, summary
 from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, percent, seconds, sections, size
 from capture_planner.report.summary import Percentiles
+from capture_planner.runtime.ledger import Forward
 
 REPORTS = ledgers.reports()
 
@@ -57,9 +59,22 @@ def test_forwards_are_counted_once(report):
         assert role.covered == sum(f.repeats for f in mine if f.entry)
 
 
-@given(REPORTS)
-def test_fallbacks_are_exactly_the_eager_forwards(report):
+@given(REPORTS, st.integers(0, 2 * MAX_FALLBACKS))
+def test_fallbacks_are_exactly_the_eager_forwards(report, more):
     """By role, reason and shape, the most frequent first; tables list a few and count the rest."""
+    eager = (
+        Forward(
+            step=0,
+            role=Role.TARGET,
+            num_reqs=2,
+            num_tokens=9000 + index,
+            query_len=None,
+            entry=None,
+            reason=Reason.SIZES,
+        )
+        for index in range(more)
+    )
+    report = attrs.evolve(report, forwards=(*report.forwards, *eager))
     found = summary(report).fallbacks
     shapes = Counter()
     for f in report.forwards:
@@ -70,7 +85,11 @@ def test_fallbacks_are_exactly_the_eager_forwards(report):
     assert [f.forwards for f in found] == sorted((f.forwards for f in found), reverse=True)
     shown = next(s for s in sections(report, summary(report)) if s.name == "fallbacks")
     assert len(shown.grid.rows if shown.grid else ()) == min(len(found), MAX_FALLBACKS)
-    assert bool(shown.notes) == (len(found) > MAX_FALLBACKS)
+    rest = found[MAX_FALLBACKS:]
+    assert bool(shown.notes) == bool(rest)
+    if rest:
+        assert f"{len(rest)} other shape" in shown.notes[0]
+        assert f"{sum(f.forwards for f in rest)} forward" in shown.notes[0]
 
 
 @given(REPORTS)
@@ -216,7 +235,7 @@ def test_what_was_not_captured_is_named(report):
     assert len(warnings) == len(dropped) + (numbers.planned > len(report.captured))
 
 
-@given(st.floats(0, 1))
+@given(st.floats(0, 1) | st.integers(1, 10**6).flatmap(lambda n: st.sampled_from((1 / n, (n - 1) / n))))
 def test_only_all_and_none_are_written_as_such(share):
     """99.96 % is not 100 %: a decode that ran eager must show."""
     text = percent(share)

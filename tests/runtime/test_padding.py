@@ -340,7 +340,7 @@ def test_check_bounds_names_each_planted_value_and_nothing_else(field, padded, s
 
 @given(extents().filter(lambda batch: 0 < batch.reqs <= batch.tokens and batch.pages))
 def test_the_common_fields_of_any_batch_stay_in_bounds(batch):
-    """The runner's own fields, as they are declared, pad any healthy batch to any capacity."""
+    """As they are declared they pad any batch to any capacity; -1 skips in padding, not in a real row."""
     held = Fields(role_of(*COMMON_FIELDS), CAPACITY, CPU)
     offsets = np.linspace(0, batch.tokens, batch.reqs + 1).astype("int32")
     values = {
@@ -356,3 +356,7 @@ def test_the_common_fields_of_any_batch_stay_in_bounds(batch):
     apply(table(held, values, batch.tokens))
     check_bounds(held, values, batch, BOUNDS)
     check_bounds(held, values, CAPACITY, BOUNDS)
+    values["idx_mapping"][-1] = -1
+    apply(table(held, values, batch.tokens))
+    with pytest.raises(RunError, match=rf"^idx_mapping\[{batch.reqs - 1}\] is -1, a real value"):
+        check_bounds(held, values, CAPACITY, BOUNDS)

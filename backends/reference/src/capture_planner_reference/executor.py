@@ -162,7 +162,7 @@ class ReferenceExecutor:
         total = weights.sum(-1, keepdim=True)
         if scoring.sinks is not None:
             # One that outweighs all keys by more than dtype holds is inf here, and the mean 0.
-            total = total + (scoring.sinks.to(dtype).view(keys.shape[2], -1, 1) - top).exp()
+            total = total + (scoring.sinks.view(keys.shape[2], -1, 1) - top).exp()
         # A weight of 0 does not keep NaN out. Pages before a window may be freed, so that what is
         # masked is what no query of the row sees, not only what lies beyond the sequence.
         values = values.masked_fill(~seen.any(1)[..., None, None], 0)
