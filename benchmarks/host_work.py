@@ -1,8 +1,150 @@
-"""Host work of a decode step, outside the model: dispatch, fill, padding, preparation and guards.
+"""Host work of a decode step, outside the model: values, dispatch, fill, padding, backend and guards.
 
-Runs the tiny deployment with more requests, and takes the times that the ledger has of each forward.
-Three questions: is a step of 64 requests within 150 us on one core; does it grow with the number of
-captured entries; how does it grow with requests. And what do the guards cost?
+Serves tiny deployments on recorded graphs, one thread, and takes each forward's host time from the
+ledger: what a step of 64 requests costs, whether it grows with the number of captured graphs, how it
+grows with requests, and what the guards are of it. The schedule of a step is left out, and so is the
+replay. With a drafter a step has three forwards, so three times are added.
 """
 
 from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
+
+from capture_planner import registry
+from capture_planner._record import replace
+from capture_planner.models.auxiliary import choose_drafter
+from capture_planner.models.huggingface import load_target
+from capture_planner.modes import GraphMode
+from capture_planner.plan import Plan
+from capture_planner.planner import plan as make_plan
+from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.ledger import Forward
+from capture_planner.runtime.recorded import RecordedGraphs
+from capture_planner.runtime.role import Options
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.workload import generated
+from capture_planner.spec import Limits, Policy, Sizes
+
+TARGET_MICROSECONDS = 150
+REQUESTS = (1, 4, 16, 64, 128, 256)
+GRAPHS = (1, 8, 64, 256)
+PAGE_SIZE = 16
+
+
+def deployment(num_reqs: int, sizes: Iterable[int], *, speculative: bool) -> Plan:
+    """Return a plan of the tiny model with decode graphs of these sizes alone."""
+    spec = shipped_specs()["tiny-reference-cpu"]
+    assert spec.speculative is not None, "the shipped spec has a drafter"
+    drafts = spec.speculative.num_tokens if speculative else 0
+    spec = replace(
+        spec,
+        mode=GraphMode.FULL_DECODE_ONLY,
+        limits=Limits(max_num_reqs=num_reqs, max_num_tokens=max(num_reqs * (1 + drafts), 64)),
+        speculative=spec.speculative if speculative else None,
+        sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=tuple(sizes)),
+    )
+    return make_plan(spec, shipped_environments()["cpu"], registry.load())
+
+
+def serve(plan: Plan, num_reqs: int, steps: int, *, trust: bool = False) -> list[float]:
+    """Return the host microseconds of each full decode step."""
+    model = load_target(None, plan.model, device=torch.device("cpu"))
+    drafter = None
+    if plan.speculative is not None:
+        length = plan.model.max_model_len
+        drafter = choose_drafter("random", plan.speculative, model, places=num_reqs, length=length)
+    pages = PageFormat(page_size=PAGE_SIZE, num_pages=1 + num_reqs * plan.model.max_model_len // PAGE_SIZE)
+    requests = generated(
+        num_reqs,
+        seed=1,
+        rate=None,
+        prompt_tokens=(8, 8),
+        output_tokens=(steps, steps),
+        vocab_size=model.vocab_size,
+    )
+    options = Options(trust=trust)
+    with Runner(plan, model, drafter, registry.load(), RecordedGraphs(), pages=pages, options=options) as run:
+        run.capture()
+        run.serve(requests)
+        return full_steps(run.session.forwards, num_reqs)
+
+
+def full_steps(forwards: Iterable[Forward], num_reqs: int) -> list[float]:
+    """Add up the host time of the forwards of each step that decodes all requests."""
+    found: dict[int, float] = {}
+    mixed = set()
+    for forward in forwards:
+        found[forward.step] = found.get(forward.step, 0.0) + forward.host_seconds * 1e6
+        if forward.query_len is None or forward.num_reqs != num_reqs or forward.entry is None:
+            mixed.add(forward.step)
+    return [time for step, time in found.items() if step not in mixed]
+
+
+def median(plan: Plan, num_reqs: int, arguments: Any, *, trust: bool = False) -> float:
+    """Return the least of the repeats' medians: other work on the machine only adds."""
+    return min(
+        statistics.median(serve(plan, num_reqs, arguments.steps, trust=trust))
+        for _ in range(arguments.repeats)
+    )
+
+
+def main() -> int:
+    """Measure, print and write; exit code 1 where a target is missed."""
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=120, help="decode steps a run (default 120)")
+    options.add_argument("--repeats", type=int, default=3, help="runs of each deployment (default 3)")
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    by_requests, drafted, trusted = {}, {}, {}
+    for num_reqs in REQUESTS:
+        plain = deployment(num_reqs, (num_reqs,), speculative=False)
+        by_requests[num_reqs] = median(plain, num_reqs, arguments)
+        trusted[num_reqs] = median(plain, num_reqs, arguments, trust=True)
+        with_drafts = deployment(num_reqs, (num_reqs,), speculative=True)
+        drafted[num_reqs] = median(with_drafts, num_reqs, arguments)
+    by_graphs = {}
+    for graphs in GRAPHS:
+        # 64 requests always, so only the number of other graphs differs.
+        sizes = sorted({64, *range(1, min(graphs, 64)), *range(65, graphs + 1)})
+        many = deployment(256, sizes, speculative=False)
+        by_graphs[len(many.roles[0].entries)] = median(many, 64, arguments)
+    shown = table(
+        "host us of a decode step (median)", "requests", "plain", "without guards", "with a drafter"
+    )
+    for num_reqs in REQUESTS:
+        row = (by_requests[num_reqs], trusted[num_reqs], drafted[num_reqs])
+        shown.add_row(str(num_reqs), *(f"{time:.0f}" for time in row))
+    CONSOLE.print(shown)
+    flat = table("host us of a decode step of 64 requests", "graphs", "plain")
+    for graphs, time in by_graphs.items():
+        flat.add_row(str(graphs), f"{time:.0f}")
+    CONSOLE.print(flat)
+    growth = max(by_graphs.values()) / min(by_graphs.values())
+    each = (by_requests[256] - by_requests[64]) / 192
+    targets = {
+        f"64 requests within {TARGET_MICROSECONDS} us ({by_requests[64]:.0f})": by_requests[64]
+        <= TARGET_MICROSECONDS,
+        f"flat in graphs: the slowest is {growth:.2f} of the quickest": growth <= 1.25,
+        f"linear in requests: {each:.2f} us for each above 64, {by_requests[64] / 64:.2f} below": each
+        <= 1.25 * by_requests[64] / 64,
+    }
+    for target, holds in targets.items():
+        CONSOLE.print(f"{target}: {verdict(holds)}")
+    results = {
+        "plain": by_requests,
+        "without_guards": trusted,
+        "with_drafter": drafted,
+        "by_graphs": by_graphs,
+    }
+    finish(arguments, {"results": results, "targets": targets})
+    return 0 if all(targets.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

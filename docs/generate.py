@@ -5,7 +5,9 @@ nothing, shows what is out of date, and exits with 1. In a page:
 
 - what stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` comes from ``PARTS``;
 - a ``console`` block holds commands (``$ ...``), each followed by its output. They run in order, in
-  a fresh folder per page that has the repository's ``plans``;
+  a fresh folder per page that has the repository's ``plans``. In an output, a line ``...`` stands for
+  any lines. Of ``capture-planner run``, times, rates and bytes differ from run to run: they are those
+  of a real run, and are not compared;
 - a block after ``<!-- file: NAME -->`` is a file of that folder;
 - a ``python`` block runs in the folder; the blocks of a page share their names.
 """
@@ -17,6 +19,7 @@ import contextlib
 import difflib
 import inspect
 import io
+import itertools
 import os
 import re
 import shlex
@@ -29,6 +32,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
+
+import attrs
 
 from capture_planner import cli, codec, contract, hookspecs, lint, schema, spec
 from capture_planner.admissible import Domain
@@ -90,12 +95,68 @@ def _hooks() -> str:
     return "\n".join(lines).rstrip()
 
 
+def _runtime() -> str:
+    """The torch side of a backend: each method, then each record that they get."""
+    from capture_planner.runtime import contract as runtime
+
+    lines = _documented("Runnable.reserve", runtime.Runnable.reserve)
+    for name, method in vars(runtime.Executor).items():
+        if not name.startswith("_") and callable(method):
+            lines += _documented(f"Executor.{name}", method)
+    for record in (runtime.Reservation, runtime.Metadata, runtime.LayerCache, runtime.Scoring):
+        lines += [f"### `{record.__name__}`", "", _prose(record.__doc__), ""]
+        lines += ["| field | type | meaning |", "| --- | --- | --- |"]
+        told = _attribute_docs(record)
+        for attribute in attrs.fields(record):
+            kind = _short(str(attribute.type)).replace("|", "\\|")
+            lines.append(f"| `{attribute.name}` | `{kind}` | {told.get(attribute.name, '')} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _fields() -> str:
+    """The fields that the runner owns."""
+    groups = {
+        "each role": contract.COMMON_FIELDS,
+        "the target, with drafts": contract.SPECULATIVE_FIELDS,
+        "the target, with multimodal rope": contract.MROPE_FIELDS,
+    }
+    lines = ["| field | of | one for each | padded with |", "| --- | --- | --- | --- |"]
+    for role, fields in groups.items():
+        for field in fields:
+            fill = f"{field.value}" if field.fill is contract.Fill.CONSTANT else f"`{field.fill.value}`"
+            axis = f"{field.axis.value} and {field.inner.value}" if field.inner else field.axis.value
+            lines.append(f"| `{field.name}` | {role} | {axis} | {fill} |")
+    return "\n".join(lines)
+
+
+def _attribute_docs(record: type) -> dict[str, str]:
+    """Return what stands under each attribute of a class, on one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        member.target.id: " ".join(_prose(text.value.value).split())
+        for member, text in itertools.pairwise(body.body)
+        if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text.value.value, str)
+    }
+
+
 def _documented(name: str, thing: object) -> list[str]:
     function = thing.fget if isinstance(thing, property) else thing
     assert callable(function)
-    signature = re.sub(r"'|(\w+\.)+(?=\w)", "", str(inspect.signature(function)))
-    text = re.sub(r"``(.*?)``", r"`\1`", inspect.cleandoc(function.__doc__ or ""))
-    return [f"### `{name}`", "", f"`{name.rpartition('.')[2]}{signature}`", "", text, ""]
+    signature = _short(str(inspect.signature(function)))
+    return [f"### `{name}`", "", f"`{name.rpartition('.')[2]}{signature}`", "", _prose(function.__doc__), ""]
+
+
+def _short(annotation: str) -> str:
+    """Return an annotation without quotes and modules."""
+    return re.sub(r"'|(\w+\.)+(?=\w)", "", annotation)
+
+
+def _prose(docstring: str | None) -> str:
+    return re.sub(r"``(.*?)``", r"`\1`", inspect.cleandoc(docstring or ""))
 
 
 def _policies() -> str:
@@ -181,6 +242,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "laws": _laws,
     "rules": _rules,
     "hooks": _hooks,
+    "runtime": _runtime,
+    "fields": _fields,
     "policies": _policies,
     "figures": _figures,
     "environments": _environments,
@@ -291,9 +354,26 @@ def blocks(text: str, kind: str) -> Iterator[str]:
     return (match["body"] for match in _BLOCK.finditer(text) if match["kind"] == kind)
 
 
-def commands(block: str) -> Iterator[str]:
-    """Return the commands of a console block."""
-    return (line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ "))
+def commands(block: str) -> Iterator[tuple[str, str]]:
+    """Return the commands of a console block, each with the output that the page shows."""
+    for part in re.split(r"^(?=\$ )", block, flags=re.M)[1:]:
+        command, _, shown = part.removeprefix("$ ").partition("\n")
+        yield command, shown
+
+
+_MEASURED = re.compile(r"[ ]*\b[\d.,]*\d (?:us|ms|s|tokens/s|bytes|B|KiB|MiB|GiB)\b")
+
+
+def kept(command: str, shown: str, now: str) -> str:
+    """Return the output that a page goes on to show: what it has, where that is still true."""
+    mask = _masked if "capture-planner run " in command else str
+    parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", mask(shown), flags=re.M)]
+    return shown if re.fullmatch("(?:.*\n)*?".join(parts), mask(now)) else now
+
+
+def _masked(output: str) -> str:
+    """Return an output of ``run`` without what was measured, and the columns' widths that follow it."""
+    return re.sub(r" +", " ", _MEASURED.sub(" measured", output))
 
 
 def render(page: Path) -> str:
@@ -308,8 +388,11 @@ def _rendered(match: re.Match[str], workspace: Workspace, page: Path) -> str:
     if match["name"]:
         workspace.write(match["name"], match["body"])
     elif match["kind"] == "console":
-        ran = "".join(f"$ {command}\n{workspace.run(command)}" for command in commands(match["body"]))
-        return f"```console\n{ran}```"
+        ran = (
+            f"$ {command}\n{kept(command, shown, workspace.run(command))}"
+            for command, shown in commands(match["body"])
+        )
+        return f"```console\n{''.join(ran)}```"
     elif match["kind"] == "python":
         shown = workspace.execute(match["body"], str(page))
         assert not shown, f"{page}: a python block prints; use assert instead"

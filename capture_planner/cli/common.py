@@ -23,8 +23,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def show_text(shown: RenderableType) -> None:
     """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=120, color_system=None)
+    # No markup: sentences come from plans, and a plan may say "[/b]".
+    terminal = Console(markup=False)
+    plain = Console(width=120, color_system=None, markup=False)
+    console = terminal if terminal.is_terminal else plain
     with console.capture() as capture:
         console.print(shown)
     lines = capture.get().splitlines()

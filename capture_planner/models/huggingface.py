@@ -143,6 +143,8 @@ class HuggingFaceModel:
                 logits = self.logits(hidden)
         except RunError as error:
             raise RunError(f"{self.name}: {error}") from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RunError(f"{self.name}: its forward fails: {error}; {SUPPORTED}") from error
         silent = sorted(set(range(self.num_layers)) - set(part.seen))
         if silent:
             raise RunError(

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from capture_planner._record import digest
-from capture_planner.contract import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField, max_query_len
+from capture_planner.contract import (
+    COMMON_FIELDS,
+    MROPE_FIELDS,
+    SPECULATIVE_FIELDS,
+    MetadataField,
+    max_query_len,
+)
 from capture_planner.entry import Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import PlanningError, Problem

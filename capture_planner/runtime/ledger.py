@@ -43,9 +43,9 @@ class Forward:
     repeats: int = 1
     """Forwards of this kind in the step: draft decodes run k - 1 times, or once as a fused chain."""
     host_seconds: float = 0.0
-    """Dispatch, fill, padding, backend preparation and guards."""
+    """Values, dispatch, fill, padding, backend preparation and guards; of all repeats together."""
     seconds: float = 0.0
-    """All of it."""
+    """All of it, of all repeats together."""
 
     @property
     def mode(self) -> GraphMode:

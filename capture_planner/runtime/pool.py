@@ -156,9 +156,8 @@ class Storage:
         return self._block
 
     def touch(self, when: int, size: int) -> None:
-        """Take note that operator ``when``, the last so far, needs ``size`` bytes of it."""
-        first, most = (when, 0) if self._block is None else (self._block.first, self._block.size)
-        self._block = Block(first, when, max(size, most))
+        """Take note that operator ``when``, the last so far, uses it; it has ``size`` bytes by then."""
+        self._block = Block(when if self._block is None else self._block.first, when, size)
 
     def settle(self, chunk: torch.UntypedStorage, offset: int) -> None:
         """Let it begin at byte ``offset`` of a pool's chunk."""

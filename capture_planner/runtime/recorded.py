@@ -131,9 +131,8 @@ class _Call:
             return functools.partial(self.op._op, *args, **kwargs)
         if self.op in _COPIES:
             return functools.partial(aten.copy_.default._op, landing[0], args[0])
-        storages = {result.storage for result in self.results if result is not None}
         out = _out_overload(self.op)
-        if out is not None and len(storages) == len(results):
+        if out is not None and len(landing) == len(self.op._schema.returns):
             names = [argument.name for argument in out._schema.arguments if argument.is_out]
             return functools.partial(out._op, *args, **kwargs, **dict(zip(names, landing, strict=True)))
         return functools.partial(_compute_and_copy, self.op._op, args, kwargs, results)

@@ -120,9 +120,8 @@ class RoleRun:
 
     # What runs.
 
-    def run(self, batch: Batch, values: Made) -> Ran:
-        """Run one forward of a batch with its real values."""
-        started = perf_counter()
+    def run(self, batch: Batch, values: Made, started: float) -> Ran:
+        """Run one forward of a batch with its real values, which were begun at ``started``."""
         answer = self.dispatcher.dispatch(
             self.role,
             batch.num_reqs,

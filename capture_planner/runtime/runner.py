@@ -210,9 +210,9 @@ class Serving:
                 self._runner.drafter.learn(live.place, self._answers.get(live.request.name, ()))
         if scheduled is None:
             return False
-        index = len(self._session.steps)
+        index, begun = len(self._session.steps), perf_counter()
         values = target_values(scheduled, self.scheduler.places, self._runner.pages)
-        settled = self._target(index, scheduled, values)
+        settled = self._target(index, scheduled, values, begun)
         finished = [
             live
             for live, gained in zip(scheduled.live, settled.gained, strict=True)
@@ -243,7 +243,7 @@ class Serving:
         )
         return True
 
-    def _target(self, index: int, scheduled: Scheduled, values: Made) -> Settled:
+    def _target(self, index: int, scheduled: Scheduled, values: Made, begun: float) -> Settled:
         """Run the target, and verify."""
         role = self._runner.parts.roles[Role.TARGET]
         body, places = self._runner.parts.target, self.scheduler.places
@@ -252,7 +252,7 @@ class Serving:
             body.embeddings[tokens:].zero_()
             body.embeddings[:tokens] = self._runner.model.embed(torch.from_numpy(values["input_ids"]))
         batch = _batch(Role.TARGET, scheduled)
-        ran = role.run(batch, values)
+        ran = role.run(batch, values, begun)
         self._note(index, batch, ran)
         rows = sampled_rows(scheduled, values["query_start_loc"], places)
         read = torch.from_numpy(rows).to(self._runner._device)
@@ -267,9 +267,10 @@ class Serving:
     def _draft(self, index: int, scheduled: Scheduled, target: Made, settled: Settled) -> None:
         """Run the draft prefill on the target's batch, then k - 1 draft decodes."""
         places, parts = self.scheduler.places, self._runner.parts
+        begun = perf_counter()
         values = draft_prefill_values(target, scheduled, settled.kept, places)
         batch = _batch(Role.DRAFT_PREFILL, scheduled)
-        self._note(index, batch, parts.roles[Role.DRAFT_PREFILL].run(batch, values))
+        self._note(index, batch, parts.roles[Role.DRAFT_PREFILL].run(batch, values, begun))
         k = scheduled.draft_tokens
         if k > 1:
             self._draft_decodes(index, scheduled, k - 1)
@@ -284,11 +285,12 @@ class Serving:
         """Run the draft decodes: one fused chain, or one graph again and again."""
         places, pages = self.scheduler.places, self._runner.pages
         role = self._runner.parts.roles[Role.DRAFT_DECODE]
+        begun = perf_counter()
         values = draft_decode_values(scheduled, places, pages)
         batch = Batch(
             role=Role.DRAFT_DECODE, num_reqs=scheduled.num_reqs, num_tokens=scheduled.num_reqs, query_len=1
         )
-        ran = role.run(batch, values)
+        ran = role.run(batch, values, begun)
         entry = ran.dispatch.entry
         if entry is not None and entry.draft_steps is not None:
             self._note(index, batch, ran)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from capture_planner_reference import Reference
 
-from capture_planner.errors import BackendError, GuardError, RunError
+from capture_planner.errors import BackendError, RunError
 from capture_planner.model import DataType, Latent
 from capture_planner.modes import Role
 from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Runnable, Scoring
@@ -147,25 +147,3 @@ def test_a_query_that_does_not_fit_its_sequence_is_refused(reservation, step, ho
     runs.prepare(eager(step))
     with pytest.raises(RunError, match=says):
         runs.prepare(eager(step, **host))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_replaced_field_is_named(reservation, step, name):
-    """A graph would go on to read the old one; an eager step reads what it is given."""
-    runs = Reference().reserve(reservation)
-    runs.prepare(step)
-    step = attrs.evolve(step, fields=step.fields | {name: step.fields[name].clone()})
-    with pytest.raises(GuardError, match=f"FULL 6 tokens, 3 requests of 2: {name} moved since reserve"):
-        runs.prepare(step)
-    runs.prepare(eager(step))
-
-
-@pytest.mark.parametrize(("kind", "layer"), [("keys", 4), ("values", 1)])
-def test_a_moved_cache_is_named(reservation, step, kind, layer):
-    """Of whichever layer, keys or values."""
-    runs = Reference().reserve(reservation)
-    runs.prepare(step)
-    cache = getattr(reservation.caches[layer], kind)
-    cache.set_(cache.clone())
-    with pytest.raises(GuardError, match=f": {kind} of layer {layer} moved since reserve"):
-        runs.prepare(step)

@@ -152,7 +152,7 @@ def test_a_forward_leaves_nothing_behind(target, attention):
     for attend, outcome in ((attention(), nullcontext()), (fail, pytest.raises(RunError, match="failed"))):
         with outcome:
             target.forward(input_ids=ids, embeddings=None, positions=ids, attend=attend, aux_layers=(1,))
-        assert not any(module._forward_pre_hooks for _, module, _ in target.weights())
+        assert not any(module._forward_pre_hooks for module in target._decoder.modules())
 
 
 def test_two_models_run_inside_each_other(target, tiny, attention):

@@ -8,10 +8,11 @@ import torch
 import transformers
 from model_families import BASE, FAMILIES, LAYERS, VOCAB
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
 from capture_planner.errors import RunError
 from capture_planner.model import DataType, Latent, Model
-from capture_planner.models.huggingface import differences, load_target
+from capture_planner.models.huggingface import HuggingFaceModel, differences, load_target
 
 CPU = torch.device("cpu")
 
@@ -66,7 +67,7 @@ def test_a_dtype_is_the_one_asked_for_or_the_configurations_or_the_plans(tmp_pat
         load_target(None, attrs.evolve(tiny, dtype=DataType.FP8), device=CPU)
 
 
-SMALL = {"hidden_size": 32, "vocab_size": VOCAB}
+SMALL = {"hidden_size": 24, "vocab_size": VOCAB}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LONG = {
@@ -87,6 +88,7 @@ REFUSED = {
     ),
     "does not have the attention interface": lambda: transformers.BloomConfig(n_layer=2, n_head=2, **SMALL),
     "is not a causal language model": lambda: transformers.T5Config(num_layers=1),
+    "no list of its layers": lambda: transformers.BertConfig(num_hidden_layers=1, **SMALL),
     "is not causal": lambda: transformers.Gemma3TextConfig(**BASE, use_bidirectional_attention=True),
     "logits are not those of its output embeddings": lambda: transformers.HyperCLOVAXConfig(
         **BASE, logits_scaling=4.0
@@ -153,3 +155,48 @@ def test_folders_that_hold_no_model_are_refused(tmp_path, tiny):
     config.unlink()
     FAMILIES["llama"]().save_pretrained(tmp_path)
     assert "lack model.layers.2." in message()
+
+
+def mask(layer, args, kwargs):
+    """Give a layer a mask, as a model that makes its own does."""
+    return args, kwargs | {"attention_mask": torch.zeros(2, 2)}
+
+
+class Silent(torch.nn.Module):
+    """A layer without attention."""
+
+    def forward(self, states, **kwargs):
+        """Return what came in."""
+        return states
+
+
+def widen(layers):
+    """Put a layer of other heads in the place of one."""
+    config = transformers.Gemma2Config(
+        **BASE | {"num_key_value_heads": 4}, attn_implementation="capture_planner"
+    )
+    layers[1] = Gemma2DecoderLayer(config, 1)
+
+
+BREAKS = {
+    "has a mask of its own": lambda layers: layers[1].register_forward_pre_hook(mask, with_kwargs=True),
+    "asks for a window of 7": lambda layers: setattr(layers[1].self_attn, "sliding_window", 7),
+    "or has no index": lambda layers: setattr(layers[1].self_attn, "layer_idx", None),
+    "layer 0 attends twice": lambda layers: setattr(layers[2].self_attn, "layer_idx", 0),
+    "layers .1. do not attend": lambda layers: layers.__setitem__(1, Silent()),
+    "different heads": widen,
+    "its forward fails: ": lambda layers: setattr(layers[1].self_attn, "head_dim", 5),
+}
+
+
+@pytest.mark.parametrize("reason", BREAKS)
+def test_what_a_configuration_does_not_show_the_probe_does(reason):
+    """Layers that do not attend as the contract has it are named when the model is loaded."""
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(
+            FAMILIES["gemma2"](), dtype=torch.float32, attn_implementation="capture_planner"
+        )
+        assert HuggingFaceModel(model, "sound", 64).num_layers == LAYERS
+        BREAKS[reason](model.model.layers)
+        with pytest.raises(RunError, match=f"broken: .*{reason}"):
+            HuggingFaceModel(model, "broken", 64)

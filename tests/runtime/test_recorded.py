@@ -4,12 +4,14 @@ import re
 import sys
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_planner.errors import CaptureError, RunError
 from capture_planner.runtime.graph import Grapher
@@ -207,7 +209,7 @@ def eagerly(a, b, step, split):
         out.fill_(-float(step.j))
 
     def between():
-        scale = 2.0 if a.sum().item() > 0 else 3.0
+        scale = 2.0 if a.sum().item() > 0 and a.tolist() else 3.0
         seen.copy_(a[:, : seen.shape[1]] * scale)
         seen.view(-1, *seen.shape[1:])[0].add_(b.abs().amax())
 
@@ -276,6 +278,13 @@ def test_the_same_graph_again_costs_nothing(program):
     assert (exact.memory, short.memory) == (first.alone, 0)
 
 
+class Passing(TorchDispatchMode):
+    """A mode of somebody else, which changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 class Block(nn.Module):
     """A transformer block of plain operators, with embedding and head."""
 
@@ -325,16 +334,47 @@ def test_a_module_is_captured(pieces, dtype):
 
 
 def test_what_dies_makes_room():
-    """A chain of ten takes as much as the two that are alive at once."""
+    """A chain of ten takes as much as the two that are alive at once; an allocation or a view is no use."""
     x, pool = torch.randn(16, 16), GRAPHS.pool()
 
     def chain():
-        h = x
+        last, h = torch.empty_like(x), torch.cos(x)
+        first = h
         for _ in range(10):
             h = torch.sin(h)
-        x.copy_(h)
+        x.copy_(last.copy_(h))
+        first.unsqueeze_(0).view(-1)
 
     assert GRAPHS.capture(chain, pool).memory == 2 * x.nbytes
+
+
+def test_a_graph_holds_no_gradients():
+    """Neither what is captured, nor what runs between its pieces."""
+    weight, out = nn.Parameter(torch.ones(3)), torch.zeros(3)
+
+    def forward():
+        y = weight * 2
+        GRAPHS.split(lambda: y.mul_(weight), (y,), (y,))
+        out.copy_(y)
+
+    graph = GRAPHS.capture(forward, GRAPHS.pool())
+    assert not out.requires_grad
+    graph.replay()
+    assert not out.requires_grad
+    assert out.tolist() == [2.0] * 3
+
+
+def test_operators_of_a_library_are_captured():
+    """One result is new, one is a view and one is its argument, which it changes."""
+    with torch.library._scoped_library("recorded_test", "DEF") as library:
+        library.define("mixed(Tensor(a!) x, Tensor y) -> (Tensor(a!), Tensor, Tensor)")
+        library.impl("mixed", lambda x, y: (x.add_(1), x + y, y.view(-1)), "CPU")
+        x, y, out, pool = torch.zeros(2), torch.ones(2), torch.zeros(3, 2), GRAPHS.pool()
+        graph = GRAPHS.capture(lambda: out.copy_(torch.stack(torch.ops.recorded_test.mixed(x, y))), pool)
+        y.fill_(5.0)
+        pool.poison()
+        graph.replay()
+        assert out.tolist() == [[2.0, 2.0], [7.0, 7.0], [5.0, 5.0]]
 
 
 def test_numbers_of_the_host_are_baked():
@@ -357,7 +397,7 @@ def test_pointers_are_baked():
     weight = layer.weight
     with torch.no_grad():
         weight.fill_(1.0)
-    graph = GRAPHS.capture(lambda: out.copy_(layer(x)), GRAPHS.pool())
+    graph = GRAPHS.capture(lambda: out.copy_((x * layer.weight).sum(1, keepdim=True)), GRAPHS.pool())
     with torch.no_grad():
         old = weight.detach()
         weight.data = torch.full((1, 2), 7.0)
@@ -370,6 +410,7 @@ def test_pointers_are_baked():
 
 
 X = torch.linspace(-1.0, 1.0, 8)
+NUMBERS = np.zeros(2)
 
 
 def fails(name, code):
@@ -377,6 +418,7 @@ def fails(name, code):
     return pytest.param(name, code, id=name)
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     ("name", "code"),
     [
@@ -399,7 +441,7 @@ def fails(name, code):
         fails("bincount", lambda: torch.bincount(X.long().abs())),
         fails("rand.", lambda: torch.rand(3)),
         fails("normal_", lambda: torch.empty(3).normal_(generator=torch.Generator())),
-        fails("bernoulli_", lambda: functional.dropout(X)),
+        fails("bernoulli", lambda: torch.bernoulli(X.abs())),
         fails("multinomial", lambda: torch.multinomial(X.softmax(0), 1)),
         fails("rrelu", lambda: functional.rrelu(X, training=True)),
         fails("_to_copy", lambda: X.to("meta")),
@@ -407,12 +449,12 @@ def fails(name, code):
         fails("sparse", lambda: X.to_sparse()),
     ],
 )
-def test_what_no_graph_can_hold_is_refused(name, code):
+def test_what_no_graph_can_hold_is_refused(name, code, inference):
     """By the operator's name, with the line that called it, and what to do."""
     pool = GRAPHS.pool(1 << 20)
     GRAPHS.capture(lambda: X * 2, pool)
     before, values = pool.memory, X.clone()
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(CaptureError) as caught, torch.inference_mode(inference):
         GRAPHS.capture(lambda: (X + 1, code()), pool)
     place = f"{code.__code__.co_filename}:{code.__code__.co_firstlineno}"
     assert re.match(
@@ -471,7 +513,12 @@ def test_captures_do_not_mix():
         lambda: GRAPHS.split(lambda: GRAPHS.split(lambda: None, (), ()), (), ()),
         lambda: GRAPHS.split(graph.replay, (), ()),
     )
-    for code in inner:
+
+    def within_another_mode():
+        with Passing():
+            graph.replay()
+
+    for code in (*inner, within_another_mode):
         with pytest.raises(CaptureError, match=re.escape(__file__)):
             GRAPHS.capture(code, pool)
     with pytest.raises(CaptureError, match="only while"):
@@ -489,7 +536,7 @@ def test_what_runs_between_pieces_touches_nothing_but_what_it_names():
         view = y[:4]
         other = X * 3
         touched = {"view": lambda: view, "other": lambda: other, "fine": lambda: y[:4], "before": lambda: X}
-        GRAPHS.split(lambda: touched[derive]().add_(0), (y,), (y,))
+        GRAPHS.split(lambda: touched[derive]().add_(0), (y, torch.from_numpy(NUMBERS)), (y,))
 
     for derive in ("view", "other"):
         with pytest.raises(CaptureError, match="not among the reads and writes"):

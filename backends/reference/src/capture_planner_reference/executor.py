@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from capture_planner.errors import BackendError, GuardError, RunError
+from capture_planner.errors import BackendError, RunError
 from capture_planner.model import DataType
-from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Scoring
+from capture_planner.runtime.contract import Metadata, Reservation, Scoring
 
 _QUERY_START_LOC, _SEQ_LENS, _BLOCK_TABLE = _FIELDS = ("query_start_loc", "seq_lens", "block_table")
 _ELEMENTS = 1 << 24
@@ -36,18 +36,14 @@ class ReferenceExecutor:
         self._page_size = reservation.page_size
         self._group = f"{reservation.role.value}, group {reservation.group}"
         self._caches = dict(reservation.caches)
-        self._addresses = {name: reservation.fields[name].data_ptr() for name in _FIELDS}
-        self._addresses |= _addresses(self._caches)
 
     def prepare(self, metadata: Metadata) -> None:
         """Check the step; there is no host work to do.
 
-        Raises ``RunError`` where a field has another shape than the step says, and ``GuardError``
-        where a tensor that a FULL graph holds the pointer of has been replaced.
+        Raises ``RunError`` where a field has another shape than the step says. That nothing was
+        replaced is not checked here: the runner's guards do it.
         """
         self._check_extents(metadata)
-        if metadata.is_full:
-            self._check_addresses(metadata)
 
     def attend(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
@@ -195,28 +191,11 @@ class ReferenceExecutor:
                     f"{lengths[request]}; seq_lens counts the tokens of the query too"
                 )
 
-    def _check_addresses(self, metadata: Metadata) -> None:
-        now = {name: metadata.fields[name].data_ptr() for name in _FIELDS} | _addresses(self._caches)
-        moved = [name for name, address in self._addresses.items() if now[name] != address]
-        if moved:
-            raise GuardError(
-                f"{self._group}, {metadata.entry}: {', '.join(moved)} moved since reserve, and the graph "
-                "reads where it was; write into the reserved tensor and do not replace it"
-            )
-
 
 def _blocks(rows: int, elements: int) -> list[slice]:
     """Cut ``rows`` of so many elements each into blocks that fit."""
     step = max(1, _ELEMENTS // max(elements, 1))
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
-
-
-def _addresses(caches: dict[int, LayerCache]) -> dict[str, int]:
-    return {
-        f"{kind} of layer {layer}": tensor.data_ptr()
-        for layer, cache in caches.items()
-        for kind, tensor in (("keys", cache.keys), ("values", cache.values))
-    }
 
 
 def _check_supported(reservation: Reservation) -> None:

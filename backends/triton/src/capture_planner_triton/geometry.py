@@ -1,0 +1,128 @@
+"""How the work of one step is cut into programs, from padded extents alone, without torch.
+
+The planner sizes the workspace by it and the executor launches by it, so that the two agree.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from capture_planner.contract import Attention
+from capture_planner.model import DataType
+
+ITEMSIZE = {DataType.BFLOAT16: 2, DataType.FLOAT16: 2, DataType.FLOAT32: 4}
+"""The element types that the kernel takes, with their bytes."""
+
+MAX_HEAD_DIM = 512
+"""A tile of 16 rows of this width still fits the registers of a program."""
+
+MIN_TILE = 16
+"""Fewest rows, keys and columns that a tensor core's product takes."""
+
+MAX_ROWS = 64
+"""Rows of a tile of queries: the least that Hopper's warp-group product takes, and registers are left."""
+
+MAX_GROUP = 128
+"""Query heads that one KV head may serve: they are rows of one tile."""
+
+MAX_SPLITS = 32
+"""Parts that the keys of one tile are cut into at most; merging them costs more from there on."""
+
+PROGRAMS = 4
+"""Programs a multiprocessor that a split grid may have: about two waves, which evens out lengths."""
+
+_STAGE_BYTES = 96 << 10
+"""Shared memory for keys and values: two programs share a multiprocessor of SM90, one that of SM86."""
+
+
+@attrs.frozen(kw_only=True)
+class Geometry:
+    """The grid of one launch and the tile of one program: ``blocks * num_kv_heads * splits`` programs."""
+
+    rows: int
+    """Rows of a tile: query tokens times the query heads of one KV head, rounded up to a power of two."""
+    queries: int
+    """Query tokens of a tile."""
+    keys: int
+    """Keys that are read at a time."""
+    width: int
+    """The head dimension, rounded up to a power of two."""
+    blocks: int
+    """Tiles of queries that the padded extents can have."""
+    blocks_each: int | None
+    """Tiles of each request; None: requests differ, and a program looks for its owner."""
+    splits: int
+    """Parts that the keys of a tile are cut into."""
+    warps: int
+    stages: int
+    """Tiles of keys in flight."""
+
+
+def geometry(
+    model: Attention,
+    multiprocessors: int,
+    *,
+    num_reqs: int,
+    num_tokens: int,
+    query_len: int | None,
+    max_seq_len: int,
+    workspace: int | None = None,
+) -> Geometry:
+    """Cut a step of at least one request and one token.
+
+    ``query_len`` is the most tokens that a request has, or None where requests differ widely.
+    ``workspace`` is the bytes there are for partial results, or None where the answer decides how
+    many there will be.
+    """
+    group = model.num_heads // model.num_kv_heads
+    # Tokens of a request that are worth a tile: in a mixed batch, the mean.
+    tokens = query_len or _ceil_div(num_tokens, num_reqs)
+    rows = max(_power_of_two(group), min(_power_of_two(tokens * group), MAX_ROWS), MIN_TILE)
+    queries = rows // group
+    blocks_each = None if query_len is None else _ceil_div(query_len, queries)
+    blocks = num_tokens // queries + num_reqs if blocks_each is None else num_reqs * blocks_each
+    width = max(_power_of_two(model.head_dim), MIN_TILE)
+    keys, stages = _keys(width, ITEMSIZE[model.kv_dtype])
+    reach = max_seq_len if model.window is None else min(max_seq_len, model.window + queries)
+    splits = min(
+        PROGRAMS * multiprocessors // (blocks * model.num_kv_heads), MAX_SPLITS, _ceil_div(reach, keys)
+    )
+    if workspace is not None:
+        splits = min(splits, workspace // partial_bytes(model, num_tokens, 1))
+    return Geometry(
+        rows=rows,
+        queries=queries,
+        keys=keys,
+        width=width,
+        blocks=blocks,
+        blocks_each=blocks_each,
+        splits=max(splits, 1),
+        warps=8 if rows * width > 64 * 128 else 4,
+        stages=stages,
+    )
+
+
+def partial_bytes(model: Attention, num_tokens: int, splits: int) -> int:
+    """Return the bytes of ``splits`` partial results of so many tokens: float32, each with its sum."""
+    return splits * num_tokens * model.num_heads * (model.head_dim + 1) * 4
+
+
+def _keys(width: int, itemsize: int) -> tuple[int, int]:
+    """Return how many keys are read at a time, and how many such tiles are in flight.
+
+    A tile of keys with its values takes ``2 * keys * width * itemsize`` bytes. 64 keys are enough
+    for wide loads and for a product; where few stages of them fit, fewer keys keep loads in flight.
+    """
+    keys = 64
+    while keys > MIN_TILE and 2 * keys * width * itemsize * 3 > _STAGE_BYTES:
+        keys //= 2
+    return keys, max(1, min(3, _STAGE_BYTES // (2 * keys * width * itemsize)))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two(value: int) -> int:
+    """Round up to a power of two."""
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,244 @@
+"""With a plan, eager, and without speculation: the same tokens, whatever is drafted or poisoned."""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
+
+from capture_planner import load
+from capture_planner.errors import PlanningError
+from capture_planner.models.auxiliary import choose_drafter
+from capture_planner.models.huggingface import load_target
+from capture_planner.planner import plan as make_plan
+from capture_planner.runtime.capture import without_graphs, without_speculation
+from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.recorded import RecordedGraphs
+from capture_planner.runtime.role import Options
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.workload import Request
+from capture_planner.testing.runs import CPU, VOCABULARY, requests_for, runnable_specs
+
+REGISTRY = load()
+FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixture of experts": MixtralConfig}
+HARD = Options(poison=True, debug=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny products are slower on many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def planned(spec):
+    """Plan a spec for this machine; some random ones have no plan."""
+    try:
+        return make_plan(spec, CPU, REGISTRY)
+    except PlanningError:
+        return None
+
+
+def target_of(spec, family, seed, folder):
+    """Save a random model of a real architecture with the spec's numbers; return ours of it, and it."""
+    shape = spec.model
+    groups = spec.roles.target.groups
+    windows = [group.window for group in groups for _ in range(group.layers)] or [None] * shape.num_layers
+    options = {}
+    if family == "mixture of experts":
+        options = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    if any(windows):
+        family = "qwen3"
+        options = {
+            "use_sliding_window": True,
+            "sliding_window": max(filter(None, windows)),
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        }
+    config = FAMILIES[family](
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=24,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_model_len,
+        tie_word_embeddings=False,
+        **options,
+    )
+    if family == "mixture of experts":
+        config.sliding_window = None
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        own = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+    own.eval().save_pretrained(folder)
+    return load_target(Path(folder), shape, device=torch.device("cpu"), dtype=torch.float64), own
+
+
+def drafter_of(kind, plan, target, seed):
+    """Make a drafter of a kind; None where the plan has none."""
+    if plan.speculative is None:
+        return None
+    return choose_drafter(
+        kind,
+        plan.speculative,
+        target,
+        places=plan.limits.max_num_reqs,
+        length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
+        seed=seed,
+    )
+
+
+def serve(plan, target, drafter, requests, pages, *, options=None, answers=None):
+    """Serve requests and return their tokens by name, and what happened."""
+    with Runner(plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages, options=options) as runner:
+        runner.capture()
+        tokens = {done.name: done.tokens for done in runner.serve(requests, answers=answers)}
+        return tokens, runner.session
+
+
+def pages_for(plan, page_size):
+    """Return pages for all places at full length."""
+    each = -(-plan.model.max_model_len // page_size)
+    return PageFormat(page_size=page_size, num_pages=1 + each * plan.limits.max_num_reqs)
+
+
+@given(
+    data=st.data(),
+    family=st.sampled_from(sorted(FAMILIES)),
+    kind=st.sampled_from(("random", "copy", "miss", "chance")),
+    page_size=st.sampled_from((1, 4, 16)),
+    seed=st.integers(0, 1000),
+)
+def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, seed):
+    """Graphs, eager and plain greedy agree exactly, everything poisoned before every forward."""
+    spec = data.draw(runnable_specs())
+    plan = planned(spec)
+    if plan is None:
+        return
+    requests = data.draw(requests_for(spec))
+    pages = pages_for(plan, page_size)
+    with tempfile.TemporaryDirectory() as folder:
+        target, _ = target_of(spec, family, seed, folder)
+    plain, _ = serve(without_speculation(plan), target, None, requests, pages)
+    answers = {request.name: request.prompt + plain[request.name] for request in requests}
+    drafter = drafter_of(kind, plan, target, seed)
+    eager, _ = serve(without_graphs(plan), target, drafter, requests, pages, answers=answers)
+    assert eager == plain
+    tokens, session = serve(plan, target, drafter, requests, pages, options=HARD, answers=answers)
+    assert tokens == plain
+    served = [forward for forward in session.forwards if forward.entry is not None]
+    assert bool(served) <= bool(plan.num_graphs)
+    if plan.speculative is not None:
+        drafted = sum(step.drafted for step in session.steps)
+        accepted = sum(step.accepted for step in session.steps)
+        assert accepted <= drafted
+        if kind == "miss":
+            assert accepted == 0
+
+
+class Serving(RuleBasedStateMachine):
+    """One runner, any order of arrivals and steps; each answer is the model's own greedy one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = ExitStack()
+        self.count = 0
+        self.expected = {}
+        self.serving = None
+
+    @initialize(data=st.data(), kind=st.sampled_from(("random", "chance")), seed=st.integers(0, 50))
+    def begin(self, data, kind, seed):
+        """Capture a random plan of a random model."""
+        self.spec = data.draw(runnable_specs())
+        plan = planned(self.spec)
+        if plan is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            family = data.draw(st.sampled_from(sorted(FAMILIES)))
+            target, self.own = target_of(self.spec, family, seed, folder)
+        runner = Runner(
+            plan,
+            target,
+            drafter_of(kind, plan, target, seed),
+            REGISTRY,
+            RecordedGraphs(),
+            pages=pages_for(plan, 4),
+            options=HARD,
+        )
+        self.runner = self.stack.enter_context(runner)
+        runner.capture()
+        self.serving = runner.start()
+
+    @precondition(lambda self: self.serving is not None)
+    @rule(data=st.data(), length=st.integers(1, 32), output=st.integers(1, 10))
+    def arrive(self, data, length, output):
+        """Queue a request of any length that fits."""
+        longest = self.spec.model.max_model_len
+        length = min(length, longest - 1)
+        prompt = tuple(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=length, max_size=length)))
+        request = Request(
+            name=f"r{self.count}",
+            arrival=0.0,
+            prompt=prompt,
+            max_new_tokens=min(output, longest - length),
+        )
+        self.count += 1
+        self.expected[request.name] = request
+        self.serving.scheduler.submit(request, 0.0)
+
+    @precondition(lambda self: self.serving is not None)
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        """Run some steps."""
+        for _ in range(count):
+            self.serving.step()
+
+    @precondition(lambda self: self.serving is not None)
+    @rule()
+    def reload(self):
+        """Load the same weights in place, as a server that is updated does."""
+        for _, module, name in self.runner.model.weights():
+            tensor = module._parameters.get(name, module._buffers.get(name))
+            tensor.data.copy_(tensor.data.clone())
+
+    @invariant()
+    def every_answer_is_greedy(self):
+        """What is finished is what the model says by itself, one request at a time."""
+        if self.serving is None:
+            return
+        for done in self.serving.served:
+            request = self.expected.pop(done.name, None)
+            if request is not None:
+                assert done.tokens == self.greedy(request)
+
+    @torch.no_grad()
+    def greedy(self, request):
+        """Decode with the model and nothing of ours but its weights: all tokens anew at each step."""
+        tokens = list(request.prompt)
+        for _ in range(request.max_new_tokens):
+            logits = self.own(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+        return tuple(tokens[len(request.prompt) :])
+
+    def teardown(self):
+        """Serve what is left."""
+        try:
+            while self.serving is not None and not self.serving.scheduler.done:
+                self.serving.step()
+            self.every_answer_is_greedy()
+            assert not self.expected
+        finally:
+            self.stack.close()
+
+
+TestServing = Serving.TestCase
