@@ -232,7 +232,8 @@ def _sections(kind: type) -> list[str]:
 def _laws() -> str:
     """The property tests of the laws, each with the first line of its file."""
     lines = ["| law | tested in |", "| --- | --- |"]
-    for path in sorted((ROOT / "tests" / "property").glob("test_law*.py")):
+    found = (ROOT / "tests" / "property").glob("test_law*.py")
+    for path in sorted(found, key=lambda path: int(re.sub(r"\D", "", path.name))):
         says = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]
         lines.append(f"| {says} | [{path.name}](../{path.relative_to(ROOT).as_posix()}) |")
     return "\n".join(lines)

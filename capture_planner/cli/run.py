@@ -83,19 +83,47 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Where drafts come from: the target's own answers, anything but them, a mixture, a head with "
     "random weights, or a folder with an EAGLE or EAGLE-3 head.",
 )
-@click.option("--chance", type=click.FloatRange(0, 1), default=0.5, help="How often `chance` is right.")
-@click.option("--requests", type=click.IntRange(0), help="Serve so many requests; of a file, its first.")
+@click.option(
+    "--chance",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    help="How often `--drafter chance` is right.",
+)
+@click.option("--requests", type=click.IntRange(0), help="Serve so many; left out: 16, or all of a file.")
 @click.option("--trace", type=click.Path(path_type=Path), help="CSV of arrivals, prompt and output lengths.")
 @click.option(
     "--prompts", type=click.Path(path_type=Path), help="A prompt a line, or .jsonl; needs --tokenizer."
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder of the tokenizer.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Generated arrivals a second.")
-@click.option("--prompt-tokens", type=Range(), default="1:64", show_default=True, help="Generated prompts.")
-@click.option("--output-tokens", type=Range(), default="16:32", show_default=True, help="Tokens asked for.")
-@click.option("--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Play a trace faster.")
 @click.option(
-    "--step-time", type=click.FloatRange(0, min_open=True), default=0.01, help="Clock a step, in s."
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    help="Generated requests a second; left out: all arrive at once.",
+)
+@click.option(
+    "--prompt-tokens", type=Range(), default="1:64", show_default=True, help="Length of a generated prompt."
+)
+@click.option(
+    "--output-tokens",
+    type=Range(),
+    default="16:32",
+    show_default=True,
+    help="Tokens asked for by a generated request; by a prompt of a file, at most HIGH.",
+)
+@click.option(
+    "--speed",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Play a trace so many times faster.",
+)
+@click.option(
+    "--step-time",
+    type=click.FloatRange(0, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Seconds by which a step moves the clock of arrivals.",
 )
 @click.option("--clip", is_flag=True, help="Cut requests that are longer than the model.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all that is random.")
@@ -109,8 +137,8 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     show_default=True,
     help="Threads of an operator; the number changes how sums are rounded.",
 )
-@click.option("--pages", type=click.IntRange(1), help="Pages of the KV cache.")
-@click.option("--graph-memory", type=Size(), help="Bytes that graphs may take; else the plan's budget.")
+@click.option("--pages", type=click.IntRange(1), help="Pages of the KV cache; left out: up to 1 GiB.")
+@click.option("--graph-memory", type=Size(), help="Bytes a pool may take; else the plan's budget.")
 @click.option("--strict", is_flag=True, help="Stop where a graph does not fit, instead of leaving it out.")
 @click.option("--eager", is_flag=True, help="Capture nothing.")
 @click.option("--verify", is_flag=True, help="Compare with plain greedy decoding; exit code 2 if it differs.")
@@ -130,19 +158,19 @@ def run(plan_file: str, environment: str | None, form: str, **given: Any) -> Non
     storage. Requests are generated, or come from a trace or from prompts. Ctrl-C ends in a complete
     report of what ran.
     """
-    _refuse_missing()
     _refuse_contradictions(given)
+    _refuse_unused(given)
+    _refuse_missing()
     plan = _plan(plan_file, environment)
     outcome = _launch(plan, given)
     report = outcome.report
     from capture_planner.report.run import run_data, run_tables
 
+    emit(form, lambda: run_data(report) | {"differing": outcome.differing}, lambda: run_tables(report))
     if given["html"] is not None:
         from capture_planner.report.page import run_page
 
         codec.write(str(given["html"]), run_page(report))
-    emit(form, lambda: run_data(report) | {"differing": outcome.differing}, lambda: run_tables(report))
-    if given["html"] is not None:
         click.echo(f"written to {given['html']}", err=form == "json")
     _end(outcome, as_json=form == "json")
 
@@ -234,17 +262,19 @@ def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]]
     )
 
 
+_DRAFTERS = ("copy", "miss", "chance", "random")
+
+
 def _drafter(name: str) -> Drafting:
-    if name in ("copy", "miss", "chance", "random"):
-        return name  # type: ignore[return-value]
-    return Path(name)
+    return name if name in _DRAFTERS else Path(name)  # type: ignore[return-value]
 
 
 def _refuse_missing() -> None:
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise RunError(
-            f"executing a plan needs {', '.join(missing)}; install with: pip install 'capture-planner[run]'"
+            f"executing a plan needs {', '.join(missing)}; install the extra `run`, from a clone with: "
+            "python -m pip install '.[run]'"
         )
 
 
@@ -255,6 +285,34 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         raise click.UsageError("--prompts and --tokenizer go together.")
     if given["trust"] and given["debug"]:
         raise click.UsageError("--trust leaves checks out and --debug adds them; give one.")
+    if given["drafter"] not in _DRAFTERS and not Path(given["drafter"]).exists():
+        raise click.UsageError(
+            f"--drafter is {', '.join(_DRAFTERS)} or a folder, and there is no folder {given['drafter']}."
+        )
+    if given["html"] is not None and not given["html"].absolute().parent.is_dir():
+        raise click.UsageError(f"--html {given['html']}: there is no such folder to write it into.")
+
+
+_GENERATED = {"rate", "prompt_tokens"}
+_APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
+    "chance": ("--drafter chance", lambda given: given["drafter"] == "chance"),
+    "speed": ("--trace", lambda given: given["trace"] is not None),
+    "output_tokens": ("generated requests or --prompts", lambda given: given["trace"] is None),
+    "strict": ("captures, so without --eager", lambda given: not given["eager"]),
+    "graph_memory": ("captures, so without --eager", lambda given: not given["eager"]),
+    "trust": ("graphs, so without --eager", lambda given: not given["eager"]),
+} | dict.fromkeys(
+    _GENERATED, ("generated requests", lambda given: given["trace"] is None and given["prompts"] is None)
+)
+
+
+def _refuse_unused(given: dict[str, Any]) -> None:
+    """Refuse an option that somebody gave and that would do nothing."""
+    context = click.get_current_context()
+    for name, (where, applies) in _APPLIES.items():
+        stated = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if stated and not applies(given):
+            raise click.UsageError(f"--{name.replace('_', '-')} goes with {where}.")
 
 
 def _progress(wanted: bool | None) -> Any:

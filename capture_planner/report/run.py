@@ -63,7 +63,7 @@ def run_data(report: RunReport) -> dict[str, Any]:
     """Return the report of a run as plain data, for ``--format json``. Seconds, bytes, shares from 0 to 1.
 
     ``model``, ``environment``, ``spec`` (digest), ``backends``, ``host``, ``interrupted``: what ran.
-    ``captured``: totals, ``by`` role and mode, and all ``graphs``, each with the forwards that it
+    ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
     served; a graph that was dropped has ``reason`` and ``says``. ``served_from``: by role, with
     ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null without a
     drafter. ``latency``: percentiles, each null where nothing was measured. ``throughput``. Then a row

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode
 from capture_planner.report.summary import Fallback, Percentiles, RunSummary
-from capture_planner.runtime.ledger import RunReport
+from capture_planner.runtime.ledger import Captured, RunReport
 
 MAX_FALLBACKS = 10
 """Shapes of eager forwards that are listed; the rest is counted."""
@@ -82,11 +82,22 @@ def _run(report: RunReport) -> Section:
     return Section(name="run", title=report.model, grid=Grid(columns=("", ""), rows=tuple(facts)))
 
 
+def _dropped(dropped: Iterable[Captured]) -> Iterator[str]:
+    """Say what was not captured, a line for each role and mode: its largest graph stands for the rest."""
+    kinds: dict[tuple[str, str], list[Captured]] = {}
+    for graph in dropped:
+        kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
+    for (role, mode), graphs in kinds.items():
+        says = graphs[0].waiver.says if graphs[0].waiver else ""
+        rest = f" and {_many(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
+        yield f"not captured: {role} {mode} of {_extent(graphs[0].entry)}{rest}: {says}"
+
+
 def _captured(report: RunReport, numbers: RunSummary) -> Section:
     kinds = numbers.captured
     total = sum(kind.graphs for kind in kinds)
     memory, alone = sum(kind.memory for kind in kinds), sum(kind.alone for kind in kinds)
-    warnings = [f"not captured: {g.role} {g.entry}: {g.waiver.says}" for g in numbers.dropped if g.waiver]
+    warnings = list(_dropped(numbers.dropped))
     missing = numbers.planned - total - len(numbers.dropped)
     if missing > 0:
         warnings.append(f"not captured: {_many(missing, 'graph')} of the plan, which had no turn")

@@ -156,14 +156,15 @@ def _refuse_plan(plan: Plan, choices: Choices) -> None:
         raise RunError(
             f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)"
         )
+    if plan.environment.device.kind is not DeviceKind.CPU:
+        name = plan.environment.device.name
+        raise RunError(f"the plan is for {name}, and plans are executed on a CPU; plan it with -e cpu")
     wrong = host.differences(plan.environment)
     if wrong and not choices.any_environment:
         raise RunError(
             f"the plan is for the environment {plan.environment.name}: {'; '.join(wrong)}; plan for this "
             "machine (--any-environment runs it all the same)"
         )
-    if plan.environment.device.kind is not DeviceKind.CPU:
-        raise RunError("only plans for a CPU are executed yet; plan for one, such as -e cpu")
     parallel = plan.parallel
     for name, ranks in (("tensor", parallel.tensor), ("decode_context", parallel.decode_context)):
         if ranks > 1:

@@ -151,11 +151,12 @@ class Scheduler:
         prompting = [live for live in self._running if not self._past_prompt(live)]
         if not self._running:
             return None, admitted
-        if not prompting:
-            decoding = self._rotate(decoding)
+        left, k = self._limits.max_num_tokens, self._k(len(decoding) + len(prompting))
+        if not prompting or len(decoding) * (1 + k) >= left:
+            # Decodes alone: as many as keep the shape that a uniform graph has.
+            prompting, decoding = [], self._rotate(decoding)
+            k = self._k(len(decoding))
         rows: list[tuple[Live, int, int]] = []
-        left = self._limits.max_num_tokens
-        k = self._k(len(decoding) + len(prompting))
         for live in decoding:
             place = live.place
             drafts = min(k, self._max_model_len - 1 - int(self.places.computed[place]), left - 1)

@@ -39,7 +39,7 @@ class Case:
     chance: float = 0.5
     seed: int = 0
     lora: Lora | None = None
-    parallel: Parallel = Parallel()
+    parallel: Parallel = attrs.Factory(Parallel)
 
     @property
     def most_drafts(self):

@@ -4,8 +4,13 @@ Support follows vLLM 0.33 (``v1/attention/backends/flashinfer.py``, ``get_cudagr
 ``mla/flashinfer_mla.py``); fields and workspace follow FlashInfer 0.7.2's own source.
 """
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
 
 from capture_planner.contract import (
     Attention,
@@ -25,6 +30,9 @@ from capture_planner.model import DataType
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
 from capture_planner.spec import Limits
 from capture_planner_flashinfer import workspace
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.contract import Executor, Reservation
 
 PACKAGE = "flashinfer-python"
 
@@ -53,7 +61,8 @@ def kernel(model: Attention, environment: Environment) -> Path | None:
     trtllm-gen on SM100 and SM103; XQA on SM90 and SM12x, for head dimensions 16 to 256 in steps of
     16, an NVFP4 cache on SM12x only. trtllm-gen takes several tokens a request only if causal.
     Latent attention is trtllm-gen's wherever it is served at all. XQA gives no log-sum-exp, which
-    decode context parallelism merges by.
+    decode context parallelism merges by. Before 0.7.1 it has one sliding window for all tokens of a
+    query, that of the last (flashinfer#4137).
     """
     major, minor = environment.device.sm
     if model.latent is not None:
@@ -66,7 +75,13 @@ def kernel(model: Attention, environment: Environment) -> Path | None:
         return None
     fits = 16 <= model.head_dim <= 256 and model.head_dim % 16 == 0
     quantised = model.kv_dtype is DataType.NVFP4 and major != 12
-    return Path.XQA if fits and not quantised else None
+    return Path.XQA if fits and not quantised and not _shares_window(model, environment) else None
+
+
+def _shares_window(model: Attention, environment: Environment) -> bool:
+    """Say whether XQA would give all tokens of a query the window of the last one."""
+    old = (environment.package(PACKAGE) or ()) < (0, 7, 1)
+    return model.window is not None and model.max_query_len > 1 and old
 
 
 def path(model: Attention, environment: Environment) -> Path:
@@ -149,6 +164,8 @@ class FlashInfer:
             f"{model.num_heads} query heads, {model.num_kv_heads} KV heads, head dimension {model.head_dim}"
         )
         kind = "causal" if model.causal else "non-causal"
+        if _shares_window(model, environment):
+            kind += f", with a window of {model.window} (flashinfer#4137)"
         return single, f"neither XQA nor trtllm-gen takes {shape}, {kind}, on a {model.kv_dtype.value} cache"
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
@@ -182,27 +199,71 @@ class FlashInfer:
     def workspace(
         self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
     ) -> Workspace:
-        """One plan workspace for each wrapper, and one float workspace that all graphs share.
+        """What ``parts`` says: plan workspaces, counters, and one float workspace for every launch.
 
         A wrapper's batch is fixed, so there is one for each (requests, query length); graphs that
-        differ in LoRA adapters or draft steps share it. Eager plans use the float workspace too, and
-        it must not grow after capture.
+        differ in LoRA adapters or draft steps share it. One more plans eager and PIECEWISE steps.
+        The float workspace must not grow after capture.
         """
-        graphs = [e for e in entries if e.mode is GraphMode.FULL and e.num_reqs is not None and e.query_len]
-        if refusal(model, environment) is not None or not graphs:
-            return Workspace(formula="0: no full graph")
-        chosen = path(model, environment)
-        need = max(
-            workspace.eager(model, environment),
-            *(_FLOAT_WORKSPACE[chosen](model, environment, entry) for entry in graphs),
-        )
-        wrappers = len({(e.num_reqs, e.query_len) for e in graphs}) if chosen.is_wrapper else 0
+        if refusal(model, environment) is not None:
+            return Workspace(formula="0: FlashInfer does not run there")
+        chosen, cut = path(model, environment), parts(model, environment, entries)
+        graphs = f" and of {_FORMULA[chosen]}" if _graphs(entries) else ""
+        counters = f"{cut.counters} bytes of counters, " if cut.counters else ""
         return Workspace(
-            device=need + wrappers * workspace.INT_WORKSPACE,
-            pinned=wrappers * workspace.INT_WORKSPACE,
-            formula=(f"{wrappers} wrappers of 8 MiB on each side, and " if wrappers else "")
-            + f"one float workspace of {need} bytes, the most of an eager plan and of {_FORMULA[chosen]}",
+            device=cut.device,
+            pinned=cut.plans * workspace.INT_WORKSPACE,
+            formula=f"{cut.plans} wrapper{'s' if cut.plans > 1 else ''} of 8 MiB on each side, {counters}"
+            f"and one float workspace of {cut.floats} bytes, the most of an eager plan{graphs}",
         )
+
+    def reserve(self, reservation: Reservation) -> Executor:
+        """Make the executor of one group, with all of its wrappers.
+
+        Raises ``BackendError`` where FlashInfer is missing, and for what this backend does not run:
+        see ``executor.refuse``.
+        """
+        # Planning needs no torch, so that this module must not import it.
+        from capture_planner_flashinfer.executor import FlashInferExecutor
+
+        return FlashInferExecutor(reservation)
+
+
+@attrs.frozen(kw_only=True)
+class Parts:
+    """How a group's workspace is cut up, in this order."""
+
+    plans: int
+    """Wrappers: each has a plan workspace on the device and in pinned memory. The first is eager."""
+    counters: int
+    """Bytes that kernels without a plan find zero, and leave zero. No other launch may write there."""
+    floats: int
+    """Bytes of partial results, which hold nothing from one launch to the next."""
+
+    @property
+    def device(self) -> int:
+        """Bytes of all of them on the device."""
+        return self.plans * workspace.INT_WORKSPACE + self.counters + self.floats
+
+
+def parts(model: Attention, environment: Environment, entries: Sequence[Entry]) -> Parts:
+    """Return how much of each a group needs for these entries."""
+    graphs, chosen = _graphs(entries), path(model, environment)
+    wrappers = len({(e.num_reqs, e.query_len) for e in graphs}) if chosen.is_wrapper else 0
+    counters = _COUNTERS.get(chosen)
+    return Parts(
+        plans=1 + wrappers,
+        counters=max((counters(model, environment, e) for e in graphs), default=0) if counters else 0,
+        floats=max(
+            workspace.eager(model, environment),
+            *(_FLOAT_WORKSPACE[chosen](model, environment, e) for e in graphs),
+            0,
+        ),
+    )
+
+
+def _graphs(entries: Sequence[Entry]) -> list[Entry]:
+    return [e for e in entries if e.mode is GraphMode.FULL and e.num_reqs is not None and e.query_len]
 
 
 def _frozen(name: str, dtype: str = "int32", scale: int = 1) -> MetadataField:
@@ -267,6 +328,11 @@ _FLOAT_WORKSPACE = {
     Path.TRTLLM_GEN: workspace.trtllm_gen,
 }
 
+_COUNTERS = {
+    Path.XQA: workspace.xqa_counters,
+    Path.TRTLLM_GEN: workspace.trtllm_gen_counters,
+}
+
 _FA2_FORMULA = (
     "the FA2 scheduler: heads * rows * (head_dim + 1) * 4, rows = tiles * cta_tile_q (/ group since 0.7.1), "
     "tiles = max(2 * SMs / kv_heads, ceil(tokens * group / cta_tile_q) + reqs - 1)"
@@ -275,8 +341,8 @@ _FORMULA = {
     Path.CUDA_CORE: "CUDA-core decode: heads * (16 * SMs / kv_heads) * (head_dim + 1) * 4",
     Path.TENSOR_CORE: _FA2_FORMULA,
     Path.PREFILL: _FA2_FORMULA,
-    Path.XQA: "XQA: 8 MiB + (3 * SMs + reqs * kv_heads) * query_len * group * (head_dim + 2) * 4",
-    Path.TRTLLM_GEN: "trtllm-gen: SMs * 256 * (width + 2) * 4 + max(reqs * heads, SMs) * 4",
+    Path.XQA: "XQA: (3 * SMs + reqs * kv_heads) * query_len * group * (head_dim + 2) * 4",
+    Path.TRTLLM_GEN: "trtllm-gen: SMs * 256 * (width + 2) * 4",
 }
 
 

@@ -10,7 +10,7 @@ from capture_planner.entry import Entry
 from capture_planner.environment import Environment
 
 INT_WORKSPACE = 8 << 20
-"""Bytes, on the device and again in pinned memory, that every wrapper allocates for its plan."""
+"""Bytes, on the device and again in pinned memory, that every wrapper has for its plan."""
 
 SEMAPHORES = 8 << 20
 """Bytes at the head of the workspace that XQA keeps for semaphores."""
@@ -62,11 +62,16 @@ def xqa(model: Attention, environment: Environment, entry: Entry) -> int:
     sequences = (entry.num_reqs or 0) * model.num_kv_heads
     chunks = 3 * _multiprocessors(environment) + sequences
     rows = (entry.query_len or 1) * (model.num_heads // model.num_kv_heads)
-    return SEMAPHORES + chunks * rows * (model.head_dim + 2) * 4
+    return chunks * rows * (model.head_dim + 2) * 4
+
+
+def xqa_counters(model: Attention, environment: Environment, entry: Entry) -> int:
+    """Return the bytes of XQA's semaphores."""
+    return SEMAPHORES
 
 
 def trtllm_gen(model: Attention, environment: Environment, entry: Entry) -> int:
-    """Return the bytes trtllm-gen may use: a tile of at most 256 rows a multiprocessor, and counters.
+    """Return the bytes trtllm-gen may use: a tile of at most 256 rows a multiprocessor.
 
     Under decode context parallelism it also keeps softmax sums for 256 tokens a request (what
     vllm#50781 ran out of), and a guard of 1 MiB.
@@ -75,7 +80,13 @@ def trtllm_gen(model: Attention, environment: Environment, entry: Entry) -> int:
     rows, sms = (entry.num_reqs or 0) * _heads(model), _multiprocessors(environment)
     tokens = _round_up(entry.query_len or 1, 256)
     sums = rows * tokens * 8 + (1 << 20) if model.decode_context > 1 else 0
-    return sums + _round_up(max(rows, sms), 8) * 4 + sms * 256 * (width + 2) * 4
+    return sums + sms * 256 * (width + 2) * 4
+
+
+def trtllm_gen_counters(model: Attention, environment: Environment, entry: Entry) -> int:
+    """Return the bytes of the counters that trtllm-gen's blocks merge by."""
+    rows = (entry.num_reqs or 0) * _heads(model)
+    return _round_up(max(rows, _multiprocessors(environment)), 8) * 4
 
 
 def _partials(model: Attention, environment: Environment, tiles: int, tile: int) -> int:

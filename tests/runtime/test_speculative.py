@@ -1,0 +1,170 @@
+"""Greedy verification against a reference that goes row by row and token by token."""
+
+import random
+
+import numpy as np
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.scheduler import Live, Places, Scheduled
+from capture_planner.runtime.speculative import sampled_rows, settle
+from capture_planner.runtime.workload import Request
+
+VOCABULARY = 3
+"""Few tokens, so that drafts are often right."""
+PLACES = 7
+
+
+def scheduled_of(rows, most_drafts):
+    """A batch of ``(place, tokens, drafts)``."""
+    request = Request(name="r", arrival=0.0, prompt=(1,), max_new_tokens=1)
+    places, counts, drafts = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    return Scheduled(
+        live=tuple(Live(request, place, [], 0.0) for place, _, _ in rows),
+        places=places,
+        counts=counts,
+        drafts=drafts,
+        prompts=0,
+        draft_tokens=most_drafts,
+    )
+
+
+@st.composite
+def situations(draw):
+    """Places with any tokens, and a batch of decodes and of prompts that end in it or do not."""
+    chosen = random.Random(draw(st.integers(0, 1 << 32)))
+    longest, k = draw(st.sampled_from((2, 5, 12))), draw(st.integers(0, 4))
+    places = Places(PLACES, longest, k, PageFormat(page_size=4, num_pages=9))
+    places.tokens[:] = [[chosen.randrange(VOCABULARY) for _ in row] for row in places.tokens]
+    rows = []
+    for place in chosen.sample(range(PLACES), draw(st.integers(1, PLACES))):
+        length = chosen.randint(1, longest - 1)
+        places.length[place] = length
+        if chosen.random() < 0.6:
+            places.computed[place], drafts = length - 1, chosen.randint(0, min(k, longest - length))
+            rows.append((place, 1 + drafts, drafts))
+        else:
+            places.computed[place] = chosen.randrange(length)
+            rows.append((place, chosen.randint(1, length - int(places.computed[place])), 0))
+    return scheduled_of(rows, k), places, chosen
+
+
+def starts_of(scheduled):
+    """Where each row begins, and the end."""
+    return np.concatenate(([0], np.cumsum(scheduled.counts))).astype(np.int32)
+
+
+def copied(places):
+    """All that is known of the places, as plain lists."""
+    return places.tokens.tolist(), places.length.tolist(), places.computed.tolist()
+
+
+@given(situations())
+def test_read_are_the_last_settled_token_and_the_drafts_of_each_row_at_its_end(situation):
+    """A row that ends inside its prompt is not read."""
+    scheduled, places, _ = situation
+    starts, wanted = starts_of(scheduled), []
+    for index, (place, count, drafts) in enumerate(
+        zip(scheduled.places, scheduled.counts, scheduled.drafts, strict=True)
+    ):
+        for offset in range(count):
+            position = places.computed[place] + offset
+            if places.computed[place] + count - drafts == places.length[place]:
+                wanted += [int(starts[index]) + offset] * (position >= places.length[place] - 1)
+    rows = sampled_rows(scheduled, starts, places)
+    assert rows.tolist() == wanted
+    assert rows.dtype == np.int64
+
+
+@given(situations())
+def test_settling_is_what_each_row_alone_would_be(situation):
+    """Drafts are kept while the target says them; then its own token stands, and the rest is as it was."""
+    scheduled, places, chosen = situation
+    sampled = np.array(
+        [chosen.randrange(VOCABULARY) for _ in sampled_rows(scheduled, starts_of(scheduled), places)],
+        dtype=np.int64,
+    )
+    tokens, length, computed = copied(places)
+    said, kept, accepted, gained = iter(sampled.tolist()), [], [], []
+    for place, count, drafts in zip(
+        scheduled.places.tolist(), scheduled.counts.tolist(), scheduled.drafts.tolist(), strict=True
+    ):
+        if computed[place] + count - drafts < length[place]:
+            computed[place] += count
+            kept.append(count)
+            accepted.append(0)
+            gained.append(0)
+            continue
+        says, hits = [next(said) for _ in range(1 + drafts)], 0
+        while hits < drafts and tokens[place][length[place] + hits] == says[hits]:
+            hits += 1
+        tokens[place][length[place] + hits] = says[hits]
+        computed[place] += count - drafts + hits
+        length[place] += hits + 1
+        kept.append(count - drafts + hits)
+        accepted.append(hits)
+        gained.append(hits + 1)
+    settled = settle(scheduled, places, sampled)
+    assert next(said, None) is None
+    assert settled.kept.tolist() == kept
+    assert settled.accepted.tolist() == accepted
+    assert settled.gained.tolist() == gained
+    assert copied(places) == (tokens, length, computed)
+    event(f"some drafts were kept, and some were not: {0 < sum(accepted) < scheduled.drafts.sum()}")
+
+
+def greedy(prompt, length, seed):
+    """What a model says, one token at a time: of a sequence alone, and of all of it."""
+    tokens = list(prompt)
+    while len(tokens) < length:
+        tokens.append(say(tokens, seed))
+    return tokens
+
+
+def say(tokens, seed):
+    """The next token."""
+    return hash((seed, *tokens)) % VOCABULARY
+
+
+@given(
+    st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.integers(0, 1 << 32),
+    st.sampled_from((0.0, 0.5, 1.0)),
+)
+def test_whatever_is_drafted_the_output_is_the_targets_own(prompts, seed, chance):
+    """It is a prefix of greedy decoding after each step, longer by the drafts accepted and one.
+
+    Cache rows past ``computed`` are not counted: each step begins where the last settled token is.
+    """
+    chosen, longest = random.Random(seed), 24
+    places = Places(len(prompts), longest, 4, PageFormat(page_size=4, num_pages=9))
+    for place, prompt in enumerate(prompts):
+        places.tokens[place, : len(prompt)] = prompt
+        places.length[place], places.computed[place] = len(prompt), len(prompt) - 1
+    outputs = [greedy(prompt, longest + 5, seed) for prompt in prompts]
+    while (places.length < longest).all():
+        rows = []
+        for place, output in enumerate(outputs):
+            at = int(places.length[place])
+            drafts = chosen.randint(0, min(4, longest - at))
+            for index in range(at, at + drafts):
+                right = chosen.random() < chance
+                places.tokens[place, index] = output[index] if right else chosen.randrange(VOCABULARY)
+            rows.append((place, 1 + drafts, drafts))
+        scheduled = scheduled_of(rows, 4)
+        sampled = []
+        for place, _, drafts in rows:
+            at = int(places.length[place])
+            sequence = places.tokens[place].tolist()
+            sampled += [say(sequence[: at + index], seed) for index in range(drafts + 1)]
+        before = places.length.copy()
+        settled = settle(scheduled, places, np.array(sampled, dtype=np.int64))
+        assert (settled.gained == settled.accepted + 1).all()
+        assert places.length.tolist() == (before + settled.gained).tolist()
+        assert places.computed.tolist() == (places.length - 1).tolist()
+        for place, output in enumerate(outputs):
+            length = int(places.length[place])
+            assert places.tokens[place, :length].tolist() == output[:length]
+            if chance == 1.0:
+                assert settled.accepted[place] == scheduled.drafts[place]
