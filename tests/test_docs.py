@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,6 +105,17 @@ def test_every_method_of_a_backend_is_documented() -> None:
         assert getattr(contract.Backend, name).__doc__
 
 
+def test_every_method_of_an_executor_is_documented() -> None:
+    """Beside the planner's side, where torch is installed."""
+    runtime = pytest.importorskip("capture_planner.runtime.contract")
+    methods = [name for name in vars(runtime.Executor) if not name.startswith("_")]
+    assert set(methods) == {"prepare", "attend", "layout", "release"}
+    for name in ("Runnable.reserve", *(f"Executor.{name}" for name in methods)):
+        assert f"### `{name}`" in page("backends")
+    for name in ("reserve", *methods):
+        assert f"| `{name}` |" in page("backends")
+
+
 @pytest.mark.parametrize("fill", contract.Fill)
 def test_every_fill_is_explained(fill: contract.Fill) -> None:
     assert f"| `{fill.value}` |" in page("backends")
@@ -136,10 +149,74 @@ def test_every_reason_is_explained(reason: Reason) -> None:
     assert f"| `{reason.value}` |" in page("concepts")
 
 
+def _plugin() -> dict[str, str]:
+    """Return the files of the plugin example, by their path."""
+    files = re.findall(r"<!-- file: (acme/\S+) -->\n```\w+\n(.*?)```", page("backends"), re.S)
+    return dict(files)
+
+
 def test_the_plugin_example_is_short() -> None:
-    files = re.findall(r"<!-- file: acme/\S+ -->\n```\w+\n(.*?)```", page("backends"), re.S)
-    assert len(files) == 2
-    assert sum(len(file.splitlines()) for file in files) < 100
+    """A backend that plans and runs is three files."""
+    assert len(_plugin()) == 3
+    assert sum(len(file.splitlines()) for file in _plugin().values()) < 150
+
+
+def test_the_plugin_example_says_what_the_reference_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token for token: ``--verify`` alone compares the example's attention with itself."""
+    pytest.importorskip("torch")
+    from capture_planner.runtime.launch import Choices, launch
+    from capture_planner.runtime.workload import generated
+
+    for name, text in _plugin().items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "acme")
+    for name in ("acme_attention_planner", "acme_attention_planner.executor"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    backends = load(importlib.import_module("acme_attention_planner"))
+    environment = codec.load_environment(ROOT / "plans" / "environments" / "cpu.yaml")
+    spec = (ROOT / "plans" / "specs" / "tiny-reference-cpu.yaml").read_text("utf-8")
+
+    @contextmanager
+    def quiet(what: str, total: int) -> Iterator[Callable[[str], None]]:
+        yield lambda name: None
+
+    def answers(backend: str) -> dict[str, tuple[int, ...]]:
+        text = spec.replace("backend: reference", f"backend: {backend}")
+        made = plan(codec.loads(text, Spec), environment, backends)
+        assert made.role("target").groups[0].backend == backend
+        requests = generated(
+            4, seed=1, rate=None, prompt_tokens=(1, 40), output_tokens=(8, 16), vocab_size=256
+        )
+        outcome = launch(made, backends, lambda vocab_size: requests, Choices(drafter="copy"), quiet)
+        return {served.name: served.tokens for served in outcome.report.served}
+
+    assert answers("acme") == answers("reference")
+
+
+RUN = "capture-planner run plan.yaml"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "now", "is_kept"),
+    [
+        (RUN, "  3 graphs  1.2 ms\n", "  3 graphs  881.0 us\n", True),
+        (RUN, "  3 graphs in 2 KiB\n", "  4 graphs in 2 KiB\n", False),
+        (RUN, "  padding 1.2%\n", "  padding 1.3%\n", False),
+        (RUN, "...\nb\n", "a\na\nb\n", True),
+        (RUN, "a\n...\n", "a\nb\n", True),
+        (RUN, "a\n...\nc\n", "a\nb\nd\n", False),
+        (RUN, "...\nc\n", "b\nc\nd\n", False),
+        (RUN, "", "a\n", False),
+        ("capture-planner show plan.yaml", "takes 1.2 ms\n", "takes 1.3 ms\n", False),
+    ],
+)
+def test_a_page_keeps_an_output_while_it_is_true(command: str, shown: str, now: str, is_kept: bool) -> None:
+    """What was measured may differ, and a line of dots stands for any lines; nothing else may differ."""
+    assert generate.kept(command, shown, now) == (shown if is_kept else now)
 
 
 def test_every_environment_of_tox_is_explained() -> None:

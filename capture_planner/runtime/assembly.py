@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -125,21 +126,33 @@ def assemble(
         bodies[Role.DRAFT_DECODE] = DraftDecodeBody(
             drafter, fields[Role.DRAFT_DECODE], state, pages.page_size, plan.model.max_model_len
         )
-    caches = _caches(plan, model, drafter, pages, device)
-    roles = {}
     for role in plan.roles:
-        groups = _reserve(plan, role, model, caches, fields[role.role], registry, pages, device)
-        roles[role.role] = RoleRun(
+        for group in role.groups:
+            _refuse_backend(plan, role, group, registry[group.backend])
+    caches = _caches(plan, model, drafter, pages, device)
+    reserved: dict[Role, list[GroupRun]] = {}
+    try:
+        for role in plan.roles:
+            mine = reserved.setdefault(role.role, [])
+            mine.extend(_reserve(plan, role, model, caches, fields[role.role], registry, pages, device))
+    except BaseException:
+        for group_run in itertools.chain.from_iterable(reserved.values()):
+            group_run.executor.release()
+        raise
+    roles = {
+        role.role: RoleRun(
             role,
             bodies[role.role],
             fields[role.role],
-            groups,
+            reserved[role.role],
             dispatcher=dispatcher,
             grapher=grapher,
             page_size=pages.page_size,
             bounds=bounds,
             options=options,
         )
+        for role in plan.roles
+    }
     size = sum(c.keys.nbytes + c.values.nbytes for found in caches.values() for c in found)
     return Parts(roles=roles, target=target, state=state, kv_cache=size)
 
@@ -180,24 +193,20 @@ def _reserve(
     registry: Registry,
     pages: kv.PageFormat,
     device: torch.device,
-) -> list[GroupRun]:
+) -> Iterator[GroupRun]:
     """Reserve the backend of each group of a role."""
     of_role = caches[role.role.is_drafter]
     windows = (None,) * len(of_role) if role.role.is_drafter else model.windows
-    groups = []
     for group, layers in zip(role.groups, layers_of(role, windows), strict=True):
         registered = registry[group.backend]
-        who = f"the backend {registered.name!r} ({registered.distribution} {registered.version})"
-        attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
-        _refuse_other_contract(plan, role, group, attention, registered)
-        if not isinstance(registered.backend, Runnable):
-            raise RunError(f"{who} plans and does not execute: it has no reserve; see docs/backends.md")
+        backend, who = registered.backend, _who(registered)
+        assert isinstance(backend, Runnable), "what does not execute was refused before"
         workspace = torch.zeros(group.workspace.device, dtype=torch.uint8, device=device)
         mine = {layer: of_role[layer] for layer in layers}
         reservation = Reservation(
             role=role.role,
             group=group.name,
-            attention=attention,
+            attention=Attention.of(plan, role.role, layers=group.layers, window=group.window),
             environment=plan.environment,
             entries=role.entries,
             limits=plan.limits,
@@ -209,7 +218,7 @@ def _reserve(
             device=device,
         )
         try:
-            executor = registered.backend.reserve(reservation)
+            executor = backend.reserve(reservation)
         except BackendError:
             raise
         except Exception as error:
@@ -217,8 +226,11 @@ def _reserve(
             raise BackendError(
                 f"{who} broke in reserve ({role.role.value}, group {group.name}): {says}; tell its authors"
             ) from error
-        groups.append(GroupRun(plan=group, executor=executor, caches=mine, workspace=workspace, who=who))
-    return groups
+        yield GroupRun(plan=group, executor=executor, caches=mine, workspace=workspace, who=who)
+
+
+def _who(registered: Registered) -> str:
+    return f"the backend {registered.name!r} ({registered.distribution} {registered.version})"
 
 
 def layers_of(role: RolePlan, windows: Sequence[int | None]) -> list[list[int]]:
@@ -241,14 +253,16 @@ def layers_of(role: RolePlan, windows: Sequence[int | None]) -> list[list[int]]:
     return found
 
 
-def _refuse_other_contract(
-    plan: Plan, role: RolePlan, group: GroupPlan, attention: Attention, registered: Registered
-) -> None:
-    """Refuse a backend that declares other fields now than when the plan was made."""
+def _refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
+    """Refuse a backend that executes nothing, or declares other fields than when the plan was made."""
+    if not isinstance(registered.backend, Runnable):
+        raise RunError(
+            f"{_who(registered)} plans and does not execute: it has no reserve; see docs/backends.md"
+        )
+    attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
     now = registered.padding(role.role, attention, plan.environment)
     if now != group.padding:
-        names = {f.name for f in now.fields} ^ {f.name for f in group.padding.fields}
-        names |= {f.name for f in now.fields if f.name in {g.name for g in group.padding.fields}}
+        names = {field.name for field in set(now.fields) ^ set(group.padding.fields)}
         raise RunError(
             f"{role.role.value}, group {group.name}: the plan was made with {group.distribution} "
             f"{group.version}, and {registered.distribution} {registered.version} declares other fields "

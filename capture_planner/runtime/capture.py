@@ -74,17 +74,17 @@ def _capture(role: RoleRun, entry: Entry, options: Options) -> Captured:
 
 
 def warm_values(role: RoleRun, entry: Entry) -> Made:
-    """Return a batch of the entry's own extents that reads and writes the null page alone.
+    """Return the largest batch that the entry serves; it reads and writes the null page alone.
 
-    Every request has one token at least, and there are no more requests than the limits admit: what
-    an entry has beyond them is padding, at capture as at replay.
+    Every request has one token at least, no request is longer than the model, and there are no more
+    than the limits admit: what an entry has beyond that is padding, at capture as at replay.
     """
-    most = role.dispatcher.plan.limits.max_num_reqs
-    reqs = min(entry.num_reqs or entry.num_tokens, entry.num_tokens, most)
-    tokens = entry.num_tokens if entry.query_len is None else reqs * entry.query_len
+    plan = role.dispatcher.plan
+    longest = plan.model.max_model_len
+    reqs = min(entry.num_reqs or entry.num_tokens, entry.num_tokens, plan.limits.max_num_reqs)
+    tokens = reqs * entry.query_len if entry.query_len else min(entry.num_tokens, reqs * longest)
     counts = np.full(reqs, tokens // reqs, dtype=np.int64)
     counts[: tokens % reqs] += 1
-    longest = role.dispatcher.plan.model.max_model_len
     starts = np.zeros(reqs + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     positions = np.minimum(np.arange(tokens) - np.repeat(starts[:-1], counts), longest - 1)
@@ -150,8 +150,16 @@ def _without(role: RolePlan, lost: Sequence[Captured]) -> RolePlan:
     return replace(
         role,
         entries=tuple(entry for entry in role.entries if entry not in gone),
-        waivers=role.waivers + tuple(item.waiver for item in lost if item.waiver is not None),
+        waivers=role.waivers + tuple(waiver for item in lost for waiver in _all_waivers(item)),
     )
+
+
+def _all_waivers(lost: Captured) -> Iterator[Waiver]:
+    """Yield the waiver of a graph; one for any batch served decodes too, where no other graph did."""
+    if lost.waiver is not None:
+        yield lost.waiver
+        if lost.entry.query_len is None:
+            yield replace(lost.waiver, kind=Kind.DECODE, first=1, last=lost.entry.num_tokens)
 
 
 def without_graphs(plan: Plan) -> Plan:

@@ -225,8 +225,8 @@ class RoleRun:
         return graph
 
     def _staged(self, entry: Entry, values: Made) -> Extents:
-        reqs = len(values["seq_lens"])
-        real = Extents(tokens=entry.num_tokens, reqs=reqs, pages=self.fields.capacity.pages)
+        tokens, reqs = len(values["input_ids"]), len(values["seq_lens"])
+        real = Extents(tokens=tokens, reqs=reqs, pages=self.fields.capacity.pages)
         return self.stage(entry, real, values)
 
     def _forward(self, extents: Extents, entry: Entry | None) -> None:

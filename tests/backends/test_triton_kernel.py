@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -21,6 +22,8 @@ from capture_planner.runtime.contract import LayerCache
 from capture_planner.spec import Limits
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")
+tl = triton.language
+InterpretedFunction = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
 
 
 def load(name, path):
@@ -33,11 +36,8 @@ def load(name, path):
 
 EXECUTOR = Path(capture_planner_triton.__file__).with_name("executor.py")
 laws = load("reference_laws", Path(__file__).with_name("test_reference_executor.py"))
-KINDS = {
-    torch.float32: DataType.FLOAT32,
-    torch.float16: DataType.FLOAT16,
-    torch.bfloat16: DataType.BFLOAT16,
-}
+KINDS = {torch.float32: DataType.FLOAT32, torch.float16: DataType.FLOAT16}
+"""The interpreter multiplies bfloat16 as if it were integers: tests/gpu has that."""
 FEWER = settings(max_examples=max(settings.default.max_examples // 3, 5))
 
 
@@ -74,9 +74,9 @@ CUTS = st.builds(
 )
 
 
-def cases(dtypes=KINDS):
-    """Batches like those of the reference backend, in the dtypes that the kernel takes."""
-    return laws.cases(st.sampled_from(list(dtypes))).map(
+def cases(*dtypes):
+    """Batches like those of the reference backend, in the dtypes that the interpreter takes."""
+    return laws.cases(st.sampled_from(dtypes or list(KINDS))).map(
         lambda case: attrs.evolve(
             case,
             attention=attrs.evolve(case.attention, dtype=KINDS[case.dtype], kv_dtype=KINDS[case.dtype]),
@@ -84,38 +84,83 @@ def cases(dtypes=KINDS):
     )
 
 
+@contextmanager
+def interpreting():
+    """Interpret Triton's own functions, too: it compiled them when it was imported, without the variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("cdiv", "max", "sum", "zeros"):
+            function = getattr(tl, name)
+            if isinstance(function, triton.runtime.JITFunction):
+                patch.setattr(tl, name, InterpretedFunction(function.fn))
+        yield
+
+
+@contextmanager
+def cutting(cut):
+    """Replace the sizes of tiles, which are made for a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "_keys", lambda width, itemsize: (cut.keys, 1))
+        patch.setattr(geometry, "MIN_TILE", 2)
+        patch.setattr(geometry, "MAX_ROWS", cut.rows)
+        yield
+
+
+def strided(tensor, *order):
+    """The same values, laid out in another order of axes and with a gap after each."""
+    shape = [tensor.shape[axis] + 1 for axis in order]
+    wide = torch.full(shape, math.nan, dtype=tensor.dtype).permute(*torch.tensor(order).argsort().tolist())
+    view = wide[tuple(slice(size) for size in tensor.shape)]
+    return view.copy_(tensor)
+
+
 class Rig(laws.Rig):
     """A case in memory, with a workspace of what the plan says, full of NaN."""
 
-    def __init__(self, module, case, cut, garbage=0):
+    def __init__(self, module, case, cut, garbage=0, far=False):
         super().__init__(case, garbage)
-        self.module, self.cut = module, cut
+        self.module, self.cut, self.far = module, cut, far
         gpu = Device(
             kind=DeviceKind.CUDA, name="g", capability="9.0", memory=1, multiprocessors=cut.multiprocessors
         )
         environment = Environment(name="e", device=gpu, packages={"triton": "3.6.0"})
         limits = Limits(max_num_reqs=case.num_reqs, max_num_tokens=case.num_tokens)
-        with self.cutting():
+        with cutting(cut):
             need = Triton().workspace(Role.TARGET, case.attention, environment, (self.entry,), limits)
-        workspace = torch.full((need.device,), 255, dtype=torch.uint8)
-        self.reservation = attrs.evolve(self.reservation, environment=environment, workspace=workspace)
-
-    def cutting(self):
-        """Replace the sizes of tiles, which are made for a GPU."""
-        patch = pytest.MonkeyPatch()
-        patch.setattr(geometry, "_keys", lambda width, itemsize: (self.cut.keys, 1))
-        patch.setattr(geometry, "MIN_TILE", 2)
-        patch.setattr(geometry, "MAX_ROWS", self.cut.rows)
-        context = pytest.MonkeyPatch.context()
-        del context
-        return _Undone(patch)
+        caches = self.caches
+        if far:
+            self.query = strided(self.query, 1, 0, 2)
+            caches = {
+                layer: LayerCache(keys=strided(cache.keys, 0, 2, 1, 3), values=strided(cache.values, 2, 0, 3, 1))
+                for layer, cache in caches.items()
+            }
+        self.reservation = attrs.evolve(
+            self.reservation,
+            environment=environment,
+            caches=caches,
+            workspace=torch.full((need.device,), 255, dtype=torch.uint8),
+        )
 
     def run(self, metadata):
         """Reserve, prepare and attend; the output starts as NaN."""
-        with self.cutting():
+        with cutting(self.cut), interpreting():
             runs = self.module.TritonExecutor(self.reservation)
             runs.prepare(metadata)
             query = self.query[: metadata.num_tokens]
-            out = torch.full_like(query, math.nan)
+            out = torch.full(query.shape, math.nan, dtype=query.dtype)
+            if self.far:
+                out = strided(out, 1, 0, 2)
             runs.attend(laws.LAYER, query, out, self.scoring, metadata)
         return out
+
+
+@given(cases(), CUTS, st.booleans())
+def test_every_way_equals_a_loop_over_tokens(interpreted, case, cut, far):
+    """In a graph, between its pieces and in an eager step; rows of padding are zeros."""
+    rig = Rig(interpreted, case, cut, far=far)
+    piecewise = Entry(mode=GraphMode.PIECEWISE, num_tokens=case.num_tokens)
+    padded, eager = rig.run(rig.padded), rig.run(rig.unpadded())
+    between = rig.run(attrs.evolve(rig.unpadded(piecewise), num_tokens=case.num_tokens))
+    expected = rig.expected()
+    for out in (padded, eager, between):
+        laws.assert_close(case, out[: case.real], expected)
+        assert not out[case.real :].any()

@@ -123,16 +123,31 @@ INSTALLED = registry.load(STEPWISE)
 """The installed backends, and ``probe``, whose draft decodes need the host before each step."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False)
 class World:
     """A plan with everything that it takes to run it."""
 
-    plan: Plan = attrs.field(repr=lambda plan: f"<{plan.spec[:16]}, {plan.num_graphs} graphs>")
+    plan: Plan
     spec: Spec
-    target: TargetModel = attrs.field(repr=False)
-    drafter: Drafter | None = attrs.field(repr=lambda drafter: getattr(drafter, "name", "None"))
+    target: TargetModel
+    drafter: Drafter | None
     pages: PageFormat
-    registry: Registry = attrs.field(default=INSTALLED, repr=False)
+    seed: int
+    registry: Registry = INSTALLED
+
+    def __repr__(self) -> str:
+        spec, drafter = self.spec, "" if self.drafter is None else f", drafts by {self.drafter.name}"
+        schedule = "" if spec.speculative is None else f", {list(spec.speculative.tiers(99))}"
+        return (
+            f"<{spec.mode.value} on {spec.backend}, {spec.pool.value} pool, {spec.limits}, sizes of "
+            f"{spec.sizes.num_tokens} tokens and {spec.sizes.num_reqs} requests{schedule}{drafter}, "
+            f"{self.pages}, {self.target.num_layers} layers, {self.target.num_kv_heads} KV heads, seed "
+            f"{self.seed}{', embeddings' if spec.model.embeddings else ''}>"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Keep Hypothesis from printing the whole plan."""
+        printer.text(repr(self))
 
     def runner(self, plan: Plan | None = None, **options: Any) -> Runner:
         """Put it together, of this plan or of another."""
@@ -217,7 +232,9 @@ def world_of(
             seed=seed + 1,
         )
     pages = PageFormat(page_size=page_size, num_pages=1 + plan.limits.max_num_reqs * -(-LONGEST // page_size))
-    return World(plan=plan, spec=spec, target=target, drafter=drafter, pages=pages, registry=registry)
+    return World(
+        plan=plan, spec=spec, target=target, drafter=drafter, pages=pages, seed=seed, registry=registry
+    )
 
 
 @st.composite

@@ -68,10 +68,10 @@ def test_read_are_the_last_settled_token_and_the_drafts_of_each_row_at_its_end(s
     for index, (place, count, drafts) in enumerate(
         zip(scheduled.places, scheduled.counts, scheduled.drafts, strict=True)
     ):
-        for offset in range(count):
-            position = places.computed[place] + offset
-            if places.computed[place] + count - drafts == places.length[place]:
-                wanted += [int(starts[index]) + offset] * (position >= places.length[place] - 1)
+        if places.computed[place] + count - drafts == places.length[place]:
+            positions = range(places.computed[place], places.computed[place] + count)
+            read = [at - positions[0] for at in positions if at >= places.length[place] - 1]
+            wanted += [starts[index] + offset for offset in read]
     rows = sampled_rows(scheduled, starts, places)
     assert rows.tolist() == wanted
     assert rows.dtype == np.int64

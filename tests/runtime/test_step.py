@@ -254,8 +254,7 @@ def test_derived_fields_follow_from_the_common_ones(batch):
     common = dict(made)
     lengths = [first + count for _, first, count, _ in batch.rows()]
     lists = [
-        used_pages(batch, place, length)
-        for (place, *_), length in zip(batch.rows(), lengths, strict=True)
+        used_pages(batch, place, length) for (place, *_), length in zip(batch.rows(), lengths, strict=True)
     ]
     page_size = batch.pages.page_size
     wanted = {

@@ -4,7 +4,10 @@ The rules are those of vLLM 0.33: ``v1/attention/backends/flash_attn.py``, its c
 ``fa_utils.py``, and ``mla/flashattn_mla.py`` for latent attention.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -21,9 +24,13 @@ from capture_planner.contract import (
 )
 from capture_planner.entry import Entry
 from capture_planner.environment import DeviceKind, Environment
+from capture_planner.errors import BackendError
 from capture_planner.model import DataType
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
 from capture_planner.spec import Limits
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.contract import Executor, Reservation
 
 MAX_SPLITS = 32
 """Bound on KV splits under capture (vLLM 0.33: flash_attn_max_num_splits_for_cuda_graph)."""
@@ -38,11 +45,17 @@ class Library:
 
     title: str
     package: str
+    module: str
+    """What is imported to run it."""
     since: tuple[int, ...]
     majors: frozenset[int]
     level: GraphSupport
     why: str
     max_head_dim: int = 256
+    narrow: frozenset[int] = frozenset()
+    """Majors where head dimensions go up to 128, and then there is only the largest."""
+    page_multiple: int = 1
+    """Tokens a page must be a multiple of."""
     fp8_majors: frozenset[int] = frozenset()
     sinks: bool = False
     """Whether its kernels take learned attention sinks (gpt-oss)."""
@@ -66,6 +79,11 @@ class Library:
                 f"{self.title} takes head dimensions that are multiples of 8 up to {self.max_head_dim}, "
                 f"not {model.head_dim}"
             )
+        if major in self.narrow and 128 < model.head_dim < self.max_head_dim:
+            return (
+                f"{self.title} takes head dimensions up to 128, and {self.max_head_dim}, on SM{major}x, "
+                f"not {model.head_dim}"
+            )
         if model.sinks and not self.sinks:
             return f"{self.title} takes no attention sinks"
         if model.kv_dtype is DataType.NVFP4 or (
@@ -85,6 +103,7 @@ _FA2_WHY = (
 FA3 = Library(
     title="FlashAttention 3",
     package="flash-attn-3",
+    module="flash_attn_interface",
     since=(3,),
     majors=frozenset({9}),
     level=GraphSupport.ALWAYS,
@@ -97,34 +116,40 @@ FA3 = Library(
 FA4 = Library(
     title="FlashAttention 4",
     package="flash-attn-4",
+    module="flash_attn.cute",
     since=(4,),
     majors=frozenset({9, 10}),
     level=GraphSupport.ALWAYS,
     why="reads lengths and pages on the device, so a graph holds any batch",
-    max_head_dim=512,
+    narrow=frozenset({10}),
     fp8_majors=frozenset({10}),
     sinks=True,
 )
 FA2 = Library(
     title="FlashAttention 2",
     package="flash-attn",
+    module="flash_attn",
     since=(2,),
     majors=_SM80_AND_NEWER,
     level=GraphSupport.UNIFORM_BATCH,
     why=_FA2_WHY,
+    page_multiple=256,
     splits=True,
 )
 TORCH = Library(
     title="torch varlen attention",
     package="torch",
+    module="torch.nn.attention.varlen",
     since=(2, 13),
     majors=_SM80_AND_NEWER,
     level=GraphSupport.UNIFORM_BATCH,
     why=f"runs the FlashAttention 2 kernel, which {_FA2_WHY}",
+    page_multiple=256,
 )
 
 LIBRARIES = (FA3, FA4, FA2, TORCH)
-"""Best first. On SM90 vLLM 0.33 prefers 3 to 4; torch has had block tables since 2.13."""
+"""Best first. On SM90, where 3 and 4 both run, 3 splits a long KV over the machine and 4 (4.0.0b36)
+refuses to; vLLM 0.33 prefers 3 there too. torch has had block tables since 2.13."""
 
 
 def select(model: Attention, environment: Environment) -> Library | None:
@@ -220,23 +245,38 @@ class FlashAttention:
     def workspace(
         self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
     ) -> Workspace:
-        """Partial outputs and sums of a split KV, in float32, for the largest full graph.
+        """Nothing: no library lets its caller supply what it works in.
 
-        A graph of more than ``SPLIT_TOKENS`` tokens is given fewer splits, so that the partial rows
-        never exceed those of a graph of that size.
+        The partial outputs and sums of a split KV, float32, are allocated by the captured call, so
+        they live in the graph's pool. The formula says how much the largest full graph takes there.
         """
         library = select(model, environment)
         tokens = max((entry.num_tokens for entry in entries if entry.mode is GraphMode.FULL), default=0)
         if library is None or not library.splits or not tokens:
             return Workspace(formula="0: the KV is not split, or there is no full graph")
-        rows = MAX_SPLITS * min(tokens, SPLIT_TOKENS)
         width = model.head_dim if model.latent is None else model.latent.kv_lora_rank
         heads = model.num_heads * model.decode_context
         return Workspace(
-            device=rows * heads * (width + 1) * 4,
-            formula=f"split KV, float32: splits {MAX_SPLITS} * min(tokens {tokens}, {SPLIT_TOKENS}) * "
-            f"heads {heads} * (width {width} + 1) * 4",
+            formula=f"0: a split KV lives in the graph's pool, at most splits {MAX_SPLITS} * "
+            f"min(tokens {tokens}, {SPLIT_TOKENS}) * heads {heads} * (width {width} + 1) * 4 bytes",
         )
+
+    def reserve(self, reservation: Reservation) -> Executor:
+        """Import the library that the environment names, and make the executor of one group.
+
+        Raises ``BackendError`` where that library is missing here or is too old, and for what it
+        cannot run: pages of another size, latent attention, an FP8 cache, decode context parallelism.
+        """
+        # Planning needs no torch, so that this module must not import it.
+        from capture_planner_flash_attention.executor import FlashAttentionExecutor
+
+        library = select(reservation.attention, reservation.environment)
+        if library is None:
+            raise BackendError(
+                f"flash_attention: {reservation.role.value}, group {reservation.group}: "
+                f"{self._missing(reservation.attention, reservation.environment)}"
+            )
+        return FlashAttentionExecutor(reservation, library)
 
 
 def _frozen(name: str) -> MetadataField:

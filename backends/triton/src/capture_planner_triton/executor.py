@@ -322,15 +322,16 @@ def _attend(
         page = page.to(tl.int64)
         slot = key % page_size
         read = held[:, None] & in_head[None, :]
-        place = page * keys_page + slot * keys_slot + kv_head * keys_head
-        k = tl.load(keys + place[:, None] + dim[None, :] * keys_dim, mask=read, other=0.0)
-        place = page * values_page + slot * values_slot + kv_head * values_head
-        v = tl.load(values + place[:, None] + dim[None, :] * values_dim, mask=read, other=0.0)
+        at_key = page * keys_page + slot * keys_slot + kv_head * keys_head
+        k = tl.load(keys + at_key[:, None] + dim[None, :] * keys_dim, mask=read, other=0.0)
+        at_value = page * values_page + slot * values_slot + kv_head * values_head
+        v = tl.load(values + at_value[:, None] + dim[None, :] * values_dim, mask=read, other=0.0)
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if softcapped:
-            # tanh by the exponential: 1 - 2 / (exp(2 x) + 1) is right at both ends, too.
-            score = softcap - 2 * softcap / (tl.exp2(score * (2 * _LOG2E) / softcap) + 1)
+            # tanh by an exponential that cannot overflow; the interpreter has no other.
+            small = tl.exp2(tl.abs(score) * (-2 * _LOG2E) / softcap)
+            score = tl.where(score < 0, -softcap, softcap) * (1 - small) / (1 + small)
         seen = held[None, :]
         if causal:
             seen = seen & (key[None, :] <= position[:, None])
@@ -350,10 +351,11 @@ def _attend(
         top = new_top
 
     some = total_weight > 0
-    result = acc / tl.where(some, total_weight, 1.0)[:, None]
+    total_weight = tl.where(some, total_weight, 1.0)
+    result = acc / total_weight[:, None]
     if split:
         cell = (token * (group * tl.num_programs(1)) + head) * splits + tl.program_id(2)
-        tl.store(sums + cell, tl.where(some, top + tl.log2(total_weight), float("-inf")), mask=real)
+        tl.store(sums + cell, top + tl.log2(total_weight), mask=real)
         place = cell[:, None] * head_dim + dim[None, :]
         tl.store(partial + place, result, mask=(real & some)[:, None] & in_head[None, :])
     else:
@@ -383,7 +385,7 @@ def _merge(
     in_head = dim < head_dim
     cell = (token * tl.num_programs(1) + head) * splits + part
     # No program wrote the parts of a padded row; without a weight its mean is zero.
-    written = (part < splits) & (token < tl.load(starts + num_reqs))
+    written = part < tl.where(token < tl.load(starts + num_reqs), splits, 0)
     weight = tl.load(sums + cell, mask=written, other=float("-inf"))
     top = tl.max(weight, 0)
     weight = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top))

@@ -1,0 +1,281 @@
+"""The libraries' attention calls, each behind one method: what differs between them stays here.
+
+A kernel is an adapter of one library. It is given device lengths and pages, and host numbers that do
+not depend on the batch; what it allocates belongs to the graph's pool when it is captured.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch.nn.functional import pad
+
+from capture_planner.contract import Attention
+from capture_planner_flash_attention.backend import FA2, FA3, FA4, TORCH, Library
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Call:
+    """One layer's attention, in the terms that the libraries share."""
+
+    query: torch.Tensor
+    """``[num_tokens, num_heads, head_dim]``; rows past ``cu_seqlens_q[-1]`` are padding."""
+    keys: torch.Tensor
+    """``[num_pages, page_size, num_kv_heads, head_dim]``."""
+    values: torch.Tensor
+    """The same for values."""
+    cu_seqlens_q: torch.Tensor
+    """``int32[num_reqs + 1]``: where each request's queries start."""
+    seqused_k: torch.Tensor
+    """``int32[num_reqs]``: tokens in each sequence, those of the query included."""
+    page_table: torch.Tensor
+    """``int32[num_reqs, pages]``."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+    query_len: int | None
+    """Set where every request, padding included, has that many rows of ``query``."""
+    num_splits: int
+    """Most parts of a KV sequence; 0 leaves it to the library, which no graph may."""
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    """``[num_heads]``."""
+    schedule: torch.Tensor | None = None
+    """``int32[n]``: tiles that were scheduled ahead of the call, where the library does so."""
+
+
+class Kernel(Protocol):
+    """One library, for one group of layers."""
+
+    softcap: bool
+    """Whether it takes a softcap."""
+    sinks: bool
+    """Whether it takes attention sinks."""
+
+    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
+        """Attend, and return ``[num_tokens, num_heads, head_dim]``: ``out`` if the library can write there.
+
+        Rows past ``cu_seqlens_q[-1]`` hold anything.
+        """
+
+    def schedule(self, call: Call) -> torch.Tensor | None:
+        """Return the tiles of a call without softcap, ``int32[n]``; None: it is not scheduled ahead."""
+
+
+class FlashAttention4:
+    """``flash_attn.cute``: no output argument, and one split, all that it takes on SM90."""
+
+    softcap = sinks = True
+
+    def __init__(self, module: Any, attention: Attention) -> None:
+        self._attend = module.flash_attn_varlen_func
+        self._causal = attention.causal
+        left, right = _window(attention)
+        self._window = None if left < 0 else left, None if right < 0 else right
+
+    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
+        """See ``Kernel``."""
+        result, _ = self._attend(
+            call.query,
+            call.keys,
+            call.values,
+            cu_seqlens_q=call.cu_seqlens_q,
+            seqused_k=call.seqused_k,
+            page_table=call.page_table,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            softmax_scale=call.scale,
+            causal=self._causal,
+            window_size=self._window,
+            softcap=call.softcap or 0.0,
+            learnable_sink=call.sinks,
+            num_splits=1,
+        )
+        return _tensor(result)
+
+    def schedule(self, call: Call) -> None:
+        """None: blocks find their request on the device."""
+
+
+class FlashAttention3:
+    """``flash_attn_interface``: no output argument; it takes its longest KV from the page table's width."""
+
+    softcap = True
+
+    def __init__(self, module: Any, attention: Attention) -> None:
+        self._attend, self._schedule = module.flash_attn_with_kvcache, module.get_scheduler_metadata
+        self._attention = attention
+        # A build of upstream takes no sinks; vLLM's and SGLang's do, each under a name of its own.
+        self._sinks = _parameter(self._attend, "s_aux", "sinks")
+        self.sinks = self._sinks is not None
+        self._mask = {"causal": attention.causal, "window_size": _local_window(attention)}
+
+    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
+        """See ``Kernel``."""
+        sinks = {} if self._sinks is None or call.sinks is None else {self._sinks: call.sinks}
+        result = self._attend(
+            call.query,
+            call.keys,
+            call.values,
+            cache_seqlens=call.seqused_k,
+            page_table=call.page_table,
+            cu_seqlens_q=call.cu_seqlens_q,
+            max_seqlen_q=call.max_seqlen_q,
+            softmax_scale=call.scale,
+            softcap=call.softcap or 0.0,
+            scheduler_metadata=call.schedule if call.softcap is None else None,
+            num_splits=call.num_splits,
+            **self._mask,
+            **sinks,
+        )
+        return _tensor(result)
+
+    def schedule(self, call: Call) -> torch.Tensor:
+        """Schedule the tiles, with every number that ``run`` passes.
+
+        A layer with a softcap has tiles of another size, and lets the captured call schedule them.
+        """
+        num_reqs, pages = call.page_table.shape
+        page_size = call.keys.shape[1]
+        metadata = self._schedule(
+            num_reqs,
+            call.max_seqlen_q,
+            pages * page_size,
+            self._attention.num_heads,
+            self._attention.num_kv_heads,
+            self._attention.head_dim,
+            call.seqused_k,
+            qkv_dtype=call.keys.dtype,
+            cu_seqlens_q=call.cu_seqlens_q,
+            page_size=page_size,
+            num_splits=call.num_splits,
+            **self._mask,
+        )
+        return _tensor(metadata)
+
+
+class FlashAttention2:
+    """``flash_attn``: no output argument; a uniform batch goes to the call that takes a number of splits."""
+
+    softcap, sinks = True, False
+
+    def __init__(self, module: Any, attention: Attention) -> None:
+        self._uniform, self._mixed = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
+        self._mask = {"causal": attention.causal, "window_size": _local_window(attention)}
+
+    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
+        """See ``Kernel``."""
+        shared = {
+            "block_table": call.page_table,
+            "softmax_scale": call.scale,
+            "softcap": call.softcap or 0.0,
+            **self._mask,
+        }
+        if call.query_len is not None:
+            rows = call.query.reshape(-1, call.query_len, *call.query.shape[1:])
+            result = self._uniform(
+                rows,
+                call.keys,
+                call.values,
+                cache_seqlens=call.seqused_k,
+                num_splits=call.num_splits,
+                **shared,
+            )
+            return _tensor(result).flatten(0, 1)
+        result = self._mixed(
+            call.query,
+            call.keys,
+            call.values,
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=_starts(call.seqused_k),
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            **shared,
+        )
+        return _tensor(result)
+
+    def schedule(self, call: Call) -> None:
+        """None: its grid follows from host numbers alone."""
+
+
+class TorchVarlen:
+    """``torch.nn.attention.varlen``: writes the output that it is given, and takes no softcap."""
+
+    softcap = sinks = False
+
+    def __init__(self, module: Any, attention: Attention) -> None:
+        self._attend = module.varlen_attn_out
+        if _parameter(self._attend, "block_table") is None:
+            raise AttributeError("varlen_attn_out takes no block_table")
+        self._window = _window(attention)
+
+    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
+        """See ``Kernel``."""
+        self._attend(
+            out,
+            call.query,
+            call.keys,
+            call.values,
+            call.cu_seqlens_q,
+            # The kernel reads seqused_k, and the binding insists on these offsets as well.
+            _starts(call.seqused_k),
+            call.max_seqlen_q,
+            call.max_seqlen_k,
+            scale=call.scale,
+            window_size=self._window,
+            enable_gqa=call.query.shape[1] != call.keys.shape[2],
+            seqused_k=call.seqused_k,
+            block_table=call.page_table,
+            num_splits=1,
+        )
+        return out
+
+    def schedule(self, call: Call) -> None:
+        """None: its grid follows from host numbers alone."""
+
+
+_KERNELS: dict[Library, type[FlashAttention2 | FlashAttention3 | FlashAttention4 | TorchVarlen]] = {
+    FA2: FlashAttention2,
+    FA3: FlashAttention3,
+    FA4: FlashAttention4,
+    TORCH: TorchVarlen,
+}
+
+
+def load(library: Library, attention: Attention) -> Kernel:
+    """Import a library and adapt it to these layers.
+
+    Raises ``ImportError`` where it is not installed, and ``AttributeError`` where what is installed
+    lacks the calls.
+    """
+    return _KERNELS[library](import_module(library.module), attention)
+
+
+def _window(attention: Attention) -> tuple[int, int]:
+    """Return how many keys a query sees left and right of its own; -1 for all."""
+    left = -1 if attention.window is None else attention.window - 1
+    return left, 0 if attention.causal else left
+
+
+def _local_window(attention: Attention) -> tuple[int, int]:
+    """The same for libraries that have a causal flag beside it, and read a right side of 0 as a window."""
+    return (-1, -1) if attention.window is None else _window(attention)
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """Return ``int32[num_reqs + 1]``: where each sequence would start, were they in one row."""
+    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _parameter(function: Any, *names: str) -> str | None:
+    """Return which of ``names`` a function takes, or None."""
+    return next((name for name in names if name in inspect.signature(function).parameters), None)
+
+
+def _tensor(result: Any) -> torch.Tensor:
+    assert isinstance(result, torch.Tensor)
+    return result

@@ -1,0 +1,543 @@
+"""The flash_attention executor over stand-in libraries: they compute, check how they are called, and
+leave NaN wherever a real one writes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from capture_planner_flash_attention import FlashAttention, backend
+from capture_planner_flash_attention.executor import num_splits
+from capture_planner_reference import Reference
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn_out
+
+from capture_planner.contract import Attention
+from capture_planner.entry import Entry
+from capture_planner.environment import Device, DeviceKind, Environment
+from capture_planner.errors import BackendError, RunError
+from capture_planner.model import DataType, Latent
+from capture_planner.modes import GraphMode, Role
+from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Scoring
+from capture_planner.spec import Limits
+
+LAYER = 3
+VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "torch": "2.13.0"}
+LIBRARIES = st.sampled_from(backend.LIBRARIES)
+MAX_LEN = 600
+
+
+class Libraries:
+    """The four modules, and what they were called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.schedules = 0
+
+    def _attend(
+        self, query: Any, keys: Any, values: Any, starts: Any, lengths: Any, table: Any, **how: Any
+    ) -> torch.Tensor:
+        """Attend row by row in float32; rows that no request owns stay NaN."""
+        for tensor in (starts, lengths, table):
+            assert tensor.dtype == torch.int32
+            assert tensor.stride(-1) == 1
+        assert query.dtype == keys.dtype == values.dtype
+        assert (len(starts) - 1, len(lengths)) == (len(table), len(table))
+        left, right = how["window"]
+        group = query.shape[1] // keys.shape[2]
+        out = torch.full_like(query, math.nan)
+        for row, (first, last) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
+            length = int(lengths[row])
+            pages = table[row, : -(-length // keys.shape[1])].long()
+            k, v = (
+                t[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for t in (keys, values)
+            )
+            scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * how["scale"]
+            if how.get("softcap"):
+                scores = how["softcap"] * torch.tanh(scores / how["softcap"])
+            at, key = torch.arange(length - (last - first), length)[:, None], torch.arange(length)
+            seen = torch.ones(last - first, length, dtype=torch.bool)
+            seen &= (key <= at) if how["causal"] else True
+            seen &= (key >= at - left) if left >= 0 else True
+            seen &= (key <= at + right) if right >= 0 else True
+            scores = scores.masked_fill(~seen, -math.inf)
+            if how.get("sinks") is not None:
+                sinks = how["sinks"].float()[:, None, None].expand(-1, last - first, 1)
+                scores = torch.cat([scores, sinks], -1)
+            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v).to(out.dtype)
+        return out
+
+    def _note(self, **host: Any) -> None:
+        self.calls.append(host)
+
+    def fa4(self) -> ModuleType:
+        """Stand in for ``flash_attn.cute`` 4.0.0b36."""
+
+        def flash_attn_varlen_func(
+            q, k, v, *, cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            window_size, softcap, learnable_sink, num_splits,
+        ):  # fmt: skip
+            assert num_splits == 1, "SplitKV not supported on SM 9.0"
+            assert all(side is None or side >= 0 for side in window_size)
+            self._note(max_q=max_seqlen_q, max_k=max_seqlen_k, splits=num_splits)
+            window = [-1 if side is None else side for side in window_size]
+            how = {"scale": softmax_scale, "causal": causal, "softcap": softcap, "sinks": learnable_sink}
+            return self._attend(q, k, v, cu_seqlens_q, seqused_k, page_table, window=window, **how), None
+
+        return _module("flash_attn.cute", flash_attn_varlen_func)
+
+    def fa3(self) -> ModuleType:
+        """Stand in for ``flash_attn_interface`` 3, built with sinks."""
+
+        def get_scheduler_metadata(
+            batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, *,
+            qkv_dtype, cu_seqlens_q, page_size, causal, window_size, num_splits,
+        ):  # fmt: skip
+            assert num_splits > 0
+            self.schedules += 1
+            self._planned = (batch_size, max_seqlen_q, max_seqlen_k, causal, window_size, num_splits)
+            vectors = 3 if window_size == (-1, -1) else 2
+            made = torch.full((1 + vectors * -(-batch_size // 4) * 4,), self.schedules, dtype=torch.int32)
+            self._size = len(made)
+            return made
+
+        def flash_attn_with_kvcache(
+            q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+            window_size, softcap, scheduler_metadata, num_splits, s_aux=None,
+        ):  # fmt: skip
+            width = page_table.shape[1] * k_cache.shape[1]
+            held = None
+            if scheduler_metadata is not None:
+                assert self._planned == (
+                    len(page_table),
+                    max_seqlen_q,
+                    width,
+                    causal,
+                    window_size,
+                    num_splits,
+                )
+                assert len(scheduler_metadata) == self._size
+                assert (scheduler_metadata == self.schedules).all(), "a stale schedule"
+                held = scheduler_metadata.data_ptr()
+            self._note(max_q=max_seqlen_q, max_k=width, splits=num_splits, schedule=held)
+            how = {"scale": softmax_scale, "causal": causal, "softcap": softcap, "sinks": s_aux}
+            return self._attend(
+                q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, window=window_size, **how
+            )
+
+        return _module("flash_attn_interface", get_scheduler_metadata, flash_attn_with_kvcache)
+
+    def fa2(self) -> ModuleType:
+        """Stand in for ``flash_attn`` 2."""
+
+        def flash_attn_with_kvcache(
+            q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap,
+            num_splits,
+        ):  # fmt: skip
+            assert k_cache.shape[1] % 256 == 0
+            rows, length = q.shape[:2]
+            # The real one has no starts: a padded row has queries, and zeros come out of it.
+            real = torch.where(cache_seqlens > 0, length, 0)
+            starts = torch.tensor([0, *real.cumsum(0).tolist()], dtype=torch.int32)
+            self._note(splits=num_splits, rows=rows)
+            how = {"scale": softmax_scale, "causal": causal, "softcap": softcap, "window": window_size}
+            out = self._attend(q.flatten(0, 1), k_cache, v_cache, starts, cache_seqlens, block_table, **how)
+            return out.nan_to_num(0.0).unflatten(0, (rows, length))
+
+        def flash_attn_varlen_func(
+            q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            window_size, softcap, block_table,
+        ):  # fmt: skip
+            assert k.shape[1] % 256 == 0
+            self._note(max_q=max_seqlen_q, max_k=max_seqlen_k)
+            how = {"scale": softmax_scale, "causal": causal, "softcap": softcap, "window": window_size}
+            return self._attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, **how)
+
+        return _module("flash_attn", flash_attn_with_kvcache, flash_attn_varlen_func)
+
+    def torch(self) -> ModuleType:
+        """Stand in for the kernel of ``torch.nn.attention.varlen``, under the signature of the real one."""
+
+        def attend(*args: Any, **kwargs: Any) -> None:
+            call = inspect.signature(varlen_attn_out).bind(*args, **kwargs).arguments
+            query, key = call["query"], call["key"]
+            assert key.shape[1] % 256 == 0
+            assert call["enable_gqa"] or query.shape[1] == key.shape[2]
+            assert torch.equal(call["cu_seq_k"].diff(), call["seqused_k"])
+            self._note(max_q=call["max_q"], max_k=call["max_k"], splits=call["num_splits"])
+            left, right = call["window_size"]
+            tensors = (query, key, call["value"], call["cu_seq_q"], call["seqused_k"], call["block_table"])
+            how = {"scale": call["scale"], "causal": right == 0, "window": (left, right)}
+            call["out"].copy_(self._attend(*tensors, **how))
+
+        attend.__signature__ = inspect.signature(varlen_attn_out)  # type: ignore[attr-defined]
+        module = ModuleType("torch.nn.attention.varlen")
+        module.varlen_attn_out = attend  # type: ignore[attr-defined]
+        return module
+
+
+def _module(name: str, *functions: Callable[..., Any]) -> ModuleType:
+    module = ModuleType(name)
+    for function in functions:
+        setattr(module, function.__name__, function)
+    return module
+
+
+@contextmanager
+def installed(*left_out: str) -> Iterator[Libraries]:
+    """Put the stand-ins where the executor imports from, but for those left out, which are missing."""
+    found = Libraries()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (found.fa4(), found.fa3(), found.fa2(), found.torch()):
+            name = module.__name__
+            # None in sys.modules is how Python says that a module cannot be imported.
+            patch.setitem(sys.modules, name, None if name in left_out else module)
+        yield found
+
+
+def environment(library: backend.Library, multiprocessors: int = 132) -> Environment:
+    """Make an H100 with one library."""
+    device = Device(
+        kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=1, multiprocessors=multiprocessors
+    )
+    return Environment(name="e", device=device, packages={library.package: VERSIONS[library.package]})
+
+
+@attrs.define(kw_only=True, eq=False)
+class World:
+    """One group on one library: caches, and the fields of a role at full capacity."""
+
+    library: backend.Library
+    entry: Entry
+    attention: Attention
+    page_size: int
+    scoring: Scoring
+    role: Role = Role.TARGET
+    seed: int = 0
+    reservation: Reservation = attrs.field(init=False)
+    query: torch.Tensor = attrs.field(init=False)
+    out: torch.Tensor = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        made = torch.Generator().manual_seed(self.seed)
+        reqs, pages = self.entry.num_reqs or 0, -(-MAX_LEN // self.page_size)
+        shape = (1 + reqs * pages, self.page_size, self.attention.num_kv_heads, self.attention.head_dim)
+        keys, values = (torch.randn(shape, generator=made).bfloat16() for _ in "kv")
+        keys[0] = values[0] = math.nan
+        fields = {
+            "query_start_loc": torch.zeros(reqs + 1, dtype=torch.int32),
+            "seq_lens": torch.zeros(reqs, dtype=torch.int32),
+            "block_table": torch.zeros(reqs, pages, dtype=torch.int32),
+        }
+        if self.library is backend.FA3 and self.role is not Role.DRAFT_DECODE:
+            fields["scheduler_metadata"] = torch.zeros(1 + 4 * -(-reqs // 4) * 4, dtype=torch.int32)
+        rows = (self.entry.num_tokens, self.attention.num_heads, self.attention.head_dim)
+        self.query = torch.randn(rows, generator=made).bfloat16()
+        self.out = torch.full_like(self.query, math.nan)
+        self.reservation = Reservation(
+            role=self.role,
+            group="all",
+            attention=self.attention,
+            environment=environment(self.library),
+            entries=(self.entry,),
+            limits=Limits(max_num_reqs=reqs, max_num_tokens=self.entry.num_tokens),
+            caches={LAYER: LayerCache(keys=keys, values=values)},
+            page_size=self.page_size,
+            fields=fields,
+            workspace=torch.empty(0, dtype=torch.uint8),
+            pinned=torch.empty(0, dtype=torch.uint8),
+            device=torch.device("cpu"),
+        )
+
+    def step(self, queries: list[int], lengths: list[int], seed: int, *, full: bool) -> Metadata:
+        """Fill and pad the fields for one batch, and give the metadata of its step."""
+        rng, fields = np.random.default_rng(seed), self.reservation.fields
+        reqs, pages = fields["block_table"].shape
+        real = len(queries)
+        starts = np.cumsum([0, *queries, *[0] * (reqs - real)])
+        table = np.zeros((reqs, pages), np.int64)
+        table[:real] = 1 + rng.permutation(reqs * pages)[: real * pages].reshape(real, pages)
+        host = {
+            "query_start_loc": starts,
+            "seq_lens": np.array([*lengths, *[0] * (reqs - real)]),
+            "block_table": table,
+        }
+        for name, value in host.items():
+            fields[name].copy_(torch.from_numpy(value))
+        if "scheduler_metadata" in fields:
+            fields["scheduler_metadata"].fill_(-7)
+        cut = {"query_start_loc": real + 1, "seq_lens": real, "block_table": real}
+        seen = {name: value[: cut[name]] for name, value in host.items()}
+        uniform = self.entry.query_len
+        return Metadata(
+            entry=self.entry if full else None,
+            num_reqs=reqs if full else real,
+            num_tokens=self.entry.num_tokens if full else sum(queries),
+            max_query_len=(uniform or self.entry.num_tokens) if full else max(queries),
+            max_seq_len=MAX_LEN if full else max(lengths),
+            fields=fields if full else {name: fields[name][:rows] for name, rows in cut.items()},
+            # Whoever reads a host value of a FULL step bakes it in.
+            host={} if full else seen,
+        )
+
+    def run(self, runs: Any, metadata: Metadata) -> torch.Tensor:
+        """Prepare and attend; the output starts as NaN."""
+        rows = slice(metadata.num_tokens)
+        self.out.fill_(math.nan)
+        runs.prepare(metadata)
+        runs.attend(LAYER, self.query[rows], self.out[rows], self.scoring, metadata)
+        return self.out[rows].clone()
+
+
+@st.composite
+def worlds(draw: st.DrawFn, libraries: st.SearchStrategy[backend.Library] = LIBRARIES) -> World:
+    """Draw a group: any library, heads, mask and scoring that it takes, and one graph."""
+    library = draw(libraries)
+    query_len = draw(st.sampled_from([None, 1, 2, 4]))
+    reqs, kv_heads = draw(st.integers(1, 6)), draw(st.integers(1, 2))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
+    tokens = reqs * query_len if query_len else reqs + draw(st.integers(0, 12))
+    mixes = library in (backend.FA3, backend.FA4)
+    return World(
+        library=library,
+        entry=Entry(mode=GraphMode.FULL, num_tokens=tokens, num_reqs=reqs, query_len=query_len),
+        attention=Attention(
+            num_layers=1,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=8,
+            max_model_len=MAX_LEN,
+            max_query_len=query_len or 1,
+            window=draw(st.none() | st.integers(1, 40)),
+            causal=draw(st.booleans()),
+            sinks=mixes and draw(st.booleans()),
+        ),
+        page_size=draw(st.sampled_from([16, 64, 128])) if mixes else 256,
+        scoring=Scoring(
+            scale=draw(st.sampled_from([0.35, 1.0])),
+            softcap=draw(st.sampled_from([None, 3.0])) if library is not backend.TORCH else None,
+            sinks=draw(st.none() | st.just(torch.linspace(-1, 2, heads))) if mixes else None,
+        ),
+        role=draw(st.sampled_from([Role.TARGET, Role.DRAFT_DECODE])),
+        seed=draw(st.integers(0, 1 << 16)),
+    )
+
+
+def batches(world: World) -> st.SearchStrategy[tuple[list[int], list[int], int]]:
+    """Draw query lengths, sequence lengths and a seed that the world's graph holds."""
+    entry = world.entry
+
+    @st.composite
+    def batch(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+        queries: list[int] = []
+        for _ in range(draw(st.integers(1, entry.num_reqs or 1))):
+            room = entry.num_tokens - sum(queries)
+            if room < (entry.query_len or 1):
+                break
+            queries.append(entry.query_len or draw(st.integers(1, room)))
+        lengths = [draw(st.integers(q, MAX_LEN)) for q in queries]
+        return queries, lengths, draw(st.integers(0, 1 << 16))
+
+    return batch()
+
+
+@given(st.data(), worlds(), st.booleans())
+def test_every_library_computes_what_the_reference_does(data, world, full):
+    """Each library, uniform and mixed, padded and not; rows of padding become exact zeros."""
+    queries, lengths, seed = data.draw(batches(world))
+    metadata = world.step(queries, lengths, seed, full=full)
+    expected = world.run(Reference().reserve(world.reservation), metadata)
+    with installed():
+        got = world.run(FlashAttention().reserve(world.reservation), metadata)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=2**-6)
+    assert not got[sum(queries) :].any()
+
+
+@given(st.data(), worlds())
+def test_what_a_graph_bakes_in_does_not_depend_on_the_batch(data, world):
+    """Two batches of one entry: equal host numbers, an equal layout, and the schedule in one place."""
+    seen = []
+    with installed() as libraries:
+        runs = FlashAttention().reserve(world.reservation)
+        for _ in range(2):
+            queries, lengths, seed = data.draw(batches(world))
+            world.run(runs, world.step(queries, lengths, seed, full=True))
+            seen.append((libraries.calls[-1], runs.layout()))
+    assert seen[0] == seen[1]
+    held = world.reservation.fields.get("scheduler_metadata")
+    if held is not None and world.scoring.softcap is None:
+        assert seen[0][0]["schedule"] == held.data_ptr()
+
+
+@given(st.data(), worlds(st.just(backend.FA3)))
+def test_the_tail_of_a_schedule_is_zero(data, world):
+    """What was there before is gone, past the length that the library asked for."""
+    with installed() as libraries:
+        runs = FlashAttention().reserve(world.reservation)
+        queries, lengths, seed = data.draw(batches(world))
+        runs.prepare(world.step(queries, lengths, seed, full=True))
+    held, layout = world.reservation.fields.get("scheduler_metadata"), runs.layout()
+    if held is None:
+        assert (world.role, libraries.schedules) == (Role.DRAFT_DECODE, 0)
+        return
+    assert (held[: layout[1]] == libraries.schedules).all()
+    assert not held[layout[1] :].any()
+
+
+@given(
+    LIBRARIES,
+    st.integers(1, 4096),
+    st.integers(1, 64),
+    st.integers(1, 64),
+    st.integers(1, 200),
+)
+def test_splits_are_bounded_and_never_left_to_the_library(library, reqs, query_len, kv_heads, sms):
+    """From 1 to the bound; what they need in the pool stays below what the workspace's formula says."""
+    tokens = reqs * query_len
+    entry = Entry(mode=GraphMode.FULL, num_tokens=tokens, num_reqs=reqs, query_len=query_len)
+    attention = Attention(
+        num_layers=1, num_heads=64, num_kv_heads=kv_heads, head_dim=64, max_model_len=64, max_query_len=1
+    )
+    splits = num_splits(library, entry, attention, environment(library, sms))
+    assert 1 <= splits <= backend.MAX_SPLITS
+    assert splits == 1 or library.splits
+    if library is backend.FA3:
+        assert splits == 1 or splits * tokens <= backend.MAX_SPLITS * backend.SPLIT_TOKENS
+    if library is backend.FA2:
+        assert splits == 1 or splits * reqs * kv_heads <= sms
+
+
+@given(st.data(), worlds(), st.sampled_from([1, 8, 16, 100, 128, 255, 256, 257, 512]))
+def test_pages_that_a_library_does_not_take_are_refused(data, world, page_size):
+    """Refused in reserve exactly where the kernel would refuse, with what it takes."""
+    world = attrs.evolve(world, page_size=page_size)
+    takes = world.library in (backend.FA3, backend.FA4) or page_size % 256 == 0
+    with installed():
+        if takes:
+            FlashAttention().reserve(world.reservation)
+        else:
+            with pytest.raises(BackendError, match=rf"multiple of 256 tokens, not {page_size}; run with"):
+                FlashAttention().reserve(world.reservation)
+
+
+@pytest.mark.parametrize("library", backend.LIBRARIES, ids=lambda library: library.package)
+def test_a_missing_library_is_named(world, library):
+    """Imported in reserve, not before; the message says what to install."""
+    with installed(library.module), pytest.raises(BackendError) as caught:
+        FlashAttention().reserve(world(library).reservation)
+    planned = f"{library.title} ({library.package} {VERSIONS[library.package]})"
+    assert f"target, group all: the plan counts on {planned}" in str(caught.value)
+    assert f"install {library.package}" in str(caught.value)
+
+
+def test_a_library_without_the_calls_is_named(world):
+    """torch 2.11 has the module, and no block tables; flash_attn may be another's namespace."""
+
+    def varlen_attn_out(out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k): ...
+
+    old, empty = _module(backend.TORCH.module, varlen_attn_out), _module(backend.FA2.module)
+    for library, module, says in [
+        (backend.TORCH, old, "takes no block_table"),
+        (backend.FA2, empty, "flash_"),
+    ]:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(BackendError, match=says):
+            patch.setitem(sys.modules, module.__name__, module)
+            FlashAttention().reserve(world(library).reservation)
+
+
+def test_no_library_at_all_is_refused_with_a_reason(world):
+    """An environment that plans NEVER does not execute."""
+    made = world(backend.FA4).reservation
+    bare = attrs.evolve(made, environment=attrs.evolve(made.environment, packages={}))
+    with pytest.raises(BackendError, match=r"No flash-attention library is installed; install flash-attn-3"):
+        FlashAttention().reserve(bare)
+
+
+@pytest.mark.parametrize(
+    ("library", "changes", "says"),
+    [
+        (backend.FA3, {"latent": Latent(kv_lora_rank=8, rope_head_dim=8)}, "latent attention"),
+        (backend.FA3, {"kv_dtype": DataType.FP8}, "an FP8 cache, which needs scales"),
+        (backend.FA4, {"decode_context": 2}, "decode context parallelism"),
+        (
+            backend.FA4,
+            {"head_dim": 16},
+            r"bfloat16 \[\d+, 64, 1, 8\], expected torch.bfloat16 \[num_pages, 64, 1, 16\]",
+        ),
+        (backend.FA4, {"dtype": DataType.FLOAT16, "kv_dtype": DataType.FLOAT16}, "expected torch.float16"),
+    ],
+)
+def test_what_is_planned_and_not_executed_is_refused(world, library, changes, says):
+    """In reserve, before anything is captured."""
+    made = world(library).reservation
+    changed = attrs.evolve(made, attention=attrs.evolve(made.attention, **changes))
+    with installed(), pytest.raises(BackendError, match=says):
+        FlashAttention().reserve(changed)
+
+
+@pytest.mark.parametrize(
+    ("library", "scoring", "says"),
+    [
+        (backend.TORCH, Scoring(scale=1.0, softcap=2.0), "takes no softcap"),
+        (backend.TORCH, Scoring(scale=1.0, sinks=torch.zeros(2)), "takes no attention sinks"),
+        (backend.FA2, Scoring(scale=1.0, sinks=torch.zeros(2)), "takes no attention sinks"),
+    ],
+)
+def test_scoring_that_a_library_lacks_is_refused(world, library, scoring, says):
+    """In attend, which is where it is known: nothing is left out of the scores in silence."""
+    made = world(library)
+    made.scoring = scoring
+    with installed(), pytest.raises(RunError, match=f"layer {LAYER}.*{says}"):
+        made.run(FlashAttention().reserve(made.reservation), made.step([1], [5], 0, full=True))
+
+
+def test_upstream_flash_attention_3_has_no_sinks(world):
+    """A build whose call takes none is refused in reserve for layers that have them."""
+    made = world(backend.FA3).reservation
+    with_sinks = attrs.evolve(made, attention=attrs.evolve(made.attention, sinks=True))
+    with installed(), pytest.MonkeyPatch.context() as patch:
+        FlashAttention().reserve(with_sinks)
+        patch.setattr(
+            sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", lambda q, num_splits=0: None
+        )
+        with pytest.raises(BackendError, match="no attention sinks as it is installed here; install a build"):
+            FlashAttention().reserve(with_sinks)
+
+
+def test_a_schedule_of_another_layout_is_refused(world):
+    """Longer than the field that the plan declares: nothing is cut off."""
+    made = world(backend.FA3)
+    with installed(), pytest.MonkeyPatch.context() as patch:
+        longer = torch.zeros(999, dtype=torch.int32)
+        patch.setattr(sys.modules["flash_attn_interface"], "get_scheduler_metadata", lambda *_, **__: longer)
+        with pytest.raises(BackendError, match="scheduled 999 numbers, expected 1 to 17"):
+            FlashAttention().reserve(made.reservation).prepare(made.step([1], [5], 0, full=True))
+
+
+@pytest.fixture(scope="session")
+def world() -> Callable[[backend.Library], World]:
+    """Make a small group on a library: four decodes of one token, two heads."""
+
+    def make(library: backend.Library) -> World:
+        return World(
+            library=library,
+            entry=Entry(mode=GraphMode.FULL, num_tokens=4, num_reqs=4, query_len=1),
+            attention=Attention(
+                num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_model_len=MAX_LEN, max_query_len=1
+            ),
+            page_size=max(64, library.page_multiple),
+            scoring=Scoring(scale=1.0),
+        )
+
+    return make

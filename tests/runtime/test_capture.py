@@ -1,0 +1,226 @@
+"""Capture: its order, its memory, and what happens where memory does not suffice."""
+
+import math
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from worlds import Probe, requests_of, serve, spec_of, world_of, worlds
+
+from capture_planner import registry
+from capture_planner._record import replace
+from capture_planner.dispatch import Dispatcher
+from capture_planner.errors import RunError
+from capture_planner.lint import Severity, lint
+from capture_planner.modes import GraphMode, Pool, Reason, Refresh, Role
+from capture_planner.runtime.capture import as_captured, warm_values, without_graphs, without_speculation
+from capture_planner.runtime.role import Options
+from capture_planner.spec import Policy, Sizes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
+GRAPHS = [mode for mode in GraphMode if mode is not GraphMode.NONE]
+
+
+def captured(world, **options):
+    """Capture a world; return its runner, which has been left."""
+    with world.runner(options=Options(**options)) as runner:
+        runner.capture()
+    return runner
+
+
+@FEW
+@given(worlds())
+def test_piecewise_comes_first_and_each_kind_largest_first_over_all_roles(world):
+    """Every entry once, in one order for all roles together; progress tells each as it is done."""
+    told = []
+    with world.runner() as runner:
+        runner.capture(progress=told.append)
+    order = runner.session.captured
+    assert told == order
+    assert Counter((done.role, done.entry) for done in order) == Counter(
+        (role.role, entry) for role in world.plan.roles for entry in role.entries
+    )
+    modes = [done.entry.mode for done in order]
+    assert modes == sorted(modes, key=lambda mode: mode is GraphMode.FULL)
+    for mode in set(modes):
+        tokens = [done.entry.num_tokens for done in order if done.entry.mode is mode]
+        assert tokens == sorted(tokens, reverse=True)
+
+
+@FEW
+@given(worlds(GRAPHS), st.sampled_from(Refresh))
+def test_each_forward_runs_twice_with_metadata_made_anew(world, refresh):
+    """Once to warm up and once to be captured: prepared each time, then attended to by every layer."""
+    heard = defaultdict(list)
+
+    def listen(call, reservation, metadata):
+        if metadata is not None:
+            heard[reservation.role, metadata.entry].append((call, metadata))
+
+    probe = Probe(listen, refresh=refresh)
+    runner = captured(
+        world_of(replace(world.spec, backend="probe"), registry=registry.load(probe), page_size=4)
+    )
+    layers = {
+        role: world.drafter.num_layers if role.is_drafter else world.target.num_layers
+        for role in runner.parts.roles
+    }
+    work = {(role.role, entry) for role in runner.plan.roles for entry in role.entries}
+    assert set(heard) == work
+    for (role, entry), calls in heard.items():
+        once = ["prepare"] + ["attend"] * layers[role] * (entry.draft_steps or 1)
+        assert [call for call, _ in calls] == once * 2
+        warm, again = calls[: len(once)], calls[len(once) :]
+        assert len({id(metadata) for _, metadata in warm}) == len({id(metadata) for _, metadata in again}) == 1
+        assert warm[0][1] is not again[0][1]
+        fields = [{name: t.data_ptr() for name, t in part[0][1].fields.items()} for part in (warm, again)]
+        assert fields[0] == fields[1]
+
+
+@given(worlds(GRAPHS))
+def test_a_warm_up_batch_fills_its_entry_and_owns_nothing(world):
+    """As many tokens as the entry has, a token for each request, all of it in the null page."""
+    runner = world.runner()
+    for role in runner.parts.roles.values():
+        for entry in role.plan.entries:
+            values = warm_values(role, entry)
+            counts = values["query_start_loc"][1:] - values["query_start_loc"][:-1]
+            assert (counts >= 1).all()
+            assert len(counts) <= world.plan.limits.max_num_reqs
+            if entry.query_len is not None:
+                assert (counts == entry.query_len).all()
+            real = counts.sum()
+            assert real == len(values["input_ids"]) == len(values["positions"]) <= entry.num_tokens
+            # More tokens than the model is long, times the requests, are not a batch; they still fit.
+            assert real == entry.num_tokens or len(counts) == world.plan.limits.max_num_reqs
+            assert not values["slot_mapping"].any()
+            assert not values["block_table"].any()
+            assert (values["seq_lens"] <= world.plan.model.max_model_len).all()
+            assert (values["positions"] < world.plan.model.max_model_len).all()
+
+
+def chunks(pool):
+    """The memory of a pool, as ranges of addresses."""
+    return [(chunk.data_ptr(), chunk.data_ptr() + chunk.nbytes()) for chunk in pool._chunks]
+
+
+@FEW
+@given(worlds(GRAPHS))
+def test_one_pool_needs_no_more_than_one_for_each_role(world):
+    """A pool for each role overlaps with no other, and the shared one holds no more than all of them."""
+    held = {}
+    for kind in Pool:
+        runner = captured(
+            world_of(replace(world.spec, pool=kind), page_size=world.pages.page_size)
+        )
+        pools = {id(role.pool): role.pool for role in runner.parts.roles.values()}
+        assert len(pools) == (1 if kind is Pool.SHARED else len(runner.parts.roles))
+        held[kind] = sum(pool.memory for pool in pools.values())
+        assert held[kind] == sum(done.memory for done in runner.session.captured)
+        ranges = sorted(piece for pool in pools.values() for piece in chunks(pool))
+        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(done.memory <= done.alone for done in runner.session.captured)
+    assert held[Pool.SHARED] <= held[Pool.PER_ROLE]
+
+
+@FEW
+@given(worlds(GRAPHS), st.floats(0, 1), st.integers(0, 99))
+def test_what_does_not_fit_is_waived_and_the_rest_serves_the_same(world, share, seed):
+    """Every batch has a graph that was captured, or an answer that a waiver gives; tokens stay the same."""
+    requests = requests_of(world, seed)
+    with world.runner(without_speculation(world.plan)) as runner:
+        expected = serve(runner, requests)
+    needed = max(role.pool.memory for role in captured(world).parts.roles.values())
+    limit = math.floor(share * needed)
+    with world.runner() as runner:
+        runner.capture(memory=limit)
+        assert serve(runner, requests) == expected
+        assert all(role.pool.memory <= limit for role in runner.parts.roles.values())
+    lost = {(done.role, done.entry): done.waiver for done in runner.session.captured if done.waiver}
+    event(f"{'none' if not lost else 'all' if len(lost) == world.plan.num_graphs else 'some'} lost")
+    assert len(runner.session.captured) == world.plan.num_graphs
+    for (role, entry), waiver in lost.items():
+        assert waiver.reason is Reason.MEMORY
+        assert str(entry) in waiver.says
+        assert entry not in runner.parts.roles[role].graphs
+    before, after = Dispatcher(world.plan), runner.parts.roles[Role.TARGET].dispatcher
+    assert after.plan == as_captured(world.plan, runner.session.captured)
+    assert not [f for f in lint(after.plan) if f.rule.severity is Severity.ERROR and f.rule.code == "CP001"]
+    for batch in every_batch(world.plan):
+        then, now = before.dispatch(*batch), after.dispatch(*batch)
+        assert (batch[0], now.entry) not in lost
+        if (batch[0], then.entry) not in lost:
+            assert now == then
+        elif now.entry is not None:
+            assert now.entry.cost > then.entry.cost
+        else:
+            assert now.reason in (Reason.MEMORY, Reason.NOT_ADMISSIBLE), (batch, now)
+
+
+def every_batch(plan):
+    """Every shape of batch that fits the limits, uniform and not, in a prompt and past it."""
+    for role in plan.roles:
+        for num_reqs in range(1, plan.limits.max_num_reqs + 1):
+            for num_tokens in range(num_reqs, plan.limits.max_num_tokens + 1):
+                query_len = num_tokens // num_reqs if num_tokens % num_reqs == 0 else None
+                for past_prompt in (True, False):
+                    yield role.role, num_reqs, num_tokens, query_len, past_prompt
+
+
+@FEW
+@given(worlds(GRAPHS))
+def test_strict_stops_at_the_first_that_does_not_fit(world):
+    """With the role and the entry; none of that is left out."""
+    first = world.runner().plan
+    role, entry = min(
+        ((role.role, entry) for role in first.roles for entry in role.entries),
+        key=lambda item: item[1].capture_order,
+        default=(None, None),
+    )
+    with world.runner(options=Options(strict=True)) as runner:
+        if role is None:
+            runner.capture(memory=0)
+            return
+        with pytest.raises(RunError) as caught:
+            runner.capture(memory=0)
+        assert str(caught.value).startswith(f"{role.value}: {entry} does not fit into memory: ")
+        assert runner.session.captured == []
+
+
+SIZES = Sizes(policy=Policy.EXPLICIT, num_tokens=(4, 8, 16), num_reqs=(1, 2, 3))
+
+
+def test_batches_of_a_lost_graph_take_the_next():
+    """A middle size that is lost is served by the next larger one; the largest, by nothing."""
+    world = world_of(spec_of(k=0, mode=GraphMode.FULL, sizes=SIZES))
+    (role,) = captured(world).plan.roles
+    largest, middle, _ = (entry for entry in role.entries if entry.query_len is None)
+    for lost, answer in ((middle, largest), (largest, None)):
+        plan = replace(
+            world.plan, roles=(replace(role, entries=tuple(e for e in role.entries if e != lost)),)
+        )
+        assert Dispatcher(plan).dispatch("target", 2, lost.num_tokens, None, False).entry == answer
+
+
+def test_eager_runs_capture_nothing():
+    """A plan without graphs: every batch is waived, and none is uncovered."""
+    world = world_of(spec_of(k=2))
+    plan = without_graphs(world.plan)
+    with world.runner(plan) as runner:
+        runner.capture()
+        assert runner.session.captured == []
+    dispatcher = Dispatcher(plan)
+    assert {dispatcher.dispatch(*batch).reason for batch in every_batch(plan)} <= {
+        Reason.MODE,
+        Reason.NOT_ADMISSIBLE,
+    }
+
+
+def test_before_capture_everything_runs_eager():
+    """Requests can be served at once; no graph is asked for."""
+    world = world_of(spec_of(k=2))
+    with world.runner() as runner:
+        serve(runner, requests_of(world, 0))
+    assert {forward.mode for forward in runner.session.forwards} == {GraphMode.NONE}

@@ -1,0 +1,151 @@
+"""Guards: a draft decode that pads no requests, and pointers of things that are no model's."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from worlds import bits, caches_of, requests_of, serve, spec_of, watched, world_of
+
+from capture_planner._record import replace
+from capture_planner.entry import Entry
+from capture_planner.errors import GuardError, RunError
+from capture_planner.lint import lint
+from capture_planner.modes import GraphMode, Role
+from capture_planner.runtime.guards import PointerGuard, refuse_unpadded_requests
+from capture_planner.runtime.launch import Choices, launch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PIECEWISE = GraphMode.PIECEWISE
+
+
+def with_piecewise_draft_decode(plan):
+    """What somebody wrote into a plan by hand (vllm#39773)."""
+    graphs = tuple(Entry(mode=PIECEWISE, num_tokens=size) for size in (2, 3))
+    roles = [
+        replace(role, mode=PIECEWISE, requested=PIECEWISE, decisions=(), entries=graphs, waivers=())
+        if role.role is Role.DRAFT_DECODE
+        else role
+        for role in plan.roles
+    ]
+    return replace(plan, roles=tuple(roles))
+
+
+@pytest.fixture(scope="module")
+def stale():
+    """A world whose draft decodes are to run PIECEWISE, and requests for it."""
+    world = world_of(spec_of(k=3), change=with_piecewise_draft_decode)
+    return world, requests_of(world, 0)
+
+
+@contextmanager
+def silent(what, total):
+    """Show no progress."""
+    yield lambda name: None
+
+
+def test_a_piecewise_draft_decode_is_found_and_not_launched(stale):
+    """By the lint, with the rule that is about it; and a launch refuses with what the lint says."""
+    world, requests = stale
+    (finding,) = [f for f in lint(world.plan) if f.rule.code == "CP030"]
+    with pytest.raises(RunError) as caught:
+        launch(world.plan, world.registry, lambda _: requests, Choices(any_environment=True), silent)
+    assert str(finding) in str(caught.value)
+
+
+def test_forced_through_it_is_refused_at_its_first_replay(stale):
+    """Whatever the lint said: the run ends with the thread's number."""
+    world, requests = stale
+    choices = Choices(any_environment=True, any_plan=True, page_size=4)
+    with pytest.raises(GuardError, match="draft_decode: PIECEWISE .*vllm#39773"):
+        launch(world.plan, world.registry, lambda _: requests, choices, silent)
+
+
+def test_it_is_refused_before_anything_is_read(stale):
+    """The caches and the draft state are as the draft prefill left them."""
+    world, requests = stale
+    found = {}
+
+    def state_of(runner):
+        held = {name: getattr(runner.parts.state, name) for name in ("token", "hidden", "proposed", "column")}
+        return {name: bits(tensor) for name, tensor in (caches_of(runner) | held).items()}
+
+    def before(moment):
+        if moment.role.role is Role.DRAFT_DECODE:
+            found.update(state_of(moment.runner))
+
+    with world.runner() as runner:
+        runner.capture()
+        with watched(runner, before), pytest.raises(GuardError):
+            serve(runner, requests)
+        assert state_of(runner) == found
+
+
+ENTRIES = st.builds(
+    Entry,
+    mode=st.sampled_from((PIECEWISE, GraphMode.FULL)),
+    num_tokens=st.integers(1, 9),
+    num_reqs=st.none() | st.integers(1, 9),
+    query_len=st.none() | st.integers(1, 3),
+    draft_steps=st.none() | st.integers(1, 3),
+)
+
+
+@given(st.sampled_from(Role), ENTRIES)
+def test_only_a_draft_decode_without_padded_requests_is_refused(role, entry):
+    """Every other graph of every other role passes."""
+    if role is Role.DRAFT_DECODE and entry.num_reqs is None:
+        with pytest.raises(GuardError, match="FULL_DECODE_ONLY or NONE"):
+            refuse_unpadded_requests(role, entry)
+    else:
+        refuse_unpadded_requests(role, entry)
+
+
+class Holder:
+    """Something that holds one tensor."""
+
+    def __init__(self):
+        self.tensor = torch.zeros(4, 3)
+
+
+CHANGES = st.sampled_from(("none", "moved", "wider", "copied into"))
+
+
+@given(st.lists(CHANGES, max_size=4), st.lists(CHANGES, max_size=4), st.booleans())
+def test_the_first_that_moved_is_named_and_buffers_come_first(buffers, weights, parameters):
+    """What is only written into has not moved."""
+    holders = [Holder() for _ in buffers]
+    modules = [nn.Module() for _ in weights]
+    for module in modules:
+        if parameters:
+            module.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        else:
+            module.register_buffer("weight", torch.zeros(4, 3))
+    guard = PointerGuard(
+        [(f"buffer{i}", holder, "tensor") for i, holder in enumerate(holders)],
+        [(f"weight{i}", module, "weight") for i, module in enumerate(modules)],
+    )
+    # Held, so that what takes a tensor's place cannot get its memory.
+    kept = [holder.tensor for holder in holders] + [module.weight.data for module in modules]
+    for holder, change in zip(holders, buffers, strict=True):
+        if change == "copied into":
+            holder.tensor.fill_(1)
+        elif change != "none":
+            holder.tensor = torch.zeros(4, 3 if change == "moved" else 5)
+    for module, change in zip(modules, weights, strict=True):
+        if change == "copied into":
+            module.weight.data.fill_(1)
+        elif change != "none":
+            module.weight.data = torch.zeros(4, 3 if change == "moved" else 5)
+    moved = [f"buffer{i}" for i, change in enumerate(buffers) if change in ("moved", "wider")]
+    moved += [f"weight{i}" for i, change in enumerate(weights) if change in ("moved", "wider")]
+    if not moved:
+        guard.check("who")
+    else:
+        with pytest.raises(GuardError, match=rf"^who: (the weight )?{moved[0]} ") as caught:
+            guard.check("who")
+        shape = moved[0].startswith("buffer") and buffers[int(moved[0][6:])] == "wider"
+        assert ("has shape [4, 5], at capture it had [4, 3]" in str(caught.value)) == shape
+    assert len(kept) == len(buffers) + len(weights)
