@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -16,7 +16,7 @@ from capture_planner.models.contract import Drafter, TargetModel
 from capture_planner.modes import Role
 from capture_planner.plan import GroupPlan, Plan, RolePlan
 from capture_planner.registry import Registered, Registry
-from capture_planner.runtime import kv
+from capture_planner.runtime import kv, padding
 from capture_planner.runtime.bodies import (
     Body,
     DraftDecodeBody,
@@ -28,7 +28,7 @@ from capture_planner.runtime.bodies import (
 from capture_planner.runtime.contract import LayerCache, Reservation, Runnable
 from capture_planner.runtime.fields import Extents, Fields
 from capture_planner.runtime.graph import Grapher
-from capture_planner.runtime.padding import Bounds
+from capture_planner.runtime.padding import Bounds, Write
 from capture_planner.runtime.role import GroupRun, Options, RoleRun
 
 DTYPES = {
@@ -126,6 +126,7 @@ def assemble(
         bodies[Role.DRAFT_DECODE] = DraftDecodeBody(
             drafter, fields[Role.DRAFT_DECODE], state, pages.page_size, plan.model.max_model_len
         )
+    apply = _applied(device, list(fields.values()))
     for role in plan.roles:
         for group in role.groups:
             _refuse_backend(plan, role, group, registry[group.backend])
@@ -150,11 +151,22 @@ def assemble(
             page_size=pages.page_size,
             bounds=bounds,
             options=options,
+            apply=apply,
         )
         for role in plan.roles
     }
     size = sum(c.keys.nbytes + c.values.nbytes for found in caches.values() for c in found)
     return Parts(roles=roles, target=target, state=state, kv_cache=size)
+
+
+def _applied(device: torch.device, fields: Sequence[Fields]) -> Callable[[Sequence[Write]], None]:
+    """Return what fills and pads on a device: one kernel on a GPU, arrays on a host."""
+    if device.type != "cuda":
+        return padding.apply
+    from capture_planner.runtime.fused import FusedPadding
+
+    size, count = sum(found.memory for found in fields), sum(len(tuple(found)) for found in fields)
+    return FusedPadding(device, size, count).apply
 
 
 def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:

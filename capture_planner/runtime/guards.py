@@ -13,12 +13,15 @@ from capture_planner.models.contract import Weight
 from capture_planner.modes import Role
 from capture_planner.runtime.bodies import Held
 
+_Place = tuple[int, torch.Size, tuple[int, ...]]
+"""Where a tensor is: its address, shape and strides."""
+
 
 class PointerGuard:
-    """Pointers and shapes of everything that a role's graphs touch, as they were before capture.
+    """Where everything is that a role's graphs touch, as it was before capture.
 
     Tensors are read anew from whatever holds them, so that a replaced object is seen as well as a
-    moved one.
+    moved one. Of weights the address alone is compared: there are hundreds, at every replay.
     """
 
     def __init__(self, buffers: Iterable[Held], weights: Iterable[Weight]) -> None:
@@ -48,23 +51,22 @@ class PointerGuard:
                 "(copy_ into the old tensor), or capture again"
             )
 
-    def _buffers_now(self) -> list[tuple[int, torch.Size]]:
+    def _buffers_now(self) -> list[_Place]:
         found = [getattr(holder, attribute) for _, holder, attribute in self._buffers]
-        return [(tensor.data_ptr(), tensor.shape) for tensor in found]
+        return [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in found]
 
     def _weights_now(self) -> list[int]:
         found = [slots.get(name) for slots, name in self._slots]
         return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
-    def _refuse_buffer(self, who: str, buffers: list[tuple[int, torch.Size]]) -> None:
-        for held, (pointer, shape), (old_pointer, old_shape) in zip(
-            self._buffers, buffers, self._at_capture, strict=True
-        ):
-            if shape != old_shape:
+    def _refuse_buffer(self, who: str, buffers: list[_Place]) -> None:
+        for held, now, then in zip(self._buffers, buffers, self._at_capture, strict=True):
+            if now[1:] != then[1:]:
                 raise GuardError(
-                    f"{who}: {held[0]} has shape {list(shape)}, at capture it had {list(old_shape)}"
+                    f"{who}: {held[0]} has shape {list(now[1])} and strides {list(now[2])}, at capture it "
+                    f"had {list(then[1])} and {list(then[2])}"
                 )
-            if pointer != old_pointer:
+            if now != then:
                 raise GuardError(
                     f"{who}: {held[0]} is not where it was at capture; write into it instead of replacing it"
                 )

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import attrs
+import torch
 
 from capture_planner.contract import Attention
-from capture_planner.environment import DeviceKind
 from capture_planner.errors import RunError
 from capture_planner.lint import Severity, lint
 from capture_planner.models.auxiliary import choose_drafter
@@ -30,6 +30,7 @@ from capture_planner.runtime.recorded import RecordedGraphs
 from capture_planner.runtime.role import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.workload import Decode, Request, admit
+from capture_planner.words import counted
 
 CACHE_MEMORY = 1 << 30
 """Bytes that the KV cache takes at most where nobody says how many pages it has."""
@@ -112,7 +113,7 @@ def launch(
         vocab_size=model.vocab_size,
         clip=choices.clip,
     )
-    run = _Run(plan, model, registry, requests, choices, progress)
+    run = _Run(plan, model, registry, requests, choices, progress, _grapher(device))
     pages = run.pages()
     drafter = run.drafter()
     answers: dict[str, tuple[int, ...]] | None = None
@@ -138,14 +139,18 @@ def launch(
         report = run.report(runner, drafter, decode, interrupted=interrupted)
     differing = None
     if choices.verify and answers is not None:
-        prompts = {request.name: request.prompt for request in requests}
-        differing = tuple(served.name for served in report.served if not _agrees(served, prompts, answers))
+        asked = {request.name: request for request in requests}
+        differing = tuple(
+            served.name
+            for served in report.served
+            if not _agrees(served, asked[served.name], answers[served.name])
+        )
     return Outcome(report=report, differing=differing)
 
 
-def _agrees(served: Served, prompts: dict[str, tuple[int, ...]], answers: dict[str, tuple[int, ...]]) -> bool:
+def _agrees(served: Served, request: Request, answer: tuple[int, ...]) -> bool:
     """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
-    said = answers[served.name][len(prompts[served.name]) :]
+    said = request.cut(answer[len(request.prompt) :])
     return served.tokens == (said if served.finished is not None else said[: len(served.tokens)])
 
 
@@ -156,9 +161,6 @@ def _refuse_plan(plan: Plan, choices: Choices) -> None:
         raise RunError(
             f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)"
         )
-    if plan.environment.device.kind is not DeviceKind.CPU:
-        name = plan.environment.device.name
-        raise RunError(f"the plan is for {name}, and plans are executed on a CPU; plan it with -e cpu")
     wrong = host.differences(plan.environment)
     if wrong and not choices.any_environment:
         raise RunError(
@@ -171,6 +173,15 @@ def _refuse_plan(plan: Plan, choices: Choices) -> None:
             raise RunError(f"parallel.{name} is {ranks}: a plan is executed on one device; plan it with 1")
 
 
+def _grapher(device: torch.device) -> Grapher:
+    """Return what captures on a device."""
+    if device.type == "cuda":
+        from capture_planner.runtime.cuda import CudaGraphs
+
+        return CudaGraphs(device)
+    return RecordedGraphs()
+
+
 @attrs.frozen
 class _Run:
     """The parts of one launch."""
@@ -181,21 +192,26 @@ class _Run:
     requests: tuple[Request, ...]
     choices: Choices
     progress: Progress
-    grapher: Grapher = attrs.Factory(RecordedGraphs)
+    grapher: Grapher
 
     def pages(self) -> PageFormat:
         """Return the KV cache's pages: as chosen, or for every place at full length if that fits."""
         plan, size = self.plan, self.choices.page_size
+        lookahead = plan.speculative.num_tokens if plan.speculative else 0
+        longest = max(self.requests, key=lambda request: request.length)
+        needed = -(-min(longest.length + lookahead, plan.model.max_model_len) // size)
         if self.choices.pages is not None:
+            if needed > self.choices.pages:
+                raise RunError(
+                    f"the request {longest.name} needs {counted(needed, 'page')} of {counted(size, 'token')}, "
+                    f"and the KV cache has {self.choices.pages}; give it more (--pages)"
+                )
             return PageFormat(page_size=size, num_pages=self.choices.pages + 1)
         each = Attention.of(plan, Role.TARGET, layers=1, window=None)
         layers = self.model.num_layers + (plan.speculative.model.num_layers if plan.speculative else 0)
         width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
         page = 2 * layers * size * each.num_kv_heads * each.head_dim * width
         most = plan.limits.max_num_reqs * -(-plan.model.max_model_len // size)
-        lookahead = plan.speculative.num_tokens if plan.speculative else 0
-        longest = max(min(r.length + lookahead, plan.model.max_model_len) for r in self.requests)
-        needed = -(-longest // size)
         return PageFormat(page_size=size, num_pages=1 + max(needed, min(most, CACHE_MEMORY // page)))
 
     def drafter(self) -> Drafter | None:
@@ -214,14 +230,33 @@ class _Run:
         )
 
     def rehearse(self, pages: PageFormat) -> dict[str, tuple[int, ...]]:
-        """Serve everything eager and without a drafter; return each prompt with its answer."""
+        """Serve everything eager and without a drafter; return each prompt with its answer.
+
+        Answers go on for a step's drafts past their end: a drafter that copies them is right there too.
+        """
+        more = self.plan.speculative.num_tokens if self.plan.speculative else 0
+        longest = self.plan.model.max_model_len
+        longer = [
+            attrs.evolve(
+                request,
+                max_new_tokens=min(request.max_new_tokens + more, longest - len(request.prompt)),
+                stop=frozenset(),
+            )
+            for request in self.requests
+        ]
         plain = Runner(
-            without_speculation(self.plan), self.model, None, self.registry, self.grapher, pages=pages
+            without_speculation(self.plan),
+            self.model,
+            None,
+            self.registry,
+            self.grapher,
+            pages=pages,
+            device=host.device_of(self.plan.environment),
         )
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(
-                self.requests,
+                longer,
                 step_seconds=self.choices.step_seconds,
                 progress=lambda done: advance(done.name),
             )

@@ -6,7 +6,7 @@ batch, the same without a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 import attrs
@@ -25,8 +25,8 @@ from capture_planner.runtime.contract import Executor, LayerCache, Metadata, Sco
 from capture_planner.runtime.fields import Extents, Fields, poison
 from capture_planner.runtime.graph import Graph, Grapher, Pool
 from capture_planner.runtime.guards import Baked, PointerGuard, refuse_unpadded_requests
-from capture_planner.runtime.padding import Bounds
-from capture_planner.runtime.step import Array, Made, derive
+from capture_planner.runtime.padding import Bounds, Write
+from capture_planner.runtime.step import DERIVED, Array, Made, derive
 
 
 @attrs.frozen(kw_only=True)
@@ -81,6 +81,7 @@ class RoleRun:
         page_size: int,
         bounds: Bounds,
         options: Options,
+        apply: Callable[[Sequence[Write]], None] = padding.apply,
     ) -> None:
         self.plan, self.body, self.fields, self.groups = plan, body, fields, tuple(groups)
         self.dispatcher, self.options = dispatcher, options
@@ -93,7 +94,7 @@ class RoleRun:
         self._metadata: dict[str, Metadata] = {}
         self._derived = sorted({buffer.field.name for buffer in fields} | self._host_names())
         self._frozen = {group.plan.name: _frozen_scalars(group.plan) for group in groups}
-        self._splitting = False
+        self._splitting, self._apply = False, apply
 
     def _host_names(self) -> set[str]:
         return {field.name for group in self.groups for field in group.plan.padding.fields}
@@ -157,12 +158,18 @@ class RoleRun:
         Returns the extents that the model runs at; requests are padded for FULL graphs alone.
         """
         derive(values, self._derived, self._page_size)
-        padding.apply(padding.table(self.fields, values, real.tokens))
+        self._apply(padding.table(self.fields, values, real.tokens))
         extents = real if entry is None else _padded(entry, real)
         if self.options.debug:
             padding.check_bounds(self.fields, values, extents, self._bounds)
         self.prepare(entry, real, extents, values)
         return extents
+
+    def follow(self, values: Made) -> None:
+        """Bring the fields that follow from the common ones to a draft step that the graph moved to."""
+        derive(values, self._derived, self._page_size)
+        following = [buffer for buffer in self.fields if buffer.field.name in DERIVED]
+        self._apply(padding.table(following, values, len(values["positions"])))
 
     def prepare(self, entry: Entry | None, real: Extents, extents: Extents, values: Made) -> None:
         """Give every group the metadata of a step, at the extents that attention sees."""
@@ -203,7 +210,10 @@ class RoleRun:
             if metadata.is_full:
                 for scalar in self._frozen[name]:
                     frozen[f"{name}.{scalar}"] = getattr(metadata, scalar)
-                layouts[name] = group.executor.layout()
+                try:
+                    layouts[name] = group.executor.layout()
+                except Exception as error:
+                    raise self._blamed(group, metadata.entry, "layout", error) from error
         return Baked(frozen, layouts)
 
     # What is captured.
@@ -286,16 +296,23 @@ class RoleRun:
             group.workspace.fill_(255)
 
     def release(self) -> None:
-        """Release the backends. Graphs go first: they hold pointers into what is released."""
+        """Release all backends. Graphs go first: they hold pointers into what is released."""
         self.graphs.clear()
+        broken = []
         for group in self.groups:
-            group.executor.release()
+            try:
+                group.executor.release()
+            except Exception as error:
+                broken.append(self._blamed(group, None, "release", error))
+        if broken:
+            raise broken[0]
 
     def _blamed(self, group: GroupRun, entry: Entry | None, call: str, error: Exception) -> Exception:
         """Return an error that names the backend, the role and the entry; ours are left as they are."""
         if isinstance(error, (CapturePlannerError, torch.OutOfMemoryError)):
             return error
-        where = f"{self.role.value}, group {group.plan.name}, {entry or 'eager step'}"
+        step = "" if call == "release" else f", {entry or 'eager step'}"
+        where = f"{self.role.value}, group {group.plan.name}{step}"
         says = " ".join(f"{type(error).__name__}: {error}".split())
         return BackendError(f"{group.who} broke in {call} ({where}): {says}; tell its authors")
 

@@ -77,7 +77,7 @@ class Runner:
         self.plan, self.model, self.drafter = plan, model, drafter
         self.pages, self.options = pages, options or Options()
         self.session = Session()
-        self._grapher, self._device = grapher, device or torch.device("cpu")
+        self._grapher, self.device = grapher, device or torch.device("cpu")
         self.parts: Parts = assemble(
             plan,
             model,
@@ -85,7 +85,7 @@ class Runner:
             registry,
             grapher,
             pages=pages,
-            device=self._device,
+            device=self.device,
             options=self.options,
         )
         self._dispatch_by(without_graphs(plan))
@@ -227,8 +227,7 @@ class Serving:
         )
         if self._runner.drafter is not None and len(finished) < scheduled.num_reqs:
             self._draft(index, scheduled, values, settled)
-        for live in finished:
-            self._finish(live)
+        done = [self._finish(live) for live in finished]
         self._session.steps.append(
             Step(
                 index=index,
@@ -241,6 +240,9 @@ class Serving:
                 waiting=self.scheduler.waiting,
             )
         )
+        if self._progress is not None:
+            for served in done:
+                self._progress(served)
         return True
 
     def _target(self, index: int, scheduled: Scheduled, values: Made, begun: float) -> Settled:
@@ -250,12 +252,14 @@ class Serving:
         if body.embeddings is not None:
             tokens = scheduled.num_tokens
             body.embeddings[tokens:].zero_()
-            body.embeddings[:tokens] = self._runner.model.embed(torch.from_numpy(values["input_ids"]))
+            body.embeddings[:tokens] = self._runner.model.embed(
+                torch.from_numpy(values["input_ids"]).to(self._runner.device)
+            )
         batch = _batch(Role.TARGET, scheduled)
         ran = role.run(batch, values, begun)
         self._note(index, batch, ran)
         rows = sampled_rows(scheduled, values["query_start_loc"], places)
-        read = torch.from_numpy(rows).to(self._runner._device)
+        read = torch.from_numpy(rows).to(self._runner.device)
         sampled = body.sample(read, ran.dispatch.entry)
         settled = settle(scheduled, places, sampled.cpu().numpy())
         clock = perf_counter()
@@ -299,7 +303,8 @@ class Serving:
         real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=role.fields.capacity.pages)
         for _ in range(steps - 1):
             started = perf_counter()
-            move_on(values, self._runner.plan.model.max_model_len)
+            move_on(values, pages.page_size, self._runner.plan.model.max_model_len)
+            role.follow(values)
             role.prepare(entry, real, ran.extents, values)
             again = role.again(ran.dispatch, entry, ran.extents, started)
             host, seconds = host + again.host_seconds, seconds + again.seconds
@@ -325,13 +330,10 @@ class Serving:
         )
 
     def _output(self, live: Live) -> tuple[int, ...]:
-        """Return what a request has been given: not past its length, nor past a token that ends it."""
-        places = self.scheduler.places
-        start = len(live.request.prompt)
-        end = min(int(places.length[live.place]), start + live.request.max_new_tokens)
-        tokens = tuple(int(token) for token in places.tokens[live.place, start:end])
-        stops = [i for i, token in enumerate(tokens) if token in live.request.stop]
-        return tokens[: stops[0] + 1] if stops else tokens
+        """Return what a request has been given."""
+        places, start = self.scheduler.places, len(live.request.prompt)
+        tokens = places.tokens[live.place, start : int(places.length[live.place])]
+        return live.request.cut(tuple(tokens.tolist()))
 
     def _is_finished(self, live: Live, gained: int) -> bool:
         places, request = self.scheduler.places, live.request
@@ -339,7 +341,7 @@ class Serving:
         new = places.tokens[live.place, length - gained : length]
         return length >= request.length or (bool(request.stop) and not request.stop.isdisjoint(new.tolist()))
 
-    def _finish(self, live: Live, *, cut_off: bool = False) -> None:
+    def _finish(self, live: Live, *, cut_off: bool = False) -> Served:
         clock = perf_counter()
         output = self._output(live)
         served = Served(
@@ -354,8 +356,7 @@ class Serving:
         self._session.served.append(served)
         if not cut_off:
             self.scheduler.finish(live)
-            if self._progress is not None:
-                self._progress(served)
+        return served
 
     def cut_off(self) -> None:
         """Take down the requests that were not finished, where serving stopped early."""

@@ -93,10 +93,14 @@ def draft_decode_values(scheduled: Scheduled, places: Places, pages: PageFormat)
     }
 
 
-def move_on(made: Made, max_model_len: int) -> None:
+def move_on(made: Made, page_size: int, max_model_len: int) -> None:
     """Move the host's copy of a draft decode on by one token, as the graph moves the device's."""
-    made["positions"] = np.minimum(made["positions"] + 1, max_model_len - 1)
-    made["seq_lens"] = np.minimum(made["seq_lens"] + 1, max_model_len)
+    moved = made["positions"] + 1 < max_model_len
+    positions = made["positions"] + moved
+    page, offset = np.divmod(positions, page_size)
+    slot = made["block_table"][np.arange(len(page)), page] * np.int64(page_size) + offset
+    made["positions"], made["slot_mapping"] = positions, np.where(moved, slot, NULL_SLOT)
+    made["seq_lens"] = (made["seq_lens"] + moved).astype(np.int32)
 
 
 def _page_counts(made: Mapping[str, Array], page_size: int) -> Array:
@@ -118,7 +122,7 @@ def _last_page(made: Mapping[str, Array], page_size: int) -> Array:
     return last
 
 
-_DERIVED: Mapping[str, Callable[[Mapping[str, Array], int], Array]] = {
+DERIVED: Mapping[str, Callable[[Mapping[str, Array], int], Array]] = {
     "qo_indptr": lambda made, page_size: made["query_start_loc"],
     "kv_lens": lambda made, page_size: made["seq_lens"],
     "paged_kv_indptr": _page_starts,
@@ -133,5 +137,5 @@ position in all three sections of multimodal rope."""
 def derive(made: Made, names: Iterable[str], page_size: int) -> None:
     """Add the derived fields among ``names``."""
     for name in names:
-        if name in _DERIVED:
-            made[name] = _DERIVED[name](made, page_size)
+        if name in DERIVED:
+            made[name] = DERIVED[name](made, page_size)

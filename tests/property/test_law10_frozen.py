@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probe import Probe
 from torch import nn
-from worlds import Probe, bits, persistent, requests_of, serve, spec_of, world_of
+from worlds import bits, persistent, requests_of, serve, spec_of, world_of
 
 from capture_planner import registry
 from capture_planner.contract import Axis, Fill, Lifetime, MetadataField, PaddingContract, Where
@@ -36,7 +37,7 @@ FROZEN = PaddingContract(
     )
 )
 SIZES = Sizes(policy=Policy.EXPLICIT, num_tokens=(4, 16), num_reqs=(1, 3))
-HOW = ("replaced", "moved", "resized")
+HOW = ("replaced", "moved", "resized", "restrided")
 HALF = settings(max_examples=max(settings.default.max_examples // 2, 5))
 
 
@@ -105,16 +106,18 @@ def graph_of(stage, data, full=False):
 
 @contextmanager
 def changed(held, how):
-    """Change where a tensor is for a while: another object, other memory, or another shape."""
-    name, holder, attribute = held
+    """Change where a tensor is for a while: another object, other memory, another shape or other strides."""
+    _, holder, attribute = held
     old = tensor_of(held)
     storage, offset, shape, stride = old.untyped_storage(), old.storage_offset(), old.shape, old.stride()
     if how == "moved":
         old.set_(old.clone())
     elif how == "replaced":
         object.__setattr__(holder, attribute, old.clone())
-    else:
+    elif how == "resized":
         object.__setattr__(holder, attribute, old[:-1])
+    else:
+        object.__setattr__(holder, attribute, old.as_strided(shape, (0,) * len(shape)))
     try:
         yield
     finally:
@@ -141,9 +144,14 @@ def test_a_tensor_that_moved_is_refused_by_name(guarded, data, how):
     replay = guarded.stage(role, entry)
     with changed(held, how):
         says = refused(guarded, replay, role, entry)
-    shape = list(tensor_of(held).shape)
-    if how == "resized":
-        assert says == f"{held[0]} has shape {[shape[0] - 1, *shape[1:]]}, at capture it had {shape}"
+    tensor = tensor_of(held)
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    now = {"resized": ([shape[0] - 1, *shape[1:]], strides), "restrided": (shape, [0] * len(shape))}
+    if how in now:
+        assert says == (
+            f"{held[0]} has shape {now[how][0]} and strides {now[how][1]}, at capture it had {shape} and "
+            f"{strides}"
+        )
     else:
         assert says.startswith(f"{held[0]} is not where it was at capture")
     replay()
@@ -330,9 +338,17 @@ def test_the_first_number_that_differs_is_named(then, now):
         then.check(now, "who")
     first, text = differing[0], str(caught.value)
     if first in then.frozen:
-        assert text.startswith(f"who: {first} is baked in as {then.frozen[first]}, and this step has {now.frozen[first]};")
+        assert text.startswith(
+            f"who: {first} is baked in as {then.frozen[first]}, and this step has {now.frozen[first]};"
+        )
     else:
         assert f"group {first} was {then.layouts[first]} at capture and is {now.layouts[first]};" in text
+
+
+def finish(serving):
+    """Step until all is served."""
+    while not serving.scheduler.done:
+        serving.step()
 
 
 def test_serving_goes_on_when_a_moved_weight_is_back():
@@ -348,11 +364,8 @@ def test_serving_goes_on_when_a_moved_weight_is_back():
             for request in requests:
                 serving.scheduler.submit(request, 0.0)
             serving.step()
-            steps = len(runner.session.steps)
             with weight_changed(module, attribute, replace_data), pytest.raises(GuardError):
-                while serving.step():
-                    pass
-            assert len(runner.session.steps) >= steps
-            while not serving.scheduler.done:
-                serving.step()
+                finish(serving)
+            assert len(serving.scheduler.unfinished) > 0
+            finish(serving)
             assert {served.name: served.tokens for served in serving.served} == expected

@@ -90,6 +90,10 @@ def test_a_mode_of_none_waives_everything(plan):
     """Law 1: without graphs, each kind of batch of the role is waived."""
     for role in plan.roles:
         if role.mode is GraphMode.NONE:
-            kinds = len(decode_families(role.role, plan)) + (role.role != "draft_decode")
-            assert len(role.waivers) == kinds
             assert not role.entries
+            waived = [(w.query_len, w.first, w.last) for w in role.waivers]
+            for family in decode_families(role.role, plan):
+                for first, last in family.requests.intervals:
+                    assert any(q == family.query_len and a <= first and last <= b for q, a, b in waived)
+            if role.role != "draft_decode":
+                assert (None, 1, plan.limits.max_num_tokens) in waived

@@ -41,6 +41,8 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
 STATE = ("token", "hidden", "proposed")
 """What draft steps hand on, a row a place."""
 CANARY = 7e77

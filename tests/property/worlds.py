@@ -16,25 +16,21 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from capture_planner_reference import Reference
 from hypothesis import strategies as st
+from probe import Probe
 
 from capture_planner import codec, registry
 from capture_planner._record import replace
-from capture_planner.contract import Attention, Backend, PaddingContract, Workspace
 from capture_planner.entry import Entry
-from capture_planner.environment import Environment
-from capture_planner.hookspecs import hookimpl
-from capture_planner.model import DataType, Method, Speculative
+from capture_planner.model import DataType, Method, Model, Speculative
 from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.contract import Drafter, Scoring, TargetModel
+from capture_planner.models.contract import Drafter, TargetModel
 from capture_planner.models.huggingface import load_target
-from capture_planner.modes import GraphMode, Pool, Refresh, Role
+from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.plan import Plan
 from capture_planner.planner import plan as make_plan
 from capture_planner.registry import Registry
 from capture_planner.runtime.bodies import tensor_of
-from capture_planner.runtime.contract import Executor, Metadata, Reservation
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.recorded import RecordedGraphs
 from capture_planner.runtime.role import RoleRun
@@ -50,76 +46,7 @@ LONGEST = 24
 VOCABULARY = 32
 
 
-class Probe(Reference):
-    """The reference backend under another name, with a plan of its own and somebody who listens.
-
-    ``heard`` is called before each call of the executor with its name, the group's reservation, and
-    the metadata (None for ``reserve``); what it raises, the backend raises.
-    """
-
-    name = "probe"
-
-    def __init__(
-        self,
-        heard: Callable[[str, Reservation, Metadata | None], object] = lambda *_: None,
-        *,
-        refresh: Refresh = Refresh.HOST,
-        padding: PaddingContract | None = None,
-        workspace: int = 64,
-    ) -> None:
-        self.heard = heard
-        self.numbers: tuple[int, ...] | None = (4, 2)
-        """What every executor says its layout is."""
-        self._refresh, self._padding, self._workspace = refresh, padding or PaddingContract(), workspace
-
-    @hookimpl
-    def capture_planner_backends(self) -> Sequence[Backend]:
-        """A plugin that brings itself."""
-        return (self,)
-
-    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
-        """As given."""
-        return self._padding
-
-    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """As given."""
-        return self._refresh
-
-    def workspace(
-        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
-    ) -> Workspace:
-        """As given."""
-        return Workspace(device=self._workspace)
-
-    def reserve(self, reservation: Reservation) -> Executor:
-        """Wrap the reference executor."""
-        self.heard("reserve", reservation, None)
-        return _Heard(self, reservation, super().reserve(reservation))
-
-
-class _Heard:
-    def __init__(self, probe: Probe, reservation: Reservation, executor: Executor) -> None:
-        self._probe, self._reservation, self._executor = probe, reservation, executor
-
-    def prepare(self, metadata: Metadata) -> None:
-        self._probe.heard("prepare", self._reservation, metadata)
-        self._executor.prepare(metadata)
-
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
-        self._probe.heard("attend", self._reservation, metadata)
-        self._executor.attend(layer, query, out, scoring, metadata)
-
-    def layout(self) -> tuple[int, ...] | None:
-        return self._probe.numbers
-
-    def release(self) -> None:
-        self._executor.release()
-
-
-STEPWISE = Probe()
-INSTALLED = registry.load(STEPWISE)
+INSTALLED = registry.load(Probe())
 """The installed backends, and ``probe``, whose draft decodes need the host before each step."""
 
 
@@ -158,9 +85,8 @@ class World:
         )
 
 
-@functools.cache
-def _target(layers: int, kv_heads: int, seed: int) -> TargetModel:
-    model = replace(
+def _model(layers: int, kv_heads: int, embeddings: bool = False) -> Model:
+    return replace(
         SPEC.model,
         num_layers=layers,
         num_heads=2,
@@ -170,7 +96,13 @@ def _target(layers: int, kv_heads: int, seed: int) -> TargetModel:
         vocab_size=VOCABULARY,
         max_model_len=LONGEST,
         dtype=DataType.FLOAT64,
+        embeddings=embeddings,
     )
+
+
+@functools.cache
+def _target(layers: int, kv_heads: int, seed: int) -> TargetModel:
+    model = _model(layers, kv_heads)
     return load_target(None, model, device=torch.device("cpu"), dtype=torch.float64, seed=seed)
 
 
@@ -187,22 +119,10 @@ def spec_of(
     **changes: Any,
 ) -> Spec:
     """Return a spec of a tiny model; ``changes`` are fields of the spec."""
-    model = replace(
-        SPEC.model,
-        num_layers=layers,
-        num_heads=2,
-        num_kv_heads=kv_heads,
-        head_dim=8,
-        hidden_size=16,
-        vocab_size=VOCABULARY,
-        max_model_len=LONGEST,
-        dtype=DataType.FLOAT64,
-        embeddings=embeddings,
-    )
     speculative = None if k == 0 else Speculative(method=method, num_tokens=k, schedule=schedule)
     return replace(
         SPEC,
-        model=model,
+        model=_model(layers, kv_heads, embeddings),
         limits=Limits(max_num_reqs=num_reqs, max_num_tokens=num_tokens),
         speculative=speculative,
         **changes,
@@ -272,12 +192,12 @@ def worlds(draw: st.DrawFn, modes: Sequence[GraphMode] = tuple(GraphMode)) -> Wo
     )
 
 
-def requests_of(world: World, seed: int, *, waves: int = 2) -> tuple[Request, ...]:
+def requests_of(world: World, seed: int) -> tuple[Request, ...]:
     """Return requests in waves: all places taken, then one alone, then all again."""
     random = np.random.default_rng(seed)
     most = world.plan.limits.max_num_reqs
     found = []
-    for wave in range(waves):
+    for wave in range(2):
         for index in range(most):
             stays = wave == 0 and index == 0
             output = 12 if stays else int(random.integers(1, 4))

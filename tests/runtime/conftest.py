@@ -1,4 +1,4 @@
-"""Makes ``worlds`` of the property tests importable under importlib import mode."""
+"""Makes ``worlds`` and ``probe`` of the property tests importable under importlib import mode."""
 
 import sys
 from pathlib import Path

@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from worlds import Probe, requests_of, serve, spec_of, world_of, worlds
+from probe import Probe
+from worlds import requests_of, serve, spec_of, world_of, worlds
 
 from capture_planner import registry
 from capture_planner._record import replace
@@ -73,7 +75,9 @@ def test_each_forward_runs_twice_with_metadata_made_anew(world, refresh):
         once = ["prepare"] + ["attend"] * layers[role] * (entry.draft_steps or 1)
         assert [call for call, _ in calls] == once * 2
         warm, again = calls[: len(once)], calls[len(once) :]
-        assert len({id(metadata) for _, metadata in warm}) == len({id(metadata) for _, metadata in again}) == 1
+        assert (
+            len({id(metadata) for _, metadata in warm}) == len({id(metadata) for _, metadata in again}) == 1
+        )
         assert warm[0][1] is not again[0][1]
         fields = [{name: t.data_ptr() for name, t in part[0][1].fields.items()} for part in (warm, again)]
         assert fields[0] == fields[1]
@@ -112,15 +116,13 @@ def test_one_pool_needs_no_more_than_one_for_each_role(world):
     """A pool for each role overlaps with no other, and the shared one holds no more than all of them."""
     held = {}
     for kind in Pool:
-        runner = captured(
-            world_of(replace(world.spec, pool=kind), page_size=world.pages.page_size)
-        )
+        runner = captured(world_of(replace(world.spec, pool=kind), page_size=world.pages.page_size))
         pools = {id(role.pool): role.pool for role in runner.parts.roles.values()}
         assert len(pools) == (1 if kind is Pool.SHARED else len(runner.parts.roles))
         held[kind] = sum(pool.memory for pool in pools.values())
         assert held[kind] == sum(done.memory for done in runner.session.captured)
         ranges = sorted(piece for pool in pools.values() for piece in chunks(pool))
-        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
         assert all(done.memory <= done.alone for done in runner.session.captured)
     assert held[Pool.SHARED] <= held[Pool.PER_ROLE]
 

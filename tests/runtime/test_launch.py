@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -46,9 +47,7 @@ SPEC = Spec(
 HERE = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="x86-64", memory=1 << 30))
 H100 = Environment(
     name="h100",
-    device=Device(
-        kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132
-    ),
+    device=Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132),
 )
 CONFIG = {
     "model_type": "llama",
@@ -131,9 +130,7 @@ def started(spec=SPEC, backend=None, workload=requests_of, shown=None, environme
     """Plan a spec for this machine and launch it."""
     registry = registry_of(backend or Counting())
     made = plan(spec, environment, registry)
-    return launch(
-        made, registry, workload, Choices(**{"page_size": 4} | choices), shown or Shown()
-    )
+    return launch(made, registry, workload, Choices(**{"page_size": 4} | choices), shown or Shown())
 
 
 @cache
@@ -278,7 +275,6 @@ def test_clip_cuts_what_is_too_long():
     assert done.prompt_tokens + done.output_tokens == MODEL.max_model_len
 
 
-@pytest.mark.xfail(strict=True, reason="the check is where serving begins, after capture")
 def test_a_cache_too_small_for_a_request_is_refused_before_capture():
     """5 + 5 tokens and 2 drafts are 3 pages of 4; with 2 they could never be free."""
     shown, backend = Shown(), Counting()
@@ -407,7 +403,10 @@ def test_a_report_is_complete(choices):
     assert report.serve_seconds > 0
     assert report.backends == {"reference": "1.2"}
     assert report.host["seed"] == "0"
-    assert ("chance" in report.model) and ("Llama" in report.model)
+    assert "chance" in report.model
+    assert "Llama" in report.model
+    # Nobody needs a draft after the last step.
+    assert {f.role for f in report.forwards if f.step == report.steps[-1].index} == {Role.TARGET}
     reasons = {f.reason for f in report.forwards if f.entry is None}
     assert reasons == ({Reason.MODE} if choices else set())
 
@@ -421,9 +420,9 @@ def test_text_is_given_where_a_tokenizer_is():
     assert all(done.text == repr(done.tokens) for done in outcome.report.served)
 
 
-def rates(drafter, **changes):
-    """Drafts verified and accepted in all."""
-    steps = served(drafter, **changes).report.steps
+def rates(drafter):
+    """Drafts verified and accepted in all, where k falls and rises."""
+    steps = served(drafter, ((1, 1, 4), (2, 2, 1), (3, 3, 3))).report.steps
     return sum(step.drafted for step in steps), sum(step.accepted for step in steps)
 
 
@@ -441,7 +440,8 @@ def outcome_of_rounds(drafter, k, chance=0.5):
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(
-    ("drafter", "chance", "share"), [("copy", 0.5, 1), ("chance", 1.0, 1), ("miss", 0.5, 0), ("chance", 0.0, 0)]
+    ("drafter", "chance", "share"),
+    [("copy", 0.5, 1), ("chance", 1.0, 1), ("miss", 0.5, 0), ("chance", 0.0, 0)],
 )
 def test_drafts_are_accepted_always_or_never(drafter, chance, share, k):
     """``copy`` is right to the last token, ``miss`` never is, and the chances 1 and 0 are the same."""
@@ -451,12 +451,36 @@ def test_drafts_are_accepted_always_or_never(drafter, chance, share, k):
 
 
 def test_with_a_schedule_a_right_drafter_loses_only_what_is_past_the_end():
-    """At most K drafts of each request, at its last step; a chance is between."""
+    """Less than K drafts of each request, at its last step; a chance is between."""
     drafted, accepted = rates("copy")
-    assert drafted > accepted >= drafted - 4 * 7 > 0
+    assert drafted > accepted >= drafted - 3 * 7 > 0
     assert rates("miss")[1] == 0 < rates("miss")[0]
     some, right = rates("chance")
     assert 0 < right < some
+
+
+def test_only_what_a_drafter_proposed_counts_as_drafted():
+    """Where k rises as a request leaves, rows are filled up with what nobody proposed."""
+    schedule = ((1, 1, 4), (2, 2, 1))
+    requests = [
+        Request(name=name, arrival=0.0, prompt=(1, 2), max_new_tokens=new)
+        for name, new in (("a", 5), ("b", 30))
+    ]
+    spec = replace(SPEC, speculative=Speculative(method=Method.EAGLE, num_tokens=4, schedule=schedule))
+    steps = started(spec, workload=lambda _: requests, drafter="miss").report.steps
+    for before, step in pairwise(steps):
+        k = min(spec.speculative.draft_tokens(s.num_reqs) for s in (before, step))
+        assert step.drafted == k * step.num_reqs
+    assert {step.num_tokens - step.num_reqs - step.drafted for step in steps[1:]} == {0, 3}
+
+
+def test_pages_are_enough_for_the_longest_request_where_memory_is_short(monkeypatch):
+    """8 + 8 tokens and 2 drafts in pages of 4: five, and the null page."""
+    monkeypatch.setattr("capture_planner.runtime.launch.CACHE_MEMORY", 0)
+    report = started(workload=one_request(prompt=(1,) * 8, max_new_tokens=8), verify=True).report
+    page = 2 * 4 * MODEL.num_kv_heads * MODEL.head_dim * 8
+    assert report.kv_cache == 6 * page * (MODEL.num_layers + 1)
+    assert report.served[0].output_tokens == 8
 
 
 def plain(report):
@@ -488,9 +512,7 @@ def test_the_same_seed_gives_the_same_batches_and_tokens():
 def test_an_interruption_ends_in_a_report_of_what_there_is(task, after, drafter):
     """Whenever Ctrl-C comes: what was captured and served until then, and everything is released."""
     shown, backend = Shown(task, after), Counting()
-    report = (
-        outcome := started(backend=backend, shown=shown, drafter=drafter, verify=True)
-    ).report
+    report = (outcome := started(backend=backend, shown=shown, drafter=drafter, verify=True)).report
     check_report(report)
     assert report.interrupted
     assert backend.held == 0
@@ -505,9 +527,9 @@ def test_an_interruption_ends_in_a_report_of_what_there_is(task, after, drafter)
     if task == "serve":
         assert len(report.captured) == report.plan.num_graphs
         assert report.serve_seconds > 0
+        assert after > 1 or any(done.finished is None for done in report.served)
 
 
-@pytest.mark.xfail(strict=True, reason="what ends after it in the same step is cut off")
 def test_a_request_that_had_its_last_token_is_not_cut_off_by_an_interruption():
     """Two requests end in one step, and Ctrl-C comes when the first is reported."""
     requests = [Request(name=name, arrival=0.0, prompt=(1, 2), max_new_tokens=4) for name in "ab"]
@@ -574,7 +596,6 @@ class ReadsPages(Counting):
         prepare, executor.prepare = executor.prepare, prepared
 
 
-@pytest.mark.xfail(strict=True, reason="derived fields stay those of the first step of a chain")
 def test_page_lists_fit_the_lengths_at_every_preparation():
     """In the later steps of a draft chain too, whose lengths have moved on."""
     backend = ReadsPages()

@@ -1,6 +1,7 @@
 """One role at run time: what backends are told at every forward, and whose fault an error is."""
 
 from collections import Counter
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import Probe, bits, persistent, requests_of, serve, spec_of, watched, world_of, worlds
+from probe import Probe
+from worlds import requests_of, serve, spec_of, world_of, worlds
 
 from capture_planner import registry
 from capture_planner._record import replace
@@ -113,7 +115,7 @@ class Trap:
 
 
 WHEN = st.sampled_from(("warm-up", "capture", "replay", "eager"))
-CALLS = st.sampled_from(("prepare", "attend"))
+CALLS = st.sampled_from(("prepare", "attend", "layout"))
 ERRORS = st.sampled_from((RuntimeError, ValueError, KeyError, ZeroDivisionError, AssertionError, TypeError))
 
 
@@ -123,9 +125,15 @@ def test_a_backend_that_breaks_is_named_with_role_group_and_entry(armed, data, w
     """At every call of every forward; the same forward runs when the backend does not break."""
     role, entry = armed.work(data)
     run = armed.forward(when, role, entry)
+    is_full = entry.num_reqs is not None
+    is_called = {
+        "prepare": True,
+        # A FULL graph holds attention, so that its replay calls nobody; and only it bakes a layout in.
+        "attend": when != "replay" or not is_full,
+        "layout": when in ("capture", "replay") and is_full,
+    }
     with Trap(armed.probe, call, error("out of\nluck")) as trap:
-        if when == "replay" and call == "attend" and entry.num_reqs is not None:
-            # It is in the graph, and not called.
+        if not is_called[call]:
             run()
             assert not trap.sprung
             return
@@ -224,13 +232,13 @@ def test_a_backend_that_runs_out_of_memory_loses_that_graph():
 @FEW
 @given(worlds(GRAPHS), st.integers(0, 99), st.booleans())
 def test_host_and_device_agree_at_every_forward(world, seed, is_graph):
-    """Each field, padding included, is the same on both sides when a backend prepares and attends."""
+    """Each field, padding included, is the same on both sides when a backend prepares."""
     heard = Counter()
 
     def listen(call, reservation, metadata):
-        if metadata is None:
-            return
         heard[call] += 1
+        if call != "prepare":
+            return
         real = int((metadata.fields["idx_mapping"] >= 0).sum())
         for name in metadata.fields:
             host, device = metadata.host[name], metadata.fields[name].numpy()
@@ -243,8 +251,10 @@ def test_host_and_device_agree_at_every_forward(world, seed, is_graph):
         assert metadata.max_seq_len >= lengths.max()
         assert metadata.max_query_len >= np.diff(metadata.host["query_start_loc"]).max()
         np.testing.assert_array_equal(np.diff(pages)[:real], -(-lengths // size))
-        np.testing.assert_array_equal(metadata.host["paged_kv_last_page_len"][:real], (lengths - 1) % size + 1)
-        for row, (start, end) in enumerate(zip(pages[:real], pages[1 : real + 1], strict=True)):
+        np.testing.assert_array_equal(
+            metadata.host["paged_kv_last_page_len"][:real], (lengths - 1) % size + 1
+        )
+        for row, (start, end) in enumerate(pairwise(pages[: real + 1])):
             np.testing.assert_array_equal(
                 metadata.fields["paged_kv_indices"][start:end],
                 metadata.fields["block_table"][row, : end - start],
@@ -261,14 +271,31 @@ def test_host_and_device_agree_at_every_forward(world, seed, is_graph):
     assert heard["prepare"]
 
 
-def test_executors_are_released_once_and_last():
-    """When the runner is left; graphs are gone by then."""
-    released = []
-    world = world_of(spec_of(k=2))
+def released_by(listen):
+    """Leave a captured runner; ``listen`` hears the role of each release."""
+    probe = Probe()
+    world = world_of(spec_of(k=2, backend="probe", sizes=SIZES), registry=registry.load(probe))
     with world.runner() as runner:
         runner.capture()
-        for role in runner.parts.roles.values():
-            for group in role.groups:
-                group.executor.release = lambda role=role: released.append((role.role, len(role.graphs)))
-        assert released == []
-    assert released == [(role, 0) for role in Role]
+        roles = runner.parts.roles
+        probe.heard = lambda call, reservation, _: listen(call, roles[reservation.role])
+
+
+def test_executors_are_released_once_and_last():
+    """When the runner is left; graphs are gone by then."""
+    heard = []
+    released_by(lambda call, role: heard.append((call, role.role, len(role.graphs))))
+    assert heard == [("release", role, 0) for role in Role]
+
+
+def test_a_backend_that_breaks_in_release_is_named():
+    """With its role and group."""
+
+    def listen(call, role):
+        if role.role is Role.DRAFT_PREFILL:
+            raise ValueError("stuck")
+
+    with pytest.raises(
+        BackendError, match=r"Probe 0\) broke in release \(draft_prefill, group all\): ValueError: stuck"
+    ):
+        released_by(listen)

@@ -233,15 +233,17 @@ def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
     """Both are the reference at every step of a chain of k - 1, and padded rows stay padding."""
     made = draft_decode(batch)
     held = Held(device_fields(made, padding))
-    rows = len(made["positions"])
+    rows, dtypes = len(made["positions"]), {name: str(made[name].dtype) for name in made}
     state = DraftState.make(8, 4, 2, torch.float32, torch.device("cpu"))
     body = DraftDecodeBody(Silent(), held, state, batch.pages.page_size, batch.max_model_len)
     for moved in range(1, batch.scheduled.draft_tokens):
-        move_on(made, batch.max_model_len)
+        move_on(made, batch.pages.page_size, batch.max_model_len)
         body._move_on(rows + padding)
         positions, lengths, slots = zip(*wanted_draft_decode(batch, moved), strict=True)
         assert tuple(made["positions"].tolist()) == positions
         assert tuple(made["seq_lens"].tolist()) == lengths
+        assert tuple(made["slot_mapping"].tolist()) == slots
+        assert {name: str(made[name].dtype) for name in made} == dtypes
         assert tuple(held["positions"].tolist()) == positions + (0,) * padding
         assert tuple(held["seq_lens"].tolist()) == lengths + (0,) * padding
         assert tuple(held["slot_mapping"].tolist()) == slots + (0,) * padding

@@ -44,6 +44,12 @@ class Request:
         if problems:
             raise InvalidValue(problems)
 
+    def cut(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what of these output tokens is asked for: not past the length, nor past a stop."""
+        tokens = tokens[: self.max_new_tokens]
+        stops = (index for index, token in enumerate(tokens) if token in self.stop)
+        return tokens[: next(stops, len(tokens)) + 1]
+
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the longest output together."""

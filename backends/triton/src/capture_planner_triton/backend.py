@@ -14,6 +14,7 @@ from capture_planner.spec import Limits
 from capture_planner_triton.geometry import (
     ITEMSIZE,
     MAX_GROUP,
+    MAX_GROUP_BYTES,
     MAX_HEAD_DIM,
     Geometry,
     geometry,
@@ -44,10 +45,16 @@ def refusal(model: Attention) -> str | None:
             "and converts nothing"
         )
     if model.head_dim > MAX_HEAD_DIM:
-        return f"head dimension {model.head_dim} is more than {MAX_HEAD_DIM}, and a tile would not fit"
+        return f"head dimension {model.head_dim} is more than {MAX_HEAD_DIM}, the widest tile of keys"
     group = model.num_heads // model.num_kv_heads
     if group > MAX_GROUP:
         return f"{group} query heads a KV head are more than the {MAX_GROUP} rows of a tile"
+    taken = group * model.head_dim * ITEMSIZE[model.dtype]
+    if taken > MAX_GROUP_BYTES:
+        return (
+            f"{group} query heads a KV head of dimension {model.head_dim} take {taken} bytes, and a tile has "
+            f"{MAX_GROUP_BYTES}"
+        )
     return None
 
 

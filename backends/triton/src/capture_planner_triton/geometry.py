@@ -13,26 +13,39 @@ from capture_planner.model import DataType
 ITEMSIZE = {DataType.BFLOAT16: 2, DataType.FLOAT16: 2, DataType.FLOAT32: 4}
 """The element types that the kernel takes, with their bytes."""
 
-MAX_HEAD_DIM = 512
-"""A tile of 16 rows of this width still fits the registers of a program."""
+MAX_HEAD_DIM = 256
+"""Wider tiles of keys leave no room for a second one in flight on devices with 99 KiB."""
+
+MAX_GROUP = 128
+"""Query heads that one KV head may serve: they are rows of one tile."""
+
+MAX_GROUP_BYTES = 32 << 10
+"""Bytes that their queries may take: keys and values need the rest of the shared memory."""
 
 MIN_TILE = 16
 """Fewest rows, keys and columns that a tensor core's product takes."""
 
 MAX_ROWS = 64
-"""Rows of a tile of queries: the least that Hopper's warp-group product takes, and registers are left."""
+"""Rows of a tile, where heads do not ask for more: the least that Hopper's warp-group product takes."""
 
-MAX_GROUP = 128
-"""Query heads that one KV head may serve: they are rows of one tile."""
+MAX_KEYS = 64
+"""Keys of a tile: enough for a product and for wide loads; more would be computed with in vain."""
 
 MAX_SPLITS = 32
 """Parts that the keys of one tile are cut into at most; merging them costs more from there on."""
 
 PROGRAMS = 4
-"""Programs a multiprocessor that a split grid may have: about two waves, which evens out lengths."""
+"""Programs a multiprocessor that a split grid may have: so many run at once, and lengths even out."""
 
-_STAGE_BYTES = 96 << 10
-"""Shared memory for keys and values: two programs share a multiprocessor of SM90, one that of SM86."""
+_TILE_BYTES = 16 << 10
+"""Bytes of a tile of queries, of keys or of values, where its least extent allows."""
+
+_IN_FLIGHT = 1
+"""Tiles of keys and of values that are on their way while one is computed with.
+
+A decode waits for memory: it is programs beside it that keep the device busy, and they need the room
+(on an H200, 64 requests of 700 tokens take 47 us so, and 61 us with 2).
+"""
 
 
 @attrs.frozen(kw_only=True)
@@ -55,7 +68,7 @@ class Geometry:
     """Parts that the keys of a tile are cut into."""
     warps: int
     stages: int
-    """Tiles of keys in flight."""
+    """Depth of Triton's pipeline: loads that depend on a load (the page's number) take two a tile."""
 
 
 def geometry(
@@ -77,12 +90,13 @@ def geometry(
     group = model.num_heads // model.num_kv_heads
     # Tokens of a request that are worth a tile: in a mixed batch, the mean.
     tokens = query_len or _ceil_div(num_tokens, num_reqs)
-    rows = max(_power_of_two(group), min(_power_of_two(tokens * group), MAX_ROWS), MIN_TILE)
+    width = max(_power_of_two(model.head_dim), MIN_TILE)
+    fitting = max(_TILE_BYTES // (width * ITEMSIZE[model.dtype]), MIN_TILE)
+    rows = max(_power_of_two(group), min(_power_of_two(tokens * group), fitting, MAX_ROWS), MIN_TILE)
     queries = rows // group
     blocks_each = None if query_len is None else _ceil_div(query_len, queries)
     blocks = num_tokens // queries + num_reqs if blocks_each is None else num_reqs * blocks_each
-    width = max(_power_of_two(model.head_dim), MIN_TILE)
-    keys, stages = _keys(width, ITEMSIZE[model.kv_dtype])
+    keys = min(fitting, MAX_KEYS)
     reach = max_seq_len if model.window is None else min(max_seq_len, model.window + queries)
     splits = min(
         PROGRAMS * multiprocessors // (blocks * model.num_kv_heads), MAX_SPLITS, _ceil_div(reach, keys)
@@ -98,25 +112,13 @@ def geometry(
         blocks_each=blocks_each,
         splits=max(splits, 1),
         warps=8 if rows * width > 64 * 128 else 4,
-        stages=stages,
+        stages=2 * _IN_FLIGHT + 1,
     )
 
 
 def partial_bytes(model: Attention, num_tokens: int, splits: int) -> int:
     """Return the bytes of ``splits`` partial results of so many tokens: float32, each with its sum."""
     return splits * num_tokens * model.num_heads * (model.head_dim + 1) * 4
-
-
-def _keys(width: int, itemsize: int) -> tuple[int, int]:
-    """Return how many keys are read at a time, and how many such tiles are in flight.
-
-    A tile of keys with its values takes ``2 * keys * width * itemsize`` bytes. 64 keys are enough
-    for wide loads and for a product; where few stages of them fit, fewer keys keep loads in flight.
-    """
-    keys = 64
-    while keys > MIN_TILE and 2 * keys * width * itemsize * 3 > _STAGE_BYTES:
-        keys //= 2
-    return keys, max(1, min(3, _STAGE_BYTES // (2 * keys * width * itemsize)))
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -1,0 +1,187 @@
+"""CUDA graphs: FULL as one capture, PIECEWISE by ending and resuming capture at attention.
+
+Everything runs on one stream that is not the default one, which captures do not take. Tensors that a
+piecewise graph hands to attention are kept by address alone once they are captured, so that their
+memory goes back to the pool for the graphs that follow.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from capture_planner.errors import CaptureError
+from capture_planner.runtime.graph import Pool
+
+
+@attrs.frozen
+class _Bytes:
+    """Memory that somebody else owns, as the array interface describes it."""
+
+    pointer: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.pointer, False), "version": 3}
+
+
+def borrowed(pointer: int, size: int) -> torch.Tensor:
+    """Return ``uint8[size]`` over memory on the current device, without owning it."""
+    return torch.as_tensor(_Bytes(pointer, size), device="cuda")
+
+
+def disown(tensor: torch.Tensor) -> None:
+    """Leave a tensor where it is, and give up its hold on the memory."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        alias = borrowed(storage.data_ptr(), storage.nbytes()).untyped_storage()
+        tensor.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class CudaPool:
+    """A pool of the caching allocator, private to graphs."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.handle = torch.cuda.graph_pool_handle()
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the segments that the allocator holds for this pool."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def poison(self) -> None:
+        """Overwrite every block that no live tensor owns with ``0xFF``."""
+        for segment in self._segments():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    borrowed(address, block["size"]).fill_(255)
+                address += block["size"]
+
+    def _segments(self) -> list[dict[str, Any]]:
+        found = torch.cuda.memory_snapshot(self.handle)  # type: ignore[no-untyped-call]
+        return [segment for segment in found if tuple(segment["segment_pool_id"]) == tuple(self.handle)]
+
+
+@attrs.define(eq=False)
+class CudaGraph:
+    """One captured forward: CUDA graphs, with what runs between them."""
+
+    parts: list[torch.cuda.CUDAGraph | Callable[[], object]]
+    memory: int = 0
+    alone: int = 0
+    driver: int = 0
+    """Bytes that the device reports as gone beside what the allocator holds: the executable itself."""
+
+    @property
+    def pieces(self) -> int:
+        """How many CUDA graphs it is made of."""
+        return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
+
+    def replay(self) -> None:
+        """Launch each piece, and run what is between them."""
+        for part in self.parts:
+            if isinstance(part, torch.cuda.CUDAGraph):
+                part.replay()
+            else:
+                part()
+
+
+class CudaGraphs:
+    """Captures CUDA graphs on one device and one stream, which become the current ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(self._stream)
+        self._open: CudaGraph | None = None
+        self._pool: CudaPool | None = None
+        self._handed: list[torch.Tensor] = []
+
+    def pool(self, limit: int | None = None) -> CudaPool:
+        """Make a pool. A limit is checked after each capture: the allocator knows none."""
+        return CudaPool(limit)
+
+    def capture(self, forward: Callable[[], object], pool: Pool) -> CudaGraph:
+        """Capture ``forward``; see ``Grapher.capture``."""
+        assert isinstance(pool, CudaPool), "pools are made here"
+        if self._open is not None:
+            raise CaptureError("a capture began inside another; capture one forward at a time")
+        torch.cuda.synchronize()
+        before, free = pool.memory, torch.cuda.mem_get_info()[0]
+        reserved = torch.cuda.memory_reserved()
+        graph = CudaGraph([])
+        self._open, self._pool = graph, pool
+        collecting = gc.isenabled()
+        gc.disable()  # A collection may free CUDA objects, which a capture does not survive.
+        try:
+            self._begin()
+            forward()
+            self._end()
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, RuntimeError) and "capturing" in str(error):
+                raise CaptureError(
+                    f"the forward did what no graph can hold: {' '.join(str(error).split())[:300]}"
+                ) from error
+            raise
+        finally:
+            for tensor in self._handed:
+                disown(tensor)
+            self._handed.clear()
+            self._open = self._pool = None
+            if collecting:
+                gc.enable()
+        torch.cuda.synchronize()
+        graph.memory = pool.memory - before
+        graph.driver = max(free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - reserved), 0)
+        if pool.limit is not None and pool.memory > pool.limit:
+            held = pool.memory
+            del graph
+            raise torch.OutOfMemoryError(
+                f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}"
+            )
+        return graph
+
+    def split(
+        self,
+        between: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """End a piece, run ``between``, and begin the next; see ``Grapher.split``."""
+        if self._open is None:
+            raise CaptureError("a split outside of a capture; only a forward that is captured is split")
+        self._end()
+        self._open.parts.append(between)
+        between()
+        self._handed += (*reads, *writes)
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._open is not None and self._pool is not None, "a capture is under way"
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        self._open.parts.append(graph)
+
+    def _end(self) -> None:
+        assert self._open is not None, "a capture is under way"
+        last = self._open.parts[-1]
+        assert isinstance(last, torch.cuda.CUDAGraph), "a capture ends with what it began"
+        last.capture_end()
+
+    def _abandon(self) -> None:
+        """Leave a capture that broke; the graph is of no use any more."""
+        if torch.cuda.is_current_stream_capturing():
+            try:
+                self._end()
+            except RuntimeError:
+                # The capture was invalid already; ending it says so, and that is what it is for.
+                torch.cuda.synchronize()
