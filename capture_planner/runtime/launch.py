@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from capture_planner.contract import Attention
+from capture_planner.environment import DeviceKind
 from capture_planner.errors import RunError
 from capture_planner.lint import Severity, lint
 from capture_planner.models.auxiliary import choose_drafter
@@ -161,6 +162,8 @@ def _refuse_plan(plan: Plan, choices: Choices) -> None:
         raise RunError(
             f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)"
         )
+    if plan.environment.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
+        raise RunError(f"the plan is for {plan.environment.device.name}, and this machine has no CUDA device")
     wrong = host.differences(plan.environment)
     if wrong and not choices.any_environment:
         raise RunError(

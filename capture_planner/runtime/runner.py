@@ -5,6 +5,7 @@ Nothing is decided here: the plan says what is captured, the dispatcher which gr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
@@ -94,8 +95,9 @@ class Runner:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for role in self.parts.roles.values():
-            role.release()
+        with contextlib.ExitStack() as releases:
+            for role in reversed(self.parts.roles.values()):
+                releases.callback(role.release)
 
     def capture(
         self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None

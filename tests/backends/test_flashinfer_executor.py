@@ -152,7 +152,9 @@ def test_wrappers_share_the_fields_and_one_float_workspace(chosen: Path) -> None
     assert ranges[0][0] == first
     assert ranges[-1][1] == last
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
-    assert len({w._pin_memory_int_workspace_buffer.data_ptr() for w in found}) == len(found)
+    first = rig.pinned.data_ptr()
+    staged = sorted(wrapper._pin_memory_int_workspace_buffer.data_ptr() - first for wrapper in found)
+    assert staged == [i * INT_WORKSPACE for i in range(len(found))]
 
 
 @pytest.mark.parametrize("chosen", [Path.CUDA_CORE, Path.TENSOR_CORE])
@@ -176,6 +178,56 @@ def test_the_first_plan_covers_the_most_rows() -> None:
     for lengths in ([4, 4], [90] * 8):
         rig.stage(entry, rig.batch(lengths, [4] * len(lengths), 1, 0.0).values)
         assert made.layout()[1] == entry.num_tokens
+
+
+@pytest.mark.parametrize("chosen", [Path.CUDA_CORE, Path.TENSOR_CORE])
+def test_tensor_cores_are_asked_for_where_they_are_planned(chosen: Path) -> None:
+    """The plan's fields and workspace are those of one of the two kernels."""
+    found = graphs_of(rig_of(SETTINGS[chosen])).values()
+    assert {wrapper.tensor_cores for wrapper in found} == {chosen is Path.TENSOR_CORE}
+
+
+def test_other_queries_on_the_same_pages_are_planned_again() -> None:
+    """A prefill plan depends on query lengths, which a batch may have fewer of than its graph."""
+    rig = rig_of(SETTINGS[Path.PREFILL])
+    for queries in ([4, 4], [2, 4], [4, 2]):
+        rig.replay(rig.entries[0], rig.batch([40, 40], queries, 1, 0.0))
+
+
+def test_eager_steps_on_other_pages_are_planned_again() -> None:
+    """An eager wrapper keeps copies of the page lists, so equal counts do not make an equal plan."""
+    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    for seed in range(3):
+        rig.eager(rig.batch([40, 5], [7, 1], seed, 0.0))
+
+
+def test_the_first_eager_step_has_the_softcap_of_its_layer() -> None:
+    """The plan before the first layer attends cannot know the softcap, and is made again."""
+    rig = rig_of(SETTINGS[Path.PREFILL])
+    rig.executor = FlashInfer().reserve(reservation_of(rig))
+    rig.eager(rig.batch([40, 5], [7, 1], 1, 0.0))
+
+
+def test_counters_are_zeroed_once_for_each_write_to_the_workspace() -> None:
+    """A step after which nobody wrote to the workspace does not write to it either."""
+    rig = rig_of(SETTINGS[Path.XQA])
+    batch = rig.batch([40, 5], [4, 4], 1, 0.0)
+    rig.poison()
+    rig.replay(rig.entries[0], batch)
+    before = rig.workspace._version
+    rig.replay(rig.entries[0], batch)
+    assert rig.workspace._version == before
+
+
+def test_kernels_without_a_plan_get_dense_queries() -> None:
+    """They know no strides of a query, and rotary embedding may leave some."""
+    rig = rig_of(SETTINGS[Path.XQA])
+    entry = rig.entries[0]
+    batch = rig.batch([40] * 8, [4] * 8, 1, 0.0)
+    query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
+    out = torch.empty_like(batch.query)
+    rig.executor.attend(checks.LAYER, query, out, rig.scoring, rig.stage(entry, batch.values))
+    checks.close(out, batch.expected)
 
 
 def reservation_of(rig: Any, **changes: Any) -> Reservation:
@@ -312,11 +364,7 @@ def test_without_full_graphs_there_is_the_eager_wrapper_alone() -> None:
     assert (cut.plans, need.pinned, need.device) == (1, INT_WORKSPACE, cut.device)
     small = torch.zeros(need.device, dtype=torch.uint8)
     rig.executor = FlashInfer().reserve(attrs.evolve(asked, workspace=small))
-    batch = rig.batch([40, 7], [3, 7], 3, 0.0)
-    out = torch.empty_like(batch.query)
-    metadata = attrs.evolve(rig.stage(None, batch.values), entry=PIECEWISE)
-    rig.executor.attend(checks.LAYER, batch.query, out, rig.scoring, metadata)
-    checks.close(out, batch.expected)
+    rig.eager(rig.batch([40, 7], [3, 7], 3, 0.0))
 
 
 def test_release_lets_go_of_everything() -> None:
@@ -343,7 +391,7 @@ def test_masks_are_causal_in_words_of_32_bits(query_len: int, reqs: int) -> None
 
 
 @given(
-    rows=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 4)), min_size=1, max_size=6),
+    rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 4)), min_size=1, max_size=6),
     page_size=st.integers(1, 20),
 )
 def test_page_lists_of_an_eager_step(rows: Any, page_size: int) -> None:
@@ -357,6 +405,6 @@ def test_page_lists_of_an_eager_step(rows: Any, page_size: int) -> None:
     for row, length in enumerate(lengths.tolist()):
         mine = lists.indices[lists.kv_indptr[row] : lists.kv_indptr[row + 1]].tolist()
         assert mine == table[row, : len(mine)].tolist()
-        assert (len(mine) - 1) * page_size + lists.last_page_len[row] == length
-        assert 1 <= lists.last_page_len[row] <= page_size
+        assert max(len(mine) - 1, 0) * page_size + lists.last_page_len[row] == length
+        assert min(length, 1) <= lists.last_page_len[row] <= page_size
     assert lists.qo_indptr.tolist() == starts.tolist()

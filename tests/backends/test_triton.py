@@ -222,9 +222,7 @@ def test_less_workspace_is_fewer_parts(model, entry, multiprocessors, room):
     wanted = geometry(model, multiprocessors, **step)
     given = geometry(model, multiprocessors, workspace=room, **step)
     assert attrs.evolve(given, splits=wanted.splits) == wanted
-    fitting = [
-        n for n in range(2, wanted.splits + 1) if partial_bytes(model, entry.num_tokens, n) <= room
-    ]
+    fitting = [n for n in range(2, wanted.splits + 1) if partial_bytes(model, entry.num_tokens, n) <= room]
     assert given.splits == max(fitting, default=1)
 
 

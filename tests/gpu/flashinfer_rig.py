@@ -121,6 +121,7 @@ class Rig:
             values=torch.zeros(shape, dtype=torch.bfloat16, device=device),
         )
         self.workspace = torch.zeros(need.device, dtype=torch.uint8, device=device)
+        self.pinned = torch.zeros(need.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.scoring = Scoring(scale=0.75 * setting.head_dim**-0.5, softcap=setting.softcap)
         self.executor = BACKEND.reserve(
             Reservation(
@@ -134,7 +135,7 @@ class Rig:
                 page_size=setting.page_size,
                 fields={name: buffer.tensor for name, buffer in self.fields.by_group[GROUP].items()},
                 workspace=self.workspace,
-                pinned=torch.zeros(need.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda"),
+                pinned=self.pinned,
                 device=device,
             )
         )
@@ -233,6 +234,13 @@ class Rig:
         if self.path.is_wrapper:
             assert not out[real:].any(), "padded rows are not zero"
 
+    def eager(self, batch: Batch) -> None:
+        """Run a batch without a graph, and compare."""
+        metadata = self.stage(None, batch.values)
+        out = torch.full_like(batch.query, torch.nan)
+        self.executor.attend(LAYER, batch.query, out, self.scoring, metadata)
+        close(out, batch.expected)
+
     def poison(self) -> None:
         """Overwrite what a step may not depend on."""
         self.fields.poison()
@@ -290,10 +298,7 @@ def check_eager(rig: Rig, requests: Sequence[tuple[int, int]], seed: int) -> Non
     """Run prompts and decodes of any query length without a graph, then a graph."""
     lengths = [context + count for context, count in requests]
     batch = rig.batch(lengths, [count for _, count in requests], seed, tail=1e3)
-    metadata = rig.stage(None, batch.values)
-    out = torch.full_like(batch.query, torch.nan)
-    rig.executor.attend(LAYER, batch.query, out, rig.scoring, metadata)
-    close(out, batch.expected)
+    rig.eager(batch)
     assert rig.executor.layout() is None
     check_replays(rig, [(lengths[: REQS // 2], seed)])
 

@@ -158,7 +158,7 @@ REFUSED = {
     "cuda": ({"environment": H100}, "the plan is for H100"),
     "cuda, forced": (
         {"environment": H100, "any_environment": True},
-        "the plan is for H100, and plans are executed on a CPU",
+        "the plan is for H100, and this machine has no CUDA device",
     ),
     "versions": (
         {"environment": attrs.evolve(HERE, packages={"torch": "1.0", "no-such-package": "3"})},
@@ -450,10 +450,10 @@ def test_drafts_are_accepted_always_or_never(drafter, chance, share, k):
     assert all(step.accepted == step.drafted * share for step in steps)
 
 
-def test_with_a_schedule_a_right_drafter_loses_only_what_is_past_the_end():
-    """Less than K drafts of each request, at its last step; a chance is between."""
+def test_with_a_schedule_a_right_drafter_loses_nothing():
+    """Not even past the end of an answer; a chance is between."""
     drafted, accepted = rates("copy")
-    assert drafted > accepted >= drafted - 3 * 7 > 0
+    assert drafted == accepted > 0
     assert rates("miss")[1] == 0 < rates("miss")[0]
     some, right = rates("chance")
     assert 0 < right < some

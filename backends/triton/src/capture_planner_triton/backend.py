@@ -34,9 +34,13 @@ MIN_TORCH = (2, 11)
 def refusal(model: Attention) -> str | None:
     """Return why the kernel cannot compute these layers on any device, or None."""
     if model.latent is not None:
-        return "latent attention has keys and values of two widths in one cache, which the kernel does not read"
+        return (
+            "latent attention has keys and values of two widths in one cache, which the kernel does not read"
+        )
     if model.decode_context > 1:
-        return f"{model.decode_context} decode-context ranks need the log-sum-exp, which attend does not return"
+        return (
+            f"{model.decode_context} decode-context ranks need the log-sum-exp, which attend does not return"
+        )
     if model.dtype not in ITEMSIZE:
         return f"activations in {model.dtype.value}; the kernel takes {_DTYPES}"
     if model.kv_dtype is not model.dtype:
@@ -146,7 +150,9 @@ def _missing(environment: Environment) -> str | None:
     if triton is not None:
         return None if triton >= MIN_VERSION else "the kernel needs Triton 3.6 or newer"
     # An environment need not name it: torch's CUDA builds depend on a Triton of their own.
-    return None if torch is not None and torch >= MIN_TORCH else "neither triton 3.6 nor torch 2.11 is installed"
+    return (
+        None if torch is not None and torch >= MIN_TORCH else "neither triton 3.6 nor torch 2.11 is installed"
+    )
 
 
 def _device(environment: Environment) -> str:
