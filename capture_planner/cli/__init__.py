@@ -9,6 +9,7 @@ import click
 
 import capture_planner
 from capture_planner.cli import files
+from capture_planner.cli.environment import environment
 from capture_planner.cli.run import run
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, InvalidValue
@@ -72,5 +73,6 @@ for command in (
     files.backends,
     files.schema,
     run,
+    environment,
 ):
     cli.add_command(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,12 +12,15 @@ from rich.console import Console, RenderableType
 from capture_planner import catalog, codec, registry
 from capture_planner.codec import dumps_json
 from capture_planner.environment import Environment
-from capture_planner.errors import InvalidDocument, PlanningError
+from capture_planner.errors import InvalidDocument, PlanningError, RunError
 from capture_planner.plan import Plan
 from capture_planner.planner import plan as make_plan
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
+
+NEEDED = {"torch": "torch", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy"}
+"""Packages that executing needs, by the module that is looked for."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,3 +98,13 @@ def emit(form: str, data: Callable[[], Any], shown: Callable[[], RenderableType]
 
 def is_plan_file(file: str) -> bool:
     return codec.is_plan(codec.parse(codec.read(file), file))
+
+
+def refuse_missing() -> None:
+    """Refuse to execute anything where a package is missing, and say what to install."""
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise RunError(
+            f"executing a plan needs {', '.join(missing)}; install the extra `run`, from a clone with: "
+            "python -m pip install '.[run]'"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,17 +18,15 @@ from capture_planner.cli.common import (
     environment_option,
     format_option,
     plan_of,
+    refuse_missing,
 )
-from capture_planner.errors import InvalidValue, RunError
+from capture_planner.errors import InvalidValue
 from capture_planner.plan import Plan
 from capture_planner.words import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Drafting, Outcome
     from capture_planner.runtime.workload import Decode, Request
-
-NEEDED = {"torch": "torch", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy"}
-"""Packages that executing needs, by the module that is looked for."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell gives it."""
@@ -160,7 +157,7 @@ def run(plan_file: str, environment: str | None, form: str, **given: Any) -> Non
     """
     _refuse_contradictions(given)
     _refuse_unused(given)
-    _refuse_missing()
+    refuse_missing()
     plan = _plan(plan_file, environment)
     outcome = _launch(plan, given)
     report = outcome.report
@@ -267,15 +264,6 @@ _DRAFTERS = ("copy", "miss", "chance", "random")
 
 def _drafter(name: str) -> Drafting:
     return name if name in _DRAFTERS else Path(name)  # type: ignore[return-value]
-
-
-def _refuse_missing() -> None:
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise RunError(
-            f"executing a plan needs {', '.join(missing)}; install the extra `run`, from a clone with: "
-            "python -m pip install '.[run]'"
-        )
 
 
 def _refuse_contradictions(given: dict[str, Any]) -> None:

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 
 import torch
 
-from capture_planner.environment import DeviceKind, Environment
+from capture_planner.environment import Device, DeviceKind, Environment
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4")
+"""The packages that decide what a backend can do."""
+
+
+def this_environment(name: str) -> Environment:
+    """Return the facts of this machine: its first CUDA device, or its processor."""
+    packages = {package: version for package in PACKAGES if (version := _installed(package)) is not None}
+    if not torch.cuda.is_available():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        device = Device(kind=DeviceKind.CPU, name=platform.machine(), memory=memory)
+        return Environment(name=name, device=device, packages=_public(packages))
+    found = torch.cuda.get_device_properties(0)
+    return Environment(
+        name=name,
+        device=Device(
+            kind=DeviceKind.CUDA,
+            name=found.name,
+            capability=f"{found.major}.{found.minor}",
+            memory=found.total_memory,
+            multiprocessors=found.multi_processor_count,
+        ),
+        driver=_driver(),
+        cuda=torch.version.cuda,
+        packages=_public(packages),
+    )
+
+
+def _public(packages: dict[str, str]) -> dict[str, str]:
+    """Leave out local labels: 2.11.0+cu130 is 2.11.0."""
+    return {name: version.partition("+")[0] for name, version in packages.items()}
+
+
+def _driver() -> str | None:
+    """Return the version of the device driver, or None where NVML's Python package is missing."""
+    try:
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        return None
+    pynvml.nvmlInit()
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+    return str(version if isinstance(version, str) else version.decode())
 
 
 def device_of(environment: Environment) -> torch.device:

@@ -96,7 +96,7 @@ class Runner:
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:
-            for role in reversed(self.parts.roles.values()):
+            for role in reversed(tuple(self.parts.roles.values())):
                 releases.callback(role.release)
 
     def capture(

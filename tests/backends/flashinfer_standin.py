@@ -17,6 +17,8 @@ import torch
 from capture_planner_flashinfer import kernels
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
 
+from capture_planner.runtime.recorded import RecordedGraphs
+
 CPU = torch.device("cpu")
 SEMAPHORES = 8 << 20
 
@@ -327,3 +329,14 @@ def standin(kernel: Any = old_kernel) -> ModuleType:
     library.decode = ModuleType("flashinfer.decode")
     library.decode.trtllm_batch_decode_with_kv_cache = kernel
     return library
+
+
+def recorded(forward: Any) -> Any:
+    """Capture a recorded graph, which runs on the very tensors of the forward."""
+    graphs = RecordedGraphs()
+    return graphs.capture(forward, graphs.pool()).replay
+
+
+def graphs_of(rig: Any) -> dict[tuple[int, int], Any]:
+    """Return the stand-in wrappers of a rig's graphs, by batch shape."""
+    return {shape: planned._wrapper for shape, planned in rig.executor._graphs.items()}

@@ -27,14 +27,13 @@ from capture_planner.errors import BackendError, RunError
 from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.contract import LayerCache, Reservation, Scoring
-from capture_planner.runtime.recorded import RecordedGraphs
 from capture_planner.spec import Limits
 
 sys.path.insert(0, str(FilePath(__file__).parent))
 sys.path.insert(0, str(FilePath(__file__).parents[1] / "gpu"))
 
 import flashinfer_rig as checks
-from flashinfer_standin import CPU, new_kernel, standin
+from flashinfer_standin import CPU, graphs_of, new_kernel, recorded, standin
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,12 +52,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "flashinfer", made)
     monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
     return made
-
-
-def recorded(forward: Any) -> Any:
-    """Capture a recorded graph, which runs on the very tensors of the forward."""
-    graphs = RecordedGraphs()
-    return graphs.capture(forward, graphs.pool()).replay
 
 
 def rig_of(setting: Any) -> Any:
@@ -125,11 +118,6 @@ def test_trtllm_gen_takes_its_counters_as_an_argument_since_0_7(
     rig = rig_of(checks.Setting(heads=4, query_len=query_len, capability="10.0", **SMALL))
     checks.check_eager(rig, [(70, query_len), (3, 9)], 5)
     checks.check_poisoned(rig, [([9, 100], 5), ([640], 6)])
-
-
-def graphs_of(rig: Any) -> dict[tuple[int, int], Any]:
-    """Return the stand-in wrappers of a rig's graphs, by batch shape."""
-    return {shape: planned._wrapper for shape, planned in rig.executor._graphs.items()}
 
 
 @pytest.mark.parametrize("chosen", [Path.CUDA_CORE, Path.TENSOR_CORE, Path.PREFILL])

@@ -215,7 +215,7 @@ class Rig:
         self.attend(metadata)
 
     def attend(self, metadata: Metadata) -> None:
-        """Attend: what a graph holds."""
+        """Do what a graph holds."""
         rows = slice(metadata.num_tokens)
         self.runs.attend(LAYER, self.query[rows], self.out[rows], self.scoring, metadata)
 

@@ -320,11 +320,11 @@ def _attend(
         held = (key >= begin) & (key < end)
         page = tl.load(table + owner.to(tl.int64) * table_row + key // page_size, mask=held, other=0)
         page = page.to(tl.int64)
-        slot = key % page_size
+        slot = (key % page_size).to(tl.int64)
         read = held[:, None] & in_head[None, :]
-        at_key = page * keys_page + slot * keys_slot + kv_head * keys_head
+        at_key = page * keys_page + slot * keys_slot + kv_head.to(tl.int64) * keys_head
         k = tl.load(keys + at_key[:, None] + dim[None, :] * keys_dim, mask=read, other=0.0)
-        at_value = page * values_page + slot * values_slot + kv_head * values_head
+        at_value = page * values_page + slot * values_slot + kv_head.to(tl.int64) * values_head
         v = tl.load(values + at_value[:, None] + dim[None, :] * values_dim, mask=read, other=0.0)
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
