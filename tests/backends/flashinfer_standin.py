@@ -339,4 +339,4 @@ def recorded(forward: Any) -> Any:
 
 def graphs_of(rig: Any) -> dict[tuple[int, int], Any]:
     """Return the stand-in wrappers of a rig's graphs, by batch shape."""
-    return {shape: planned._wrapper for shape, planned in rig.executor._graphs.items()}
+    return {shape: planned._wrapper for shape, planned in rig.executor._wrappers.items() if shape}

@@ -58,7 +58,10 @@ def test_the_best_installed_library_serves(machine, layers, capability, packages
 @pytest.mark.parametrize(
     ("capability", "changes", "level", "says"),
     [
-        ("9.0", {"head_dim": 512}, ALWAYS, "FlashAttention 4"),
+        ("9.0", {"head_dim": 512}, NEVER, "up to 256"),
+        ("9.0", {"head_dim": 192}, ALWAYS, "FlashAttention 3"),
+        ("10.0", {"head_dim": 256}, ALWAYS, "FlashAttention 4"),
+        ("10.0", {"head_dim": 192}, UNIFORM, "FlashAttention 2"),
         ("9.0", {"head_dim": 100}, NEVER, "multiples of 8"),
         ("8.0", {"head_dim": 512}, NEVER, "up to 256"),
         ("9.0", {"dtype": DataType.FLOAT32}, NEVER, "float32"),
@@ -159,35 +162,24 @@ def test_refresh(machine, layers, capability, decode_context, refresh):
     assert BACKEND.refresh(Role.DRAFT_DECODE, *where) is refresh
 
 
-def test_workspace_of_a_split_kv(machine, layers, graph):
-    need = BACKEND.workspace(Role.TARGET, layers(), machine("9.0"), [graph(16)], LIMITS)
-    assert need.device == 32 * 16 * 32 * (128 + 1) * 4
-    assert "splits 32" in need.formula
-
-
-def test_workspace_of_latent_attention_is_as_wide_as_the_latent(machine, layers, graph):
-    need = BACKEND.workspace(Role.TARGET, layers(latent=LATENT), machine("9.0"), [graph(16)], LIMITS)
-    assert need.device == 32 * 16 * 32 * (512 + 1) * 4
-
-
-def test_no_workspace_without_splits_or_full_graphs(machine, layers, graph):
-    piecewise = [Entry(mode=GraphMode.PIECEWISE, num_tokens=512)]
-    for capability, entries in [("10.0", [graph(16)]), ("9.0", piecewise), ("7.5", [graph(16)])]:
-        assert BACKEND.workspace(Role.TARGET, layers(), machine(capability), entries, LIMITS).device == 0
-
-
-@given(
-    capability=st.sampled_from(["7.5", "8.0", "9.0", "10.0"]),
-    sizes=st.lists(st.integers(1, 8192), min_size=1),
-    more=st.integers(1, 8192),
+@pytest.mark.parametrize(
+    ("capability", "changes", "says"),
+    [
+        ("9.0", {}, "at most splits 32 * min(tokens 16, 512) * heads 32 * (width 128 + 1) * 4 bytes"),
+        ("9.0", {"latent": LATENT}, "heads 32 * (width 512 + 1) * 4 bytes"),
+        ("10.0", {}, "0: the KV is not split, or there is no full graph"),
+        ("7.5", {}, "0: the KV is not split, or there is no full graph"),
+    ],
 )
-def test_workspace_grows_with_entries(machine, layers, capability, sizes, more):
-    def device(tokens):
-        entries = [Entry(mode=GraphMode.FULL, num_tokens=n, num_reqs=min(n, 256)) for n in tokens]
-        return BACKEND.workspace(Role.TARGET, layers(), machine(capability), entries, LIMITS).device
-
-    assert device([*sizes, more]) >= device(sizes)
-    assert device([max(sizes) + more]) >= device(sizes)
+def test_the_workspace_is_none_and_says_what_the_pool_holds(
+    machine, layers, graph, capability, changes, says
+):
+    piecewise = Entry(mode=GraphMode.PIECEWISE, num_tokens=512)
+    where = layers(**changes), machine(capability)
+    need = BACKEND.workspace(Role.TARGET, *where, [graph(16), piecewise], LIMITS)
+    assert (need.device, need.pinned) == (0, 0)
+    assert says in need.formula
+    assert "no full graph" in BACKEND.workspace(Role.TARGET, *where, [piecewise], LIMITS).formula
 
 
 def test_no_contract_where_attention_is_eager(machine, layers):

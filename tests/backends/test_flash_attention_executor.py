@@ -120,7 +120,7 @@ class Libraries:
                     window_size,
                     num_splits,
                 )
-                assert len(scheduler_metadata) == self._size
+                assert (len(scheduler_metadata), softcap) == (self._size, 0.0)
                 assert (scheduler_metadata == self.schedules).all(), "a stale schedule"
                 held = scheduler_metadata.data_ptr()
             self.calls.append({"max_q": max_seqlen_q, "max_k": width, "splits": num_splits, "schedule": held})
@@ -197,9 +197,8 @@ def installed() -> Iterator[Libraries]:
 
 def environment(library: backend.Library, multiprocessors: int = 132) -> Environment:
     """Make an H100 with one library."""
-    device = Device(
-        kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=1, multiprocessors=multiprocessors
-    )
+    h100 = {"kind": DeviceKind.CUDA, "name": "H100", "capability": "9.0", "memory": 1}
+    device = Device(**h100, multiprocessors=multiprocessors)
     return Environment(name="e", device=device, packages={library.package: VERSIONS[library.package]})
 
 
@@ -316,7 +315,7 @@ def worlds(draw: st.DrawFn, libraries: st.SearchStrategy[backend.Library] = LIBR
         scoring=Scoring(
             scale=draw(st.sampled_from([0.35, 1.0])),
             softcap=draw(st.sampled_from([None, 3.0])) if library is not backend.TORCH else None,
-            sinks=draw(st.none() | st.just(torch.linspace(-1, 2, heads))) if mixes else None,
+            sinks=draw(st.none() | st.just(torch.linspace(1, 6, heads))) if mixes else None,
         ),
         role=draw(st.sampled_from([Role.TARGET, Role.DRAFT_DECODE])),
         seed=draw(st.integers(0, 1 << 16)),
@@ -335,7 +334,7 @@ def batches(world: World) -> st.SearchStrategy[tuple[list[int], list[int], int]]
             if room < (entry.query_len or 1):
                 break
             queries.append(entry.query_len or draw(st.integers(1, room)))
-        lengths = [draw(st.integers(q, MAX_LEN)) for q in queries]
+        lengths = [q + draw(st.integers(0, 40) | st.integers(0, MAX_LEN - q)) for q in queries]
         return queries, lengths, draw(st.integers(0, 1 << 16))
 
     return batch()
@@ -349,7 +348,7 @@ def test_every_library_computes_what_the_reference_does(data, world, full):
     expected = world.run(Reference().reserve(world.reservation), metadata)
     with installed():
         got = world.run(FlashAttention().reserve(world.reservation), metadata)
-    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=1e-3)
     assert not got[sum(queries) :].any()
 
 
@@ -375,10 +374,10 @@ def test_the_tail_of_a_schedule_is_zero(data, world):
     with installed() as libraries:
         runs = FlashAttention().reserve(world.reservation)
         queries, lengths, seed = data.draw(batches(world))
-        runs.prepare(world.step(queries, lengths, seed, full=True))
+        world.run(runs, world.step(queries, lengths, seed, full=True))
     held, layout = world.reservation.fields.get("scheduler_metadata"), runs.layout()
     if held is None:
-        assert (world.role, libraries.schedules) == (Role.DRAFT_DECODE, 0)
+        assert libraries.schedules == 0
         return
     assert (held[: layout[1]] == libraries.schedules).all()
     assert not held[layout[1] :].any()

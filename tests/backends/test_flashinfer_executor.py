@@ -124,7 +124,7 @@ def test_trtllm_gen_takes_its_counters_as_an_argument_since_0_7(
 def test_wrappers_share_the_fields_and_one_float_workspace(chosen: Path) -> None:
     """Registered buffers are the role's fields, and every byte lies in the reserved workspace."""
     rig = rig_of(SETTINGS[chosen])
-    found = [*graphs_of(rig).values(), rig.executor._eager._wrapper]
+    found = [*graphs_of(rig).values(), rig.executor._wrappers[None]._wrapper]
     fields = rig.fields.by_group[checks.GROUP]
     for wrapper in found[:-1]:
         assert wrapper.indptr.data_ptr() == fields["paged_kv_indptr"].tensor.data_ptr()

@@ -13,8 +13,8 @@ import statistics
 import sys
 from collections.abc import Callable
 from importlib import metadata as installed
+from typing import NamedTuple
 
-import attrs
 import pytest
 import torch
 from capture_planner_flash_attention import FlashAttention, backend
@@ -92,8 +92,7 @@ def mixing(library: backend.Library) -> backend.Library:
     return library
 
 
-@attrs.frozen(kw_only=True)
-class Batch:
+class Batch(NamedTuple):
     """What the requests of one step are."""
 
     queries: tuple[int, ...]
@@ -265,7 +264,8 @@ class Rig:
             seen = key <= at
             if attention.window is not None:
                 seen &= key > at - attention.window
-            scores = torch.einsum("qhd,khd->hqk", self.query[first : first + q].float(), keys) * scoring.scale
+            query = self.query[first : first + q].float() * scoring.scale
+            scores = torch.einsum("qhd,khd->hqk", query, keys)
             if scoring.softcap is not None:
                 scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
             scores = scores.masked_fill(~seen, -math.inf)

@@ -293,7 +293,8 @@ PAGE_LISTS = (
 _OF_WRAPPER = {
     # DecodePlanInfo has 10 numbers, PrefillPlanInfo 15: the grid, the tile and every offset.
     Path.CUDA_CORE: (_frozen("plan_info", "int64", 10),),
-    # The wrapper's own ramp: one token for every planned row, real or padded.
+    # The wrapper's own ramp, which the host plans and the wrapper keeps on the device: one token for
+    # every planned row, real or padded.
     Path.TENSOR_CORE: (
         MetadataField(
             name="qo_indptr",
@@ -301,7 +302,7 @@ _OF_WRAPPER = {
             fill=Fill.WORST_CASE,
             lifetime=Lifetime.FROZEN,
             indexes=Bound.TOKENS,
-            where=Where.BOTH,
+            where=Where.HOST,
         ),
         _frozen("plan_info", "int64", 15),
     ),

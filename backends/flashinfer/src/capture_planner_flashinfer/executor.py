@@ -66,13 +66,15 @@ class FlashInferExecutor:
         )
         cut = parts(attention, reservation.environment, reservation.entries)
         memories, rest = _cut(reservation, cut)
-        self._eager = Eager(library, self._shape, memories[0])
-        self._graphs: dict[tuple[int, int], Planned] = {}
+        # By the batch shape of a graph; None: eager steps.
+        self._wrappers: dict[tuple[int, int] | None, Planned] = {
+            None: Eager(library, self._shape, memories[0])
+        }
         self._kernel: Kernel | None = None
         if self._path.is_wrapper:
             shapes = dict.fromkeys(_shape_of(entry) for entry in _full(reservation.entries))
             for (num_reqs, query_len), memory in zip(shapes, memories[1:], strict=True):
-                self._graphs[num_reqs, query_len] = self._wrapper(
+                self._wrappers[num_reqs, query_len] = self._wrapper(
                     library, memory, reservation, num_reqs, query_len
                 )
         elif _full(reservation.entries):
@@ -105,24 +107,18 @@ class FlashInferExecutor:
 
         Raises ``RunError`` for a graph of a shape that was not reserved.
         """
-        if not metadata.is_full:
-            self._now, lists = self._eager, PageLists.of(metadata.host, self._page_size)
-        elif self._kernel is not None:
+        if metadata.is_full and self._kernel is not None:
             self._now = None
             self._kernel.clear()
             return
-        else:
-            self._now, lists = self._planned(metadata), self._lists(metadata)
-        self.plans += self._now.plan(lists, self._softcap)
-
-    def _planned(self, metadata: Metadata) -> Planned:
-        entry = metadata.entry
-        found = None if entry is None else self._graphs.get(_shape_of(entry))
-        if found is None:
+        entry = metadata.entry if metadata.is_full else None
+        self._now = self._wrappers.get(None if entry is None else _shape_of(entry))
+        if self._now is None:
             raise RunError(
                 f"{self._where}: there is no wrapper for {entry}; reserve with all entries of the plan"
             )
-        return found
+        lists = PageLists.of(metadata.host, self._page_size) if entry is None else self._lists(metadata)
+        self.plans += self._now.plan(lists, self._softcap)
 
     def _lists(self, metadata: Metadata) -> PageLists:
         """Take the padded lists of a FULL graph; the runner has them on the device as well."""
@@ -173,11 +169,11 @@ class FlashInferExecutor:
 
     def layout(self) -> tuple[int, ...] | None:
         """Return the numbers of the last plan of a graph; None where no graph holds one."""
-        return None if self._now is None or self._now is self._eager else self._now.layout
+        return None if self._now is None or isinstance(self._now, Eager) else self._now.layout
 
     def release(self) -> None:
         """Let go of wrappers and caches."""
-        self._graphs.clear()
+        self._wrappers.clear()
         self._kernel = self._now = None
         self._caches.clear()
 
