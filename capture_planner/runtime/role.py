@@ -22,7 +22,7 @@ from capture_planner.plan import GroupPlan, RolePlan
 from capture_planner.runtime import kv, padding
 from capture_planner.runtime.bodies import Body, Held, tensor_of
 from capture_planner.runtime.contract import Executor, LayerCache, Metadata, Scoring
-from capture_planner.runtime.fields import Extents, Fields, poison
+from capture_planner.runtime.fields import Extents, FieldBuffer, Fields, poison
 from capture_planner.runtime.graph import Graph, Grapher, Pool
 from capture_planner.runtime.guards import Baked, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.padding import Bounds, Write
@@ -175,7 +175,6 @@ class RoleRun:
         """Give every group the metadata of a step, at the extents that attention sees."""
         full = entry is not None and entry.num_reqs is not None
         seen = extents if full else real
-        host = _HostFields(self, values, seen, real)
         query = _longest_query(entry, values, full)
         length = self._bounds.positions if full else int(values["seq_lens"].max(initial=0))
         for group in self.groups:
@@ -186,7 +185,7 @@ class RoleRun:
                 max_query_len=query,
                 max_seq_len=length,
                 fields=self.fields.views(group.plan.name, seen),
-                host=host,
+                host=_HostFields(self.fields.by_group[group.plan.name], values, seen, real.tokens),
             )
             self._metadata[group.plan.name] = metadata
             try:
@@ -336,20 +335,21 @@ def _longest_query(entry: Entry | None, values: Made, full: bool) -> int:
 
 
 class _HostFields(Mapping[str, Array]):
-    """A step's fields on the host, padded when they are asked for."""
+    """A step's fields on the host, as one group declares them, padded when they are asked for."""
 
-    def __init__(self, role: RoleRun, values: Made, seen: Extents, real: Extents) -> None:
-        self._role, self._values, self._seen, self._real = role, values, seen, real
+    def __init__(
+        self, buffers: Mapping[str, FieldBuffer], values: Made, seen: Extents, num_tokens: int
+    ) -> None:
+        self._buffers, self._values, self._seen, self._num_tokens = buffers, values, seen, num_tokens
 
     def __getitem__(self, name: str) -> Array:
-        value = self._values[name]
-        buffer = next((b for b in self._role.fields if b.field.name == name), None)
+        value, buffer = self._values[name], self._buffers.get(name)
         if buffer is None:
             return value
         rows = self._seen.rows(buffer.field)
         if rows <= len(value):
             return value[:rows]
-        fill = padding.fill_of(buffer, value, self._real.tokens)
+        fill = padding.fill_of(buffer, value, self._num_tokens)
         return np.concatenate((value, np.full((rows - len(value), *value.shape[1:]), fill, value.dtype)))
 
     def __iter__(self) -> Iterator[str]:

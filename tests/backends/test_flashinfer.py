@@ -1,7 +1,8 @@
 import attrs
 import pytest
 from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.workspace import INT_WORKSPACE, cta_tile_q, tensor_core
+from capture_planner_flashinfer.backend import parts
+from capture_planner_flashinfer.workspace import INT_WORKSPACE, cta_tile_q, eager, tensor_core
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -238,15 +239,15 @@ def test_query_tile(packed, head_dim, major, tile):
 def test_one_wrapper_for_each_batch_shape(machine, layers, graph):
     entries = [graph(8), graph(16), graph(16, active_loras=3), graph(16, draft_steps=2), graph(8, 4)]
     need = BACKEND.workspace(Role.TARGET, layers(), machine("8.0"), entries, LIMITS)
-    assert need.pinned == 3 * INT_WORKSPACE
+    assert need.pinned == (3 + 1) * INT_WORKSPACE, "one more plans eager steps"
     assert need.device > need.pinned
     assert "ceil(tokens * group / cta_tile_q) + reqs - 1" in need.formula
 
 
 @pytest.mark.parametrize("changes", [{}, {"latent": LATENT}])
-def test_kernels_without_a_plan_need_no_wrapper(machine, layers, graph, changes):
+def test_kernels_without_a_plan_need_the_eager_wrapper_alone(machine, layers, graph, changes):
     need = BACKEND.workspace(Role.TARGET, layers(**changes), machine("10.0"), [graph(8)], LIMITS)
-    assert need.pinned == 0
+    assert need.pinned == INT_WORKSPACE
     assert "trtllm-gen" in need.formula
 
 
@@ -260,10 +261,32 @@ def test_merging_ranks_costs_sums(machine, layers, graph):
     assert two >= one + 256 * 64 * 256 * 8
 
 
-def test_no_full_graph_no_workspace(machine, layers, graph):
+def test_eager_steps_need_a_wrapper_where_it_runs_at_all(machine, layers, graph):
     piecewise = [Entry(mode=GraphMode.PIECEWISE, num_tokens=512)]
-    for capability, entries in [("8.0", piecewise), ("8.0", []), ("7.0", [graph(8)])]:
-        assert BACKEND.workspace(Role.TARGET, layers(), machine(capability), entries, LIMITS).device == 0
+    for entries in (piecewise, []):
+        need = BACKEND.workspace(Role.TARGET, layers(), machine("8.0"), entries, LIMITS)
+        assert need.pinned == INT_WORKSPACE
+        assert need.device == INT_WORKSPACE + eager(layers(), machine("8.0"))
+    assert BACKEND.workspace(Role.TARGET, layers(), machine("7.0"), [graph(8)], LIMITS).device == 0
+
+
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+def test_no_launch_shares_the_counters(machine, layers, graph, capability):
+    """XQA and trtllm-gen find their counters zero, whatever an eager plan wrote between."""
+    model, where = layers(max_query_len=4), machine(capability)
+    cut = parts(model, where, [graph(256, 4)])
+    assert cut.counters >= 256 * 32 * 4
+    assert cut.floats >= eager(model, where)
+    assert cut.device == INT_WORKSPACE + cut.counters + cut.floats
+
+
+def test_xqa_has_one_window_for_a_query_before_0_7_1(machine, layers):
+    for version, level in (("0.6.9", SINGLE), ("0.7.1", UNIFORM)):
+        where = machine("9.0", {"flashinfer-python": version})
+        support = BACKEND.support(Role.TARGET, layers(window=128, max_query_len=4), where)
+        assert support.level is level
+        assert BACKEND.support(Role.TARGET, layers(window=128), where).level is UNIFORM
+        assert BACKEND.support(Role.TARGET, layers(max_query_len=4), where).level is UNIFORM
 
 
 @given(
