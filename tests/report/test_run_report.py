@@ -226,7 +226,8 @@ def test_the_tables_fit_their_width(report, width):
 @given(REPORTS)
 def test_what_was_not_captured_is_named(report):
     """The largest dropped graph of each role and mode with its waiver's sentence, the others and those
-    that had no turn by their number."""
+    that had no turn by their number.
+    """
     numbers = summary(report)
     warnings = next(s for s in sections(report, numbers) if s.name == "captured").warnings
     kinds = {}
