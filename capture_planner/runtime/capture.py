@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from capture_planner._record import replace
+from capture_planner.contract import Attention
 from capture_planner.entry import Entry
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.modes import Pool as Pooling
 from capture_planner.plan import Kind, Plan, RolePlan, Waiver
+from capture_planner.registry import Registry
 from capture_planner.runtime.contract import NULL_PAGE, NULL_SLOT
 from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.ledger import Captured
@@ -184,6 +186,18 @@ def _eager(role: RolePlan, plan: Plan) -> RolePlan:
     return replace(role, mode=GraphMode.NONE, entries=(), waivers=waivers)
 
 
-def without_speculation(plan: Plan) -> Plan:
-    """Return the plan of the target alone, with nothing to capture: plain greedy decoding."""
-    return replace(plan, speculative=None, roles=(without_graphs(plan).role(Role.TARGET),))
+def without_speculation(plan: Plan, registry: Registry) -> Plan:
+    """Return the plan of the target alone, with nothing to capture: plain greedy decoding.
+
+    Its queries are shorter, so its backends are asked anew what they read and need.
+    """
+    target = without_graphs(plan).role(Role.TARGET)
+    alone = replace(plan, speculative=None, roles=(target,))
+    groups = []
+    for group in target.groups:
+        asked = registry[group.backend]
+        attention = Attention.of(alone, Role.TARGET, layers=group.layers, window=group.window)
+        padding = asked.padding(Role.TARGET, attention, plan.environment)
+        workspace = asked.workspace(Role.TARGET, attention, plan.environment, (), plan.limits)
+        groups.append(replace(group, padding=padding, workspace=workspace))
+    return replace(alone, roles=(replace(target, groups=tuple(groups)),))

@@ -248,7 +248,7 @@ class _Run:
             for request in self.requests
         ]
         plain = Runner(
-            without_speculation(self.plan),
+            without_speculation(self.plan, self.registry),
             self.model,
             None,
             self.registry,

@@ -117,7 +117,7 @@ class World:
 
     def check(self) -> dict[str, object]:
         """Compare graphs with eager, and both with plain greedy; return what was seen."""
-        plain, _ = self.serve(without_speculation(self.plan))
+        plain, _ = self.serve(without_speculation(self.plan, self.registry))
         answers = {request.name: request.prompt + plain[request.name] for request in self.requests}
         eager, _ = self.serve(without_graphs(self.plan), answers=answers)
         graphs, session = self.serve(self.plan, answers=answers, poison=True, debug=True)

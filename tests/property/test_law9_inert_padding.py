@@ -121,7 +121,7 @@ class Garbage:
 
 def answers_of(world, requests):
     """Prompt and plain greedy output of each request: what must come out, whatever is drafted."""
-    with world.runner(without_speculation(world.plan)) as runner:
+    with world.runner(without_speculation(world.plan, world.registry)) as runner:
         said = serve(runner, requests)
     return {request.name: request.prompt + said[request.name] for request in requests}
 

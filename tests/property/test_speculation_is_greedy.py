@@ -129,7 +129,7 @@ def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, see
     pages = pages_for(plan, page_size)
     with tempfile.TemporaryDirectory() as folder:
         target, _ = target_of(spec, family, seed, folder)
-    plain, _ = serve(without_speculation(plan), target, None, requests, pages)
+    plain, _ = serve(without_speculation(plan, REGISTRY), target, None, requests, pages)
     answers = {request.name: request.prompt + plain[request.name] for request in requests}
     drafter = drafter_of(kind, plan, target, seed)
     eager, _ = serve(without_graphs(plan), target, drafter, requests, pages, answers=answers)

@@ -132,7 +132,7 @@ def test_one_pool_needs_no_more_than_one_for_each_role(world):
 def test_what_does_not_fit_is_waived_and_the_rest_serves_the_same(world, share, seed):
     """Every batch has a graph that was captured, or an answer that a waiver gives; tokens stay the same."""
     requests = requests_of(world, seed)
-    with world.runner(without_speculation(world.plan)) as runner:
+    with world.runner(without_speculation(world.plan, world.registry)) as runner:
         expected = serve(runner, requests)
     needed = max(role.pool.memory for role in captured(world).parts.roles.values())
     limit = math.floor(share * needed)
