@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import attrs
+import numpy as np
 import torch
 
 from capture_planner.dispatch import Dispatcher
@@ -213,20 +214,13 @@ class Serving:
         if scheduled is None:
             return False
         index, begun = len(self._session.steps), perf_counter()
-        values = target_values(scheduled, self.scheduler.places, self._runner.pages)
+        places = self.scheduler.places
+        values = target_values(scheduled, places, self._runner.pages)
         settled = self._target(index, scheduled, values, begun)
-        finished = [
-            live
-            for live, gained in zip(scheduled.live, settled.gained, strict=True)
-            if gained and self._is_finished(live, int(gained))
-        ]
-        accepted = sum(
-            min(int(hits), live.proposed) for live, hits in zip(scheduled.live, settled.accepted, strict=True)
-        )
-        drafted = sum(
-            min(int(drafts), live.proposed)
-            for live, drafts in zip(scheduled.live, scheduled.drafts, strict=True)
-        )
+        finished = self._finished(scheduled, settled)
+        # A row that was filled up with any token is no draft of anybody.
+        drafts = np.minimum(scheduled.drafts, places.proposed[scheduled.places])
+        drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, settled.accepted).sum())
         if self._runner.drafter is not None and len(finished) < scheduled.num_reqs:
             self._draft(index, scheduled, values, settled)
         done = [self._finish(live) for live in finished]
@@ -264,10 +258,11 @@ class Serving:
         read = torch.from_numpy(rows).to(self._runner.device)
         sampled = body.sample(read, ran.dispatch.entry)
         settled = settle(scheduled, places, sampled.cpu().numpy())
-        clock = perf_counter()
-        for live, gained in zip(scheduled.live, settled.gained, strict=True):
-            if gained and live.first_token is None:
-                live.first_token = clock
+        if scheduled.prompts:
+            clock = perf_counter()
+            for live, gained in zip(scheduled.live, settled.gained, strict=True):
+                if gained and live.first_token is None:
+                    live.first_token = clock
         return settled
 
     def _draft(self, index: int, scheduled: Scheduled, target: Made, settled: Settled) -> None:
@@ -282,10 +277,9 @@ class Serving:
             self._draft_decodes(index, scheduled, k - 1)
         assert parts.state is not None, "a drafter has a state"
         proposed = parts.state.proposed.cpu().numpy()
-        for live, gained in zip(scheduled.live, settled.gained, strict=True):
-            live.proposed = k if gained else 0
-            start = int(places.length[live.place])
-            places.tokens[live.place, start : start + live.proposed] = proposed[live.place, : live.proposed]
+        rows = scheduled.places[settled.gained > 0]
+        places.proposed[scheduled.places] = np.where(settled.gained > 0, k, 0)
+        places.tokens[rows[:, None], places.length[rows][:, None] + np.arange(k)] = proposed[rows, :k]
 
     def _draft_decodes(self, index: int, scheduled: Scheduled, steps: int) -> None:
         """Run the draft decodes: one fused chain, or one graph again and again."""
@@ -337,11 +331,15 @@ class Serving:
         tokens = places.tokens[live.place, start : int(places.length[live.place])]
         return live.request.cut(tuple(tokens.tolist()))
 
-    def _is_finished(self, live: Live, gained: int) -> bool:
-        places, request = self.scheduler.places, live.request
-        length = int(places.length[live.place])
-        new = places.tokens[live.place, length - gained : length]
-        return length >= request.length or (bool(request.stop) and not request.stop.isdisjoint(new.tolist()))
+    def _finished(self, scheduled: Scheduled, settled: Settled) -> list[Live]:
+        """Return the requests that had their last token in this step."""
+        places, rows = self.scheduler.places, scheduled.places
+        length = places.length[rows]
+        ended = (settled.gained > 0) & (length >= places.end[rows])
+        for row in np.flatnonzero((settled.gained > 0) & places.stops[rows] & ~ended):
+            new = places.tokens[rows[row], length[row] - settled.gained[row] : length[row]]
+            ended[row] = not scheduled.live[row].request.stop.isdisjoint(new.tolist())
+        return [scheduled.live[row] for row in np.flatnonzero(ended)]
 
     def _finish(self, live: Live, *, cut_off: bool = False) -> Served:
         clock = perf_counter()

@@ -32,8 +32,6 @@ class Live:
     entered: float
     """Wall clock when it entered the queue."""
     first_token: float | None = None
-    proposed: int = 0
-    """Draft tokens that stand after its last token."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -84,6 +82,12 @@ class Places:
         self.computed = np.zeros(count, dtype=np.int64)
         """Tokens whose keys and values are in the cache; one less than ``length`` past the prompt."""
         self.prompt = np.zeros(count, dtype=np.int64)
+        self.end = np.zeros(count, dtype=np.int64)
+        """Tokens at which a request is finished, prompt and output."""
+        self.stops = np.zeros(count, dtype=np.bool_)
+        """Whether a token can finish it before."""
+        self.proposed = np.zeros(count, dtype=np.int64)
+        """Draft tokens that stand after the settled ones."""
         self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
         """``[place, page]``: the null page where there is none."""
 
@@ -147,31 +151,33 @@ class Scheduler:
     def schedule(self) -> tuple[Scheduled | None, tuple[Live, ...]]:
         """Return the next batch and the requests that were given a place for it."""
         admitted = self._admit()
-        decoding = [live for live in self._running if self._past_prompt(live)]
-        prompting = [live for live in self._running if not self._past_prompt(live)]
         if not self._running:
             return None, admitted
-        left, k = self._limits.max_num_tokens, self._k(len(decoding) + len(prompting))
+        running = np.array([live.place for live in self._running], dtype=np.int64)
+        computed = self.places.computed[running]
+        prompt_left = (self.places.prompt[running] - computed).tolist()
+        room = dict(zip(running.tolist(), (self._max_model_len - 1 - computed).tolist(), strict=True))
+        decoding = [live for live, left in zip(self._running, prompt_left, strict=True) if left <= 0]
+        prompting = [(live, left) for live, left in zip(self._running, prompt_left, strict=True) if left > 0]
+        left, k = self._limits.max_num_tokens, self._k(len(self._running))
         if not prompting or len(decoding) * (1 + k) >= left:
             # Decodes alone: as many as keep the shape that a uniform graph has.
             prompting, decoding = [], self._rotate(decoding)
             k = self._k(len(decoding))
         rows: list[tuple[Live, int, int]] = []
         for live in decoding:
-            place = live.place
-            drafts = min(k, self._max_model_len - 1 - int(self.places.computed[place]), left - 1)
+            drafts = min(k, room[live.place], left - 1)
             if drafts < 0:
                 break
-            self._fill_up(live, drafts)
             rows.append((live, 1 + drafts, drafts))
             left -= 1 + drafts
-        for live in prompting:
-            chunk = min(left, int(self.places.prompt[live.place] - self.places.computed[live.place]))
-            if chunk < 1:
+        decodes = len(rows)
+        for live, of_prompt in prompting:
+            if left < 1:
                 break
-            rows.append((live, chunk, 0))
-            left -= chunk
-        return self._scheduled(rows), admitted
+            rows.append((live, min(left, of_prompt), 0))
+            left -= rows[-1][1]
+        return self._scheduled(rows, len(rows) - decodes), admitted
 
     def _admit(self) -> tuple[Live, ...]:
         admitted = []
@@ -192,12 +198,11 @@ class Scheduler:
         self.places.tokens[place] = 0
         self.places.tokens[place, : len(prompt)] = prompt
         self.places.length[place] = self.places.prompt[place] = len(prompt)
-        self.places.computed[place] = 0
+        self.places.computed[place] = self.places.proposed[place] = 0
+        self.places.end[place] = live.request.length
+        self.places.stops[place] = bool(live.request.stop)
         self.places.table[place] = 0
         self.places.table[place, : len(live.pages)] = live.pages
-
-    def _past_prompt(self, live: Live) -> bool:
-        return bool(self.places.computed[live.place] >= self.places.prompt[live.place])
 
     def _k(self, num_reqs: int) -> int:
         return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
@@ -213,26 +218,29 @@ class Scheduler:
         self._turn += count
         return [decoding[(start + i) % len(decoding)] for i in range(count)]
 
-    def _fill_up(self, live: Live, drafts: int) -> None:
+    def _scheduled(self, rows: Sequence[tuple[Live, int, int]], prompts: int) -> Scheduled:
+        live, counts, drafts = zip(*rows, strict=True)
+        scheduled = Scheduled(
+            live=live,
+            places=np.array([each.place for each in live], dtype=np.int64),
+            counts=np.array(counts, dtype=np.int64),
+            drafts=np.array(drafts, dtype=np.int64),
+            prompts=prompts,
+            draft_tokens=self._k(len(rows)),
+        )
+        self._fill_up(scheduled)
+        return scheduled
+
+    def _fill_up(self, scheduled: Scheduled) -> None:
         """Let a row that has too few drafts verify its last token again, so that all rows are alike.
 
         That happens where a schedule raises k as the batch shrinks. Verification refuses what the
         target would not say, so any token will do.
         """
-        if live.proposed < drafts:
-            start = int(self.places.length[live.place])
-            row = self.places.tokens[live.place]
-            row[start + live.proposed : start + drafts] = row[start - 1]
-
-    def _scheduled(self, rows: Sequence[tuple[Live, int, int]]) -> Scheduled:
-        return Scheduled(
-            live=tuple(live for live, _, _ in rows),
-            places=np.array([live.place for live, _, _ in rows], dtype=np.int64),
-            counts=np.array([count for _, count, _ in rows], dtype=np.int64),
-            drafts=np.array([drafts for _, _, drafts in rows], dtype=np.int64),
-            prompts=sum(not self._past_prompt(live) for live, _, _ in rows),
-            draft_tokens=self._k(len(rows)),
-        )
+        missing = scheduled.drafts > self.places.proposed[scheduled.places]
+        for place, drafts in zip(scheduled.places[missing], scheduled.drafts[missing], strict=True):
+            start, row = int(self.places.length[place]), self.places.tokens[place]
+            row[start + int(self.places.proposed[place]) : start + drafts] = row[start - 1]
 
     def finish(self, live: Live) -> None:
         """Let a request go: its place and its pages are free."""

@@ -123,10 +123,10 @@ def simulate(case):
         moments.append(moment(scheduler, scheduled, admitted, proposed))
         settled = settle(scheduled, places, np.array([*sampled(scheduled, places)], dtype=np.int64))
         for live, gained in zip(scheduled.live, settled.gained, strict=True):
-            live.proposed = scheduled.draft_tokens if gained else 0
+            places.proposed[live.place] = scheduled.draft_tokens if gained else 0
             start = int(places.length[live.place])
             tokens = places.tokens[live.place, :start].tolist()
-            for index in range(live.proposed):
+            for index in range(places.proposed[live.place]):
                 right = say(tokens)
                 tokens.append(right if chosen.random() < case.chance else (right + 1) % VOCABULARY)
                 places.tokens[live.place, start + index] = tokens[-1]
