@@ -25,7 +25,20 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CONSOLE = Console()
 
-_PACKAGES = ("capture-planner", "attrs", "cattrs", "pluggy", "ruamel.yaml", "rich", "hypothesis", "torch")
+_PACKAGES = (
+    "capture-planner",
+    "attrs",
+    "cattrs",
+    "pluggy",
+    "ruamel.yaml",
+    "rich",
+    "hypothesis",
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn-4",
+    "flashinfer-python",
+)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -53,7 +66,8 @@ def provenance() -> dict[str, Any]:
         "uncommitted_changes": bool(
             _git("status", "--porcelain", "--", "capture_planner", "backends", "benchmarks")
         ),
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)},
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
+        | _gpu(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
@@ -113,6 +127,14 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _gpu() -> dict[str, str]:
+    """Return the CUDA device, where this process uses one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
 
 
 def _cpu() -> str:
