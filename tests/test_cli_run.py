@@ -485,3 +485,20 @@ def test_every_option_is_tried_here() -> None:
     options = [name for param in cli.run.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--threads", "100000"), "--threads"),
+        (("--seed", str(1 << 64)), "--seed"),
+        (("--step-time", "nan"), "--step-time is nan; give a finite number"),
+        (("--rate", "inf"), "--rate is inf; give a finite number"),
+        (("--html", "."), "is a folder; name a file"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_at_once(run: Run, arguments: tuple[str, ...], says: str) -> None:
+    """Before torch or the operating system is asked."""
+    ran = run("spec.yaml", *arguments)
+    assert ran.code == 1
+    assert says in ran.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -123,13 +124,19 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Seconds by which a step moves the clock of arrivals.",
 )
 @click.option("--clip", is_flag=True, help="Cut requests that are longer than the model.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all that is random.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 62) - 1),
+    default=0,
+    show_default=True,
+    help="Of all that is random.",
+)
 @click.option(
     "--page-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens a page."
 )
 @click.option(
     "--threads",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 256),
     default=1,
     show_default=True,
     help="Threads of an operator; the number changes how sums are rounded.",
@@ -177,13 +184,16 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
     context = click.get_current_context()
     if outcome.differing is not None:
         count = len(outcome.differing)
-        served = counted(len(outcome.report.served), "request")
+        compared = [done for done in outcome.report.served if done.tokens]
+        served, partly = counted(len(compared), "request"), sum(done.finished is None for done in compared)
         says = (
             f"{counted(count, 'request')} of {served} differ from plain greedy decoding: "
             f"{', '.join(outcome.differing[:5])}"
             if count
             else f"verified: {served}, each the same as plain greedy decoding"
         )
+        if partly:
+            says += f"; {partly} of them cut off, and compared as far as they came"
         click.echo(says, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
@@ -201,11 +211,13 @@ def _plan(file: str, environment: str | None) -> Plan:
 
 def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from capture_planner.runtime.launch import Choices, launch
     from capture_planner.runtime.role import Options
 
     torch.set_num_threads(given["threads"])
+    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
 
     source, decode = _workload(given)
     choices = Choices(
@@ -279,6 +291,11 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         )
     if given["html"] is not None and not given["html"].absolute().parent.is_dir():
         raise click.UsageError(f"--html {given['html']}: there is no such folder to write it into.")
+    if given["html"] is not None and given["html"].is_dir():
+        raise click.UsageError(f"--html {given['html']} is a folder; name a file.")
+    for name in ("step_time", "chance", "rate"):
+        if given[name] is not None and not math.isfinite(given[name]):
+            raise click.UsageError(f"--{name.replace('_', '-')} is {given[name]}; give a finite number.")
 
 
 _GENERATED = {"rate", "prompt_tokens"}

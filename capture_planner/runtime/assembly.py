@@ -213,7 +213,8 @@ def _reserve(
         registered = registry[group.backend]
         backend, who = registered.backend, _who(registered)
         assert isinstance(backend, Runnable), "what does not execute was refused before"
-        workspace = torch.zeros(group.workspace.device, dtype=torch.uint8, device=device)
+        size = group.workspace.device
+        workspace = kv.allocated((size,), torch.uint8, device, f"the workspace that {who} declares")
         mine = {layer: of_role[layer] for layer in layers}
         reservation = Reservation(
             role=role.role,
@@ -238,6 +239,12 @@ def _reserve(
             raise BackendError(
                 f"{who} broke in reserve ({role.role.value}, group {group.name}): {says}; tell its authors"
             ) from error
+        missing = [call for call in ("prepare", "attend", "layout", "release") if not hasattr(executor, call)]
+        if missing:
+            raise BackendError(
+                f"{who} returned {executor!r} from reserve ({role.role.value}, group {group.name}), which has "
+                f"no {', '.join(missing)}; tell its authors"
+            )
         yield GroupRun(plan=group, executor=executor, caches=mine, workspace=workspace, who=who)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import attrs
 import torch
 
 from capture_planner.contract import Attention
+from capture_planner.errors import RunError
 from capture_planner.runtime.contract import NULL_PAGE, LayerCache
 
 
@@ -33,8 +37,20 @@ def layer_cache(
 ) -> LayerCache:
     """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice."""
     shape = (pages.num_pages, pages.page_size, attention.num_kv_heads, attention.head_dim)
-    keys = torch.zeros(shape, dtype=dtype, device=device)
-    return LayerCache(keys=keys, values=torch.zeros_like(keys))
+    keys, values = (
+        allocated(shape, dtype, device, f"keys and values of {pages.num_pages} pages (--pages)")
+        for _ in range(2)
+    )
+    return LayerCache(keys=keys, values=values)
+
+
+def allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
+    """Return zeros; raises ``RunError`` that says what they are for where there is no memory for them."""
+    try:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        size = math.prod(shape) * dtype.itemsize
+        raise RunError(f"there is no memory for {what}: {size:,} bytes; give it less") from error
 
 
 def write(cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

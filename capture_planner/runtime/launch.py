@@ -139,12 +139,12 @@ def launch(
             interrupted = True
         report = run.report(runner, drafter, decode, interrupted=interrupted)
     differing = None
-    if choices.verify and answers is not None:
+    if choices.verify and answers is not None and any(served.tokens for served in report.served):
         asked = {request.name: request for request in requests}
         differing = tuple(
             served.name
             for served in report.served
-            if not _agrees(served, asked[served.name], answers[served.name])
+            if served.tokens and not _agrees(served, asked[served.name], answers[served.name])
         )
     return Outcome(report=report, differing=differing)
 
@@ -290,7 +290,18 @@ class _Run:
         """Put together what happened."""
         session = runner.session
         used = {group.backend for role in self.plan.roles for group in role.groups}
-        served = session.served
+        entered = {done.name for done in session.served}
+        served = session.served + [
+            Served(
+                name=request.name,
+                prompt_tokens=len(request.prompt),
+                output_tokens=0,
+                first_token=None,
+                finished=None,
+            )
+            for request in self.requests
+            if request.name not in entered
+        ]
         if decode is not None:
             served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
         return RunReport(

@@ -209,9 +209,12 @@ class RoleRun:
                 for scalar in self._frozen[name]:
                     frozen[f"{name}.{scalar}"] = getattr(metadata, scalar)
                 try:
-                    layouts[name] = group.executor.layout()
+                    layout = group.executor.layout()
+                    if layout is not None and type(layout) is not tuple:
+                        raise TypeError(f"it returned {layout!r}, not a tuple of integers or None")
                 except Exception as error:
                     raise self._blamed(group, metadata.entry, "layout", error) from error
+                layouts[name] = layout
         return Baked(frozen, layouts)
 
     # What is captured.

@@ -14,7 +14,7 @@ from capture_planner_reference import Reference
 from capture_planner._record import replace
 from capture_planner.contract import COMMON_FIELDS, Axis, Fill, MetadataField, PaddingContract, Where
 from capture_planner.environment import Device, DeviceKind, Environment
-from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.errors import BackendError, CapturePlannerError, RunError
 from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.modes import GraphMode, Reason, Refresh, Role
 from capture_planner.planner import plan
@@ -519,12 +519,15 @@ def test_an_interruption_ends_in_a_report_of_what_there_is(task, after, drafter)
     assert len(report.captured) == sum(what == "capture" for what, _ in shown.done)
     finished = [done.name for done in report.served if done.finished is not None]
     assert finished[:after] == [name for what, name in shown.done if what == "serve"]
+    # Every request is there, and one that never had its turn is cut off too.
+    assert {done.name for done in report.served} == {request.name for request in requests_of(64)}
     if task == "plain greedy":
+        assert not report.captured + report.forwards
+    if task != "serve":
         assert outcome.differing is None
-        assert not report.captured + report.forwards + report.served
+        assert not any(done.tokens for done in report.served)
     else:
         assert outcome.differing == ()
-    if task == "serve":
         assert len(report.captured) == report.plan.num_graphs
         assert report.serve_seconds > 0
         assert after > 1 or any(done.finished is None for done in report.served)
@@ -614,3 +617,23 @@ def test_the_drafters_own_shape_is_cached():
     assert outcome.differing == ()
     rows = MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim + 2 * 1 * 4
     assert outcome.report.kv_cache == 2 * rows * 21 * 4 * 8
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_no_memory_holds_is_refused():
+    """In a sentence that names the option, not in the allocator's words."""
+    with pytest.raises(RunError, match=r"there is no memory for keys and values of 1099511627777 pages"):
+        started(pages=1 << 40)
+
+
+def test_a_backend_without_an_executor_is_named():
+    """What ``reserve`` returned lacks every call."""
+
+    class Empty(Counting):
+        def reserve(self, reservation):
+            return object()
+
+    with pytest.raises(BackendError, match=r"from reserve .*which has no prepare, attend, layout, release"):
+        started(backend=Empty())
