@@ -71,12 +71,12 @@ def explain(dispatcher: Dispatcher, batch: Batch) -> Explanation:
     return Explanation(
         batch=batch,
         answer=answer,
-        says=_says(batch, answer),
+        says=_says(batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1),
         rejected=tuple(_nearer(dispatcher.plan, batch, answer)),
     )
 
 
-def _says(batch: Batch, answer: Dispatch) -> str:
+def _says(batch: Batch, answer: Dispatch, steps: int) -> str:
     entry = answer.entry
     if entry is None:
         assert answer.reason is not None
@@ -86,6 +86,9 @@ def _says(batch: Batch, answer: Dispatch) -> str:
         kind = "the nearest piecewise graph; attention runs outside it on the real requests"
     elif entry.query_len is not None:
         kind = f"the nearest full graph for decodes of {counted(entry.query_len, 'token')}"
+        if steps > 1:
+            chain = "holds all" if entry.draft_steps is not None else "is replayed for each of"
+            kind += f", which {chain} {steps} draft steps"
     else:
         kind = "the nearest full graph for any batch"
     exact = (

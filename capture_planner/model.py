@@ -6,6 +6,7 @@ from typing import Annotated
 
 from capture_planner._record import Between, Count, Name, field, record
 from capture_planner.errors import InvalidValue, Problem
+from capture_planner.modes import Chain
 
 DraftTokens = Annotated[int, Between(0, 255)]
 Tier = tuple[Count, Count, DraftTokens]
@@ -103,6 +104,10 @@ class Speculative:
         "[first, last, k] by batch size, for a K that changes with the load", default=()
     )
     model: DraftModel = field("the drafter's architecture", factory=DraftModel)
+    chain: Chain = field(
+        "all draft decodes of a step in one graph where the backends can, or a graph of one replayed",
+        default=Chain.FUSED,
+    )
 
     def __attrs_post_init__(self) -> None:
         if len(self.schedule) > MAX_TIERS:

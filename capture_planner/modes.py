@@ -98,6 +98,15 @@ class Refresh(enum.Enum):
     """A host step runs before each replay: one draft step per graph."""
 
 
+class Chain(enum.Enum):
+    """How the K-1 draft decodes of a step run. Both give the same tokens; they cost differently."""
+
+    FUSED = "fused"
+    """One graph for all of them, where every draft backend refreshes in the graph; else as single."""
+    SINGLE = "single"
+    """One graph of a single draft decode, replayed for each."""
+
+
 class Pool(enum.Enum):
     """Whose memory the graphs share. A drafter pool of its own cost vLLM 0.27 GiB (vllm#44078)."""
 

@@ -94,12 +94,14 @@ def test_a_plan_runs(run: Run) -> None:
     """Everything is captured and served, and the sections of the report come in their order."""
     ran = run("plan.yaml", *FEW)
     assert (ran.code, ran.err) == (0, "")
-    titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)?)$", ran.out, re.M)
+    titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)*)$", ran.out, re.M)
     assert titles == [
         "Captured",
         "Served from",
         "Fallbacks",
         "Graphs used",
+        "Memory",
+        "Memory by graph",
         "Steps",
         "Acceptance",
         "Latency",

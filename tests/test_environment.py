@@ -1,9 +1,14 @@
-"""Environments: a machine as data."""
+"""Environments: a machine as data, and the command that writes this one's."""
+
+import json
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner import codec
+from capture_planner.cli.environment import environment as command
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import InvalidValue
 
@@ -43,3 +48,36 @@ def test_packages_are_a_copy():
     packages["torch"] = "3"
     assert machine.packages == {"torch": "2"}
     assert hash(machine) == hash(Environment(name="m", device=CPU, packages={}))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Run the command, in a world with some notes."""
+    host = pytest.importorskip("capture_planner.runtime.host")
+    monkeypatch.setattr(host, "notes", lambda: ("there are two", "the driver is not known"))
+
+    def run(*arguments):
+        result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+        assert result.exit_code == 0
+        notes = result.stderr.splitlines()[:2]
+        assert notes == ["note: there are two", "note: the driver is not known"]
+        return result
+
+    return run
+
+
+def test_this_machine_is_printed_as_its_file(ran):
+    """The standard output is the file, and nothing else is: a plan for it is not refused here."""
+    host = pytest.importorskip("capture_planner.runtime.host")
+    here = codec.loads(ran("--name", "my box").stdout, Environment)
+    assert here == host.this_environment("my box")
+    assert host.differences(here) == ()
+    assert codec.loads(json.dumps(json.loads(ran("--format", "json").stdout)), Environment).name == "here"
+
+
+def test_this_machine_is_written_to_a_file(ran, tmp_path):
+    """Whole, with its name; what is printed says where."""
+    path = tmp_path / "here.yaml"
+    result = ran("-o", str(path), "--name", "box")
+    assert result.stdout == f"written to {path}\n"
+    assert codec.load_environment(path).name == "box"

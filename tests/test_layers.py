@@ -38,6 +38,7 @@ LAYERS = [
     "catalog",
     "models",
     "runtime",
+    "bench",
     "report",
     "cli",
     "testing",

@@ -1,14 +1,14 @@
 """Planning: the decisions that single settings lead to."""
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import assume, given, reject
 
 from capture_planner._record import digest, replace
 from capture_planner.contract import Support
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import PlanningError
 from capture_planner.model import DraftModel, Method, Model, Speculative
-from capture_planner.modes import GraphMode, GraphSupport, Reason, Refresh, Role
+from capture_planner.modes import Chain, GraphMode, GraphSupport, Reason, Refresh, Role
 from capture_planner.planner import plan
 from capture_planner.registry import Registered, Registry
 from capture_planner.spec import (
@@ -65,6 +65,40 @@ def test_a_draft_chain_is_one_graph_where_the_backend_can(refresh, chain):
     role = made(refresh=refresh, speculative=EAGLE).role(Role.DRAFT_DECODE)
     assert {entry.draft_steps for entry in role.entries} == {chain}
     assert "draft-chain" in rules(role)
+
+
+@pytest.mark.parametrize("refresh", list(Refresh))
+def test_single_draft_steps_are_planned_where_they_are_asked_for(refresh):
+    """Whatever the backend could do, and the decision says who wanted it."""
+    role = made(refresh=refresh, speculative=replace(EAGLE, chain=Chain.SINGLE)).role(Role.DRAFT_DECODE)
+    assert {entry.draft_steps for entry in role.entries} == {None}
+    (decision,) = [decision for decision in role.decisions if decision.rule == "draft-chain"]
+    assert (decision.before, decision.after, decision.backend) == ("2", "1", None)
+    assert "speculative.chain asks for single steps" in decision.says
+
+
+@given(deployments(max_reqs=64))
+def test_the_chain_changes_nothing_but_draft_decodes(deployment):
+    """Single steps leave the other roles as they were, and serve each batch that a chain would."""
+    speculative = deployment.spec.speculative
+    assume(speculative is not None)
+    spec = replace(deployment.spec, budget=Budget())
+    try:
+        fused, single = (
+            plan(
+                replace(spec, speculative=replace(speculative, chain=chain)),
+                deployment.environment,
+                deployment.registry,
+            )
+            for chain in Chain
+        )
+    except PlanningError:
+        reject()
+    assert all(entry.draft_steps is None for role in single.roles for entry in role.entries)
+    for left, right in zip(fused.roles, single.roles, strict=True):
+        assert left.mode is right.mode
+        if left.role is not Role.DRAFT_DECODE:
+            assert left == right
 
 
 def test_a_single_draft_decode_is_no_chain():

@@ -9,6 +9,7 @@ import click
 
 import capture_planner
 from capture_planner.cli import files
+from capture_planner.cli.bench import bench
 from capture_planner.cli.environment import environment
 from capture_planner.cli.run import run
 from capture_planner.codec import dumps_json
@@ -73,6 +74,7 @@ for command in (
     files.backends,
     files.schema,
     run,
+    bench,
     environment,
 ):
     cli.add_command(command)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -108,3 +111,34 @@ def refuse_missing() -> None:
             f"executing a plan needs {', '.join(missing)}; install the extra `run`, from a clone with: "
             "python -m pip install '.[run]'"
         )
+
+
+def refuse_unwritable(option: str, file: Path | None) -> None:
+    """Refuse a file that cannot be written where it is named, before any work is done."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise click.UsageError(f"{option} {file}: there is no such folder to write it into.")
+    if file is not None and file.is_dir():
+        raise click.UsageError(f"{option} {file} is a folder; name a file.")
+
+
+def progress_bars(wanted: bool | None) -> Any:
+    """Return bars on standard error: on a terminal, or as wanted."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    shown = sys.stderr.isatty() if wanted is None else wanted
+
+    @contextmanager
+    def task(what: str, total: int) -> Iterator[Callable[[str], None]]:
+        columns = (
+            TextColumn("{task.description:12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
+        with Progress(*columns, console=console, disable=not shown, transient=not wanted) as bars:
+            bar = bars.add_task(what, total=total, now="")
+            yield lambda now: bars.update(bar, advance=1, now=now)
+
+    return task

@@ -16,12 +16,15 @@ from capture_planner.codec import dumps_json, to_data
 def environment(output: str | None, name: str, form: str) -> None:
     """Write this machine's facts as an environment file: device, driver, and the packages that decide.
 
-    A plan for it is executed here, and refused where a fact has changed.
+    A plan for it is executed here, and refused where a fact has changed that decides something: the
+    device, its memory, a package. On a machine with several GPUs it is the first that CUDA sees.
     """
     refuse_missing()
-    from capture_planner.runtime.host import this_environment
+    from capture_planner.runtime.host import notes, this_environment
 
     found = this_environment(name)
+    for note in notes():
+        click.echo(f"note: {note}", err=True)
     if output is not None:
         codec.write(output, codec.dumps(found))
         click.echo(f"written to {output}", err=form == "json")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from capture_planner import codec, registry
 from capture_planner.cli.common import (
@@ -19,7 +16,9 @@ from capture_planner.cli.common import (
     environment_option,
     format_option,
     plan_of,
+    progress_bars,
     refuse_missing,
+    refuse_unwritable,
 )
 from capture_planner.errors import InvalidValue
 from capture_planner.plan import Plan
@@ -238,7 +237,7 @@ def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
             trust=given["trust"], debug=given["debug"], poison=given["poison"], strict=given["strict"]
         ),
     )
-    return launch(plan, registry.load(), source, choices, _progress(given["progress"]), decode=decode)
+    return launch(plan, registry.load(), source, choices, progress_bars(given["progress"]), decode=decode)
 
 
 def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
@@ -289,10 +288,7 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         raise click.UsageError(
             f"--drafter is {', '.join(_DRAFTERS)} or a folder, and there is no folder {given['drafter']}."
         )
-    if given["html"] is not None and not given["html"].absolute().parent.is_dir():
-        raise click.UsageError(f"--html {given['html']}: there is no such folder to write it into.")
-    if given["html"] is not None and given["html"].is_dir():
-        raise click.UsageError(f"--html {given['html']} is a folder; name a file.")
+    refuse_unwritable("--html", given["html"])
     for name in ("step_time", "chance", "rate"):
         if given[name] is not None and not math.isfinite(given[name]):
             raise click.UsageError(f"--{name.replace('_', '-')} is {given[name]}; give a finite number.")
@@ -318,26 +314,3 @@ def _refuse_unused(given: dict[str, Any]) -> None:
         stated = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if stated and not applies(given):
             raise click.UsageError(f"--{name.replace('_', '-')} goes with {where}.")
-
-
-def _progress(wanted: bool | None) -> Any:
-    """Return bars on standard error: on a terminal, or as wanted."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    shown = sys.stderr.isatty() if wanted is None else wanted
-
-    @contextmanager
-    def task(what: str, total: int) -> Iterator[Callable[[str], None]]:
-        columns = (
-            TextColumn("{task.description:12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-        )
-        with Progress(*columns, console=console, disable=not shown, transient=not wanted) as bars:
-            bar = bars.add_task(what, total=total, now="")
-            yield lambda now: bars.update(bar, advance=1, now=now)
-
-    return task

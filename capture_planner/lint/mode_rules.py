@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from capture_planner.coverage import Coverage
 from capture_planner.lint.core import BugClass, Found, Severity, rule
-from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.modes import Chain, GraphMode, GraphSupport, Role
 from capture_planner.plan import RolePlan
 
 _MODES = {mode.value for mode in GraphMode}
@@ -52,8 +52,18 @@ def piecewise_draft_decode(walked: Coverage) -> Iterator[Found]:
 
 @rule("CP031", Severity.ERROR, BugClass.G, "vllm#49547", remedy="plan again from the spec")
 def mode_above_request(walked: Coverage) -> Iterator[Found]:
-    """A role resolved to more than was asked of it."""
+    """A role resolved to more than was asked of it: a higher mode, or a chain where single steps were."""
+    speculative = walked.plan.speculative
+    single = speculative is not None and speculative.chain is Chain.SINGLE
     for index, role in enumerate(walked.plan.roles):
+        chains = [entry for entry in role.entries if entry.draft_steps is not None]
+        if single and chains:
+            yield Found(
+                role=role.role,
+                path=("roles", index, "entries"),
+                says=f"{role.role}: {len(chains)} graphs such as {chains[0]} hold a chain of draft steps, and "
+                "speculative.chain is single",
+            )
         if role.mode > role.requested:
             yield Found(
                 role=role.role,

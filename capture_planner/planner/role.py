@@ -16,7 +16,7 @@ from capture_planner.admissible import (
     token_step,
 )
 from capture_planner.environment import Environment
-from capture_planner.modes import GraphMode, Reason, Refresh, Role
+from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
 from capture_planner.plan import Decision, Kind
 from capture_planner.planner.groups import Group
 from capture_planner.resolve import Resolved
@@ -133,18 +133,24 @@ class RoleInProgress:
         """Return the decodes to capture: a draft chain by its length, or single steps for all."""
         if self.role is not Role.DRAFT_DECODE or not self.families:
             return self.families
-        by_host = [
-            group.registered.name
-            for group in self.groups
-            if group.registered.refresh(self.role, group.attention, self.environment) is Refresh.HOST
-        ]
         longest = max(family.draft_steps or 0 for family in self.families)
-        if by_host or longest == 1:
-            says = (
-                f"{by_host[0]} needs a host step between draft steps, so one single-step graph is replayed"
-                if by_host
-                else "a single draft decode follows the draft prefill"
-            )
+        asked = self.spec.speculative is not None and self.spec.speculative.chain is Chain.SINGLE
+        by_host = (
+            []
+            if asked
+            else [
+                group.registered.name
+                for group in self.groups
+                if group.registered.refresh(self.role, group.attention, self.environment) is Refresh.HOST
+            ]
+        )
+        if asked or by_host or longest == 1:
+            if longest > 1 and asked:
+                says = "speculative.chain asks for single steps, so one single-step graph is replayed"
+            elif by_host:
+                says = f"{by_host[0]} needs a host step between draft steps, so one single-step graph is replayed"
+            else:
+                says = "a single draft decode follows the draft prefill"
             self.decide("draft-chain", longest, 1, says, by_host[0] if by_host else None)
             intervals = sorted(interval for f in self.families for interval in f.requests.intervals)
             domain = Domain(tuple(intervals), self.families[0].requests.step)

@@ -13,9 +13,10 @@ from rich.text import Text
 
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode
-from capture_planner.report.sections import Grid, Section, alert, printable, sections
+from capture_planner.report.sections import alert, sections
 from capture_planner.report.summary import RunSummary, Used, summary
 from capture_planner.report.tables import entry_data, mode_text
+from capture_planner.report.writing import Grid, Section, printable
 from capture_planner.runtime.ledger import RunReport
 
 __all__ = ["run_data", "run_tables", "summary"]
@@ -28,7 +29,13 @@ def run_tables(report: RunReport) -> RenderableType:
     warning = alert(report, numbers)
     if warning is not None:
         parts += [_text(warning, style="bold red reverse"), Text("")]
-    for number, section in enumerate(sections(report, numbers)):
+    return Group(*parts, section_tables(sections(report, numbers)))
+
+
+def section_tables(found: Iterable[Section]) -> RenderableType:
+    """Return sections for people, whatever they are of; the first one is the title."""
+    parts: list[RenderableType] = []
+    for number, section in enumerate(found):
         parts += [Text("")] if number else []
         parts.append(_text(section.title, style="bold" if number == 0 else "bold underline"))
         parts += [Padding(part, (0, 0, 0, 2)) for part in _parts(section)]
@@ -64,7 +71,8 @@ def run_data(report: RunReport) -> dict[str, Any]:
 
     ``model``, ``environment``, ``spec`` (digest), ``backends``, ``host``, ``interrupted``: what ran.
     ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
-    served; a graph that was dropped has ``reason`` and ``says``. ``served_from``: by role, with
+    served; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the run holds, and the
+    device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by role, with
     ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null without a
     drafter. ``latency``: percentiles, each null where nothing was measured. ``throughput``. Then a row
     each in ``steps``, ``forwards`` and ``requests``, which have the tokens that were generated.
@@ -78,6 +86,16 @@ def run_data(report: RunReport) -> dict[str, Any]:
         "host": dict(report.host),
         "interrupted": report.interrupted,
         "captured": _captured_data(report, numbers),
+        "memory": {
+            "weights": report.weights,
+            "kv_cache": report.kv_cache,
+            "buffers": report.buffers,
+            "workspaces": report.workspaces,
+            "accounts": numbers.accounts
+            and _record(numbers.accounts)
+            | {"unexplained": numbers.accounts.unexplained, "apart": numbers.accounts.apart},
+            "later": numbers.later,
+        },
         "served_from": [
             _record(role)
             | {
@@ -117,6 +135,7 @@ def _captured_data(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
         "seconds": report.capture_seconds,
         "memory": sum(kind.memory for kind in numbers.captured),
         "alone": sum(kind.alone for kind in numbers.captured),
+        "driver": sum(kind.driver for kind in numbers.captured),
         "buffers": report.buffers,
         "kv_cache": report.kv_cache,
         "by": _records(numbers.captured),
@@ -127,6 +146,8 @@ def _captured_data(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
                 "seconds": used.graph.seconds,
                 "memory": used.graph.memory,
                 "alone": used.graph.alone,
+                "driver": used.graph.driver,
+                "readings": used.graph.readings and _records(used.graph.readings),
                 "forwards": used.forwards,
                 "reason": used.graph.waiver and used.graph.waiver.reason,
                 "says": used.graph.waiver and used.graph.waiver.says,

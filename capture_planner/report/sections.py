@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import attrs
-
-from capture_planner.entry import Entry
-from capture_planner.modes import GraphMode
+from capture_planner.report.memory import memory_sections
 from capture_planner.report.summary import Fallback, Percentiles, RunSummary
+from capture_planner.report.writing import Grid, Section, extent, many, percent, seconds, size
 from capture_planner.runtime.ledger import Captured, RunReport
 
 MAX_FALLBACKS = 10
@@ -24,32 +22,11 @@ UNKNOWN = "unknown"
 """Written where a ledger gives no reason for an eager forward."""
 
 
-@attrs.frozen(kw_only=True)
-class Grid:
-    """A table of cells, which are text or a mode; numbers stand right."""
-
-    columns: tuple[str, ...]
-    right: frozenset[str] = frozenset()
-    rows: tuple[tuple[str | GraphMode, ...], ...]
-
-
-@attrs.frozen(kw_only=True)
-class Section:
-    """One part of the report: sentences that warn, sentences, a table, and sentences below it."""
-
-    name: str
-    title: str
-    warnings: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    grid: Grid | None = None
-    notes: tuple[str, ...] = ()
-
-
 def alert(report: RunReport, numbers: RunSummary) -> str | None:
     """Return what must not be overlooked: that the run was stopped. None where it was not."""
     if not report.interrupted:
         return None
-    done = f"{numbers.finished} of {_many(len(report.served), 'request')} finished"
+    done = f"{numbers.finished} of {many(len(report.served), 'request')} finished"
     return f"INTERRUPTED: the run was stopped before all requests were served; {done}"
 
 
@@ -61,20 +38,17 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
         _served_from(numbers),
         _fallbacks(numbers),
         _graphs(numbers),
+        *memory_sections(report, numbers),
         _steps(report),
         *_acceptance(numbers),
         _latency(report, numbers),
     )
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def _run(report: RunReport) -> Section:
     plan = report.plan
     facts = [
-        ("plan", f"{plan.model.name} on {plan.environment.name}, {_many(plan.num_graphs, 'graph')}"),
+        ("plan", f"{plan.model.name} on {plan.environment.name}, {many(plan.num_graphs, 'graph')}"),
         ("spec", plan.spec),
         ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
         *report.host.items(),
@@ -89,8 +63,8 @@ def _dropped(dropped: Iterable[Captured]) -> Iterator[str]:
         kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
     for (role, mode), graphs in kinds.items():
         says = graphs[0].waiver.says if graphs[0].waiver else ""
-        rest = f" and {_many(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
-        yield f"not captured: {role} {mode} of {_extent(graphs[0].entry)}{rest}: {says}"
+        rest = f" and {many(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
+        yield f"not captured: {role} {mode} of {extent(graphs[0].entry)}{rest}: {says}"
 
 
 def _captured(report: RunReport, numbers: RunSummary) -> Section:
@@ -100,13 +74,13 @@ def _captured(report: RunReport, numbers: RunSummary) -> Section:
     warnings = list(_dropped(numbers.dropped))
     missing = numbers.planned - total - len(numbers.dropped)
     if missing > 0:
-        warnings.append(f"not captured: {_many(missing, 'graph')} of the plan, which had no turn")
+        warnings.append(f"not captured: {many(missing, 'graph')} of the plan, which had no turn")
     columns = ("role", "mode", "graphs", "time", "pool growth", "alone", "smallest", "largest")
     return Section(
         name="captured",
         title="Captured",
         lines=(
-            f"{total} of {_many(numbers.planned, 'graph')} in {seconds(report.capture_seconds)}; "
+            f"{total} of {many(numbers.planned, 'graph')} in {seconds(report.capture_seconds)}; "
             f"they grew their pool by {size(memory)}, alone they would take {size(alone)}",
             f"persistent buffers {size(report.buffers)}, KV cache {size(report.kv_cache)}",
         ),
@@ -121,20 +95,14 @@ def _captured(report: RunReport, numbers: RunSummary) -> Section:
                     seconds(kind.seconds),
                     size(kind.memory),
                     size(kind.alone),
-                    _extent(kind.smallest),
-                    _extent(kind.largest),
+                    extent(kind.smallest),
+                    extent(kind.largest),
                 )
                 for kind in kinds
             ),
         ),
         warnings=tuple(warnings),
     )
-
-
-def _extent(entry: Entry) -> str:
-    """Write an entry's size where its mode stands beside it."""
-    text = str(entry).removeprefix(f"{entry.mode.value} ")
-    return text if entry.query_len is None or entry.num_reqs is None else text.partition(", ")[2]
 
 
 def _served_from(numbers: RunSummary) -> Section:
@@ -181,14 +149,14 @@ def _fallbacks(numbers: RunSummary) -> Section:
     notes = []
     if rest:
         notes.append(
-            f"and {_many(len(rest), 'other shape')}, "
-            f"{_many(sum(fallback.forwards for fallback in rest), 'forward')}"
+            f"and {many(len(rest), 'other shape')}, "
+            f"{many(sum(fallback.forwards for fallback in rest), 'forward')}"
         )
     return Section(
         name="fallbacks",
         title="Fallbacks",
         lines=(
-            f"eager: {_part(eager, total)} forwards, in {_many(len(numbers.fallbacks), 'shape')}",
+            f"eager: {_part(eager, total)} forwards, in {many(len(numbers.fallbacks), 'shape')}",
             *_causes(numbers),
         ),
         grid=Grid(
@@ -217,7 +185,7 @@ def _causes(numbers: RunSummary) -> Iterator[str]:
     for (role, reason), found in causes.items():
         tokens = [fallback.num_tokens for fallback in found]
         span = f"{min(tokens):,}" + (f" to {max(tokens):,}" if max(tokens) > min(tokens) else "")
-        yield f"{role}, {reason}: {_many(sum(f.forwards for f in found), 'forward')} of {span} tokens"
+        yield f"{role}, {reason}: {many(sum(f.forwards for f in found), 'forward')} of {span} tokens"
 
 
 def _graphs(numbers: RunSummary) -> Section:
@@ -232,7 +200,7 @@ def _graphs(numbers: RunSummary) -> Section:
         columns=columns,
         right=frozenset(columns[3:]),
         rows=tuple(
-            (u.graph.role, u.graph.entry.mode, _extent(u.graph.entry), f"{u.forwards:,}") for u in used
+            (u.graph.role, u.graph.entry.mode, extent(u.graph.entry), f"{u.forwards:,}") for u in used
         ),
     )
     return Section(name="graphs", title="Graphs used", lines=(line,), grid=grid if used else None)
@@ -294,37 +262,3 @@ def _percentiles(found: Percentiles | None) -> tuple[str, ...]:
     if found is None:
         return ("0", *[NONE] * 4)
     return (f"{found.count:,}", *map(seconds, (found.p50, found.p90, found.p99, found.max)))
-
-
-def seconds(value: float) -> str:
-    """Write a time: ``1.50 s``, ``2.3 ms``, ``45.0 us``."""
-    if value == 0:
-        return "0"
-    for unit, scale, digits in (("s", 1, 2), ("ms", 1e-3, 1)):
-        if abs(value) >= scale:
-            return f"{value / scale:,.{digits}f} {unit}"
-    return f"{value / 1e-6:.1f} us"
-
-
-def size(value: int) -> str:
-    """Write bytes: ``0``, ``512 B``, ``3.5 KiB``, ``25.0 MiB``, ``1.25 GiB``."""
-    for unit, shift, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
-        if abs(value) >= 1 << shift:
-            return f"{value / (1 << shift):,.{digits}f} {unit}"
-    return f"{value} B" if value else "0"
-
-
-def printable(text: str) -> str:
-    """Write a name or sentence on one line, whatever is in it: no control character reaches a terminal."""
-    return "".join(
-        char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text
-    )
-
-
-def percent(share: float) -> str:
-    """Write a share; nothing that is not all or none is rounded to it."""
-    if share in (0, 1):
-        return f"{share:.0%}"
-    if 0 < share < 0.001:
-        return "<0.1%"
-    return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"

@@ -10,7 +10,7 @@ import attrs
 
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.runtime.ledger import Captured, Forward, RunReport, Step
+from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
 
 MODES = (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE)
 """What serves a forward, best first."""
@@ -56,6 +56,8 @@ class CapturedKind:
     """Bytes by which they grew their pool."""
     alone: int
     """Bytes that they would take in pools of their own, added up."""
+    driver: int
+    """Bytes that they took of the device beside the allocator's."""
     largest: Entry
     smallest: Entry
 
@@ -167,6 +169,10 @@ class RunSummary:
     captured: tuple[CapturedKind, ...]
     dropped: tuple[Captured, ...]
     """Graphs that could not be captured."""
+    accounts: Accounts | None
+    """Where the device's memory went during capture; None where no device was read."""
+    later: int | None
+    """Bytes that the device lost from the last capture to the end of serving; None: as above."""
     served_from: tuple[ServedRole, ...]
     fallbacks: tuple[Fallback, ...]
     """All of them, the most frequent first."""
@@ -195,6 +201,8 @@ def summary(report: RunReport) -> RunSummary:
         planned=report.plan.num_graphs,
         captured=tuple(_captured(captured)),
         dropped=tuple(graph for graph in report.captured if graph.waiver is not None),
+        accounts=Accounts.of(report.captured),
+        later=_later(report),
         served_from=tuple(_served_from(report)),
         fallbacks=_fallbacks(report.forwards),
         graphs=_used(captured, report.forwards),
@@ -224,9 +232,15 @@ def _captured(graphs: Sequence[Captured]) -> Iterable[CapturedKind]:
                     seconds=math.fsum(graph.seconds for graph in kind),
                     memory=sum(graph.memory for graph in kind),
                     alone=sum(graph.alone for graph in kind),
+                    driver=sum(graph.driver for graph in kind),
                     largest=max((graph.entry for graph in kind), key=size),
                     smallest=min((graph.entry for graph in kind), key=size),
                 )
+
+
+def _later(report: RunReport) -> int | None:
+    readings = report.captured[-1].readings if report.captured else None
+    return report.served_reading.used - readings[-1].used if report.served_reading and readings else None
 
 
 def _served_from(report: RunReport) -> Iterable[ServedRole]:

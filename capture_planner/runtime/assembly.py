@@ -17,19 +17,13 @@ from capture_planner.modes import Role
 from capture_planner.plan import GroupPlan, Plan, RolePlan
 from capture_planner.registry import Registered, Registry
 from capture_planner.runtime import kv, padding
-from capture_planner.runtime.bodies import (
-    Body,
-    DraftDecodeBody,
-    DraftPrefillBody,
-    DraftState,
-    TargetBody,
-    tensor_of,
-)
+from capture_planner.runtime.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
 from capture_planner.runtime.contract import LayerCache, Reservation, Runnable
-from capture_planner.runtime.fields import Extents, Fields
+from capture_planner.runtime.fields import SAMPLED_FIELDS, Extents, Fields, tensor_of
 from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.padding import Bounds, Write
 from capture_planner.runtime.role import GroupRun, Options, RoleRun
+from capture_planner.runtime.updates import DraftState, Moving, TorchUpdates, Updates
 
 DTYPES = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -47,6 +41,13 @@ class Parts:
     roles: Mapping[Role, RoleRun]
     target: TargetBody
     state: DraftState | None
+    apply: Callable[[Sequence[Write]], None]
+    """Brings buffers of any number of roles up to date."""
+    updates: Updates
+    moving: Mapping[Role, Moving]
+    """Each role's fields that go on by a token."""
+    drafts_on_device: bool
+    """Whether verification and the drafter's fields are worked out where the target's answers are."""
     kv_cache: int
     """Bytes of the KV cache, over all layers of target and drafter."""
 
@@ -99,11 +100,18 @@ def assemble(
         vocabulary=model.vocab_size,
         workspace=max((group.workspace.device for role in plan.roles for group in role.groups), default=0),
     )
-    fields = {role.role: Fields(role, capacity, device) for role in plan.roles}
+    fields = {
+        role.role: Fields(role, capacity, device, SAMPLED_FIELDS if role.role is Role.TARGET else ())
+        for role in plan.roles
+    }
 
     def zeros(width: int) -> torch.Tensor:
         return torch.zeros(capacity.tokens, width, dtype=dtype, device=device)
 
+    apply, updates = _operations(device, list(fields.values()))
+    moving = {
+        role: Moving.of(found, pages.page_size, plan.model.max_model_len) for role, found in fields.items()
+    }
     aux_layers = () if drafter is None else drafter.aux_layers
     target = TargetBody(
         model=model,
@@ -111,6 +119,8 @@ def assemble(
         hidden=zeros(model.hidden_size),
         aux=zeros(len(aux_layers) * model.hidden_size) if aux_layers else None,
         tokens=torch.zeros(capacity.tokens, dtype=torch.int64, device=device),
+        updates=updates,
+        moving=moving[Role.TARGET],
         aux_layers=aux_layers,
         embeddings=zeros(model.hidden_size) if plan.model.embeddings else None,
     )
@@ -121,12 +131,11 @@ def assemble(
             plan.limits.max_num_reqs, plan.speculative.num_tokens, drafter.hidden_size, dtype, device
         )
         bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(
-            drafter, fields[Role.DRAFT_PREFILL], target, zeros(drafter.hidden_size), state
+            drafter, fields[Role.DRAFT_PREFILL], target, zeros(drafter.hidden_size), state, updates
         )
         bodies[Role.DRAFT_DECODE] = DraftDecodeBody(
-            drafter, fields[Role.DRAFT_DECODE], state, pages.page_size, plan.model.max_model_len
+            drafter, fields[Role.DRAFT_DECODE], state, updates, moving[Role.DRAFT_DECODE]
         )
-    apply = _applied(device, list(fields.values()))
     for role in plan.roles:
         for group in role.groups:
             _refuse_backend(plan, role, group, registry[group.backend])
@@ -155,18 +164,39 @@ def assemble(
         )
         for role in plan.roles
     }
-    size = sum(c.keys.nbytes + c.values.nbytes for found in caches.values() for c in found)
-    return Parts(roles=roles, target=target, state=state, kv_cache=size)
+    if drafter is None and target.embeddings is None:
+        target.ahead = device.type == "cuda" if options.run_ahead is None else options.run_ahead
+        target.ahead &= not options.debug
+        target.goes_on = (
+            roles[Role.TARGET].goes_on_alone
+            and not (options.debug or options.poison)
+            and not plan.model.mrope
+        )
+    return Parts(
+        roles=roles,
+        target=target,
+        state=state,
+        apply=apply,
+        updates=updates,
+        moving=moving,
+        drafts_on_device=device.type == "cuda"
+        if options.drafts_on_device is None
+        else options.drafts_on_device,
+        kv_cache=sum(c.keys.nbytes + c.values.nbytes for found in caches.values() for c in found),
+    )
 
 
-def _applied(device: torch.device, fields: Sequence[Fields]) -> Callable[[Sequence[Write]], None]:
-    """Return what fills and pads on a device: one kernel on a GPU, arrays on a host."""
+def _operations(
+    device: torch.device, fields: Sequence[Fields]
+) -> tuple[Callable[[Sequence[Write]], None], Updates]:
+    """Return what fills and pads, and what moves on: a kernel each on a GPU, arrays and torch on a host."""
     if device.type != "cuda":
-        return padding.apply
+        return padding.apply, TorchUpdates()
     from capture_planner.runtime.fused import FusedPadding
+    from capture_planner.runtime.fused_updates import FusedUpdates
 
     size, count = sum(found.memory for found in fields), sum(len(tuple(found)) for found in fields)
-    return FusedPadding(device, size, count).apply
+    return FusedPadding(device, size, count).apply, FusedUpdates()
 
 
 def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:
@@ -245,7 +275,14 @@ def _reserve(
                 f"{who} returned {executor!r} from reserve ({role.role.value}, group {group.name}), which has "
                 f"no {', '.join(missing)}; tell its authors"
             )
-        yield GroupRun(plan=group, executor=executor, caches=mine, workspace=workspace, who=who)
+        yield GroupRun(
+            plan=group,
+            executor=executor,
+            caches=mine,
+            workspace=workspace,
+            who=who,
+            refresh=registered.refresh(role.role, reservation.attention, plan.environment),
+        )
 
 
 def _who(registered: Registered) -> str:

@@ -15,17 +15,8 @@ import torch
 
 from capture_planner.entry import Entry
 from capture_planner.models.contract import Attend, Drafter, TargetModel, Weight
-from capture_planner.runtime.contract import NULL_SLOT
-from capture_planner.runtime.fields import Extents, Fields
-
-Held = tuple[str, object, str]
-"""A persistent tensor: its name, the object that holds it, and the attribute there."""
-
-
-def tensor_of(held: Held) -> torch.Tensor:
-    """Return the tensor as it is now."""
-    found: torch.Tensor = getattr(held[1], held[2])
-    return found
+from capture_planner.runtime.fields import SAMPLED_ROWS, Extents, Fields, Held
+from capture_planner.runtime.updates import DraftState, Moving, Updates
 
 
 class Body(Protocol):
@@ -58,10 +49,17 @@ class TargetBody:
     aux: torch.Tensor | None
     """``[max tokens, layers * hidden_size]``, where the drafter reads them."""
     tokens: torch.Tensor
-    """``int64[max tokens]``: the likeliest next token; of uniform FULL graphs only."""
+    """``int64[max tokens]``: the likeliest next token of each row that was read; of every row after a
+    uniform FULL graph."""
+    updates: Updates
+    moving: Moving
     aux_layers: tuple[int, ...] = ()
     embeddings: torch.Tensor | None = None
     """``[max tokens, hidden_size]``: in place of token ids, where the plan says so."""
+    ahead: bool = False
+    """Whether an input id may be negative: -1 - i is what the step before says after its row i."""
+    goes_on: bool = False
+    """Whether a graph of one token a request ends with the fields of the step after it."""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         """Fill ``hidden`` and ``aux``."""
@@ -69,9 +67,8 @@ class TargetBody:
         positions = self.fields["positions"][:rows]
         if self.model.mrope:
             positions = self.fields["mrope_positions"].view(-1, 3)[:rows].t()
-        given = self.embeddings is not None
         hidden, aux = self.model.forward(
-            input_ids=None if given else self.fields["input_ids"][:rows],
+            input_ids=None if self.embeddings is not None else self._input_ids(rows),
             embeddings=self.embeddings[:rows] if self.embeddings is not None else None,
             positions=positions,
             attend=attend,
@@ -81,27 +78,38 @@ class TargetBody:
         if self.aux is not None and aux is not None:
             self.aux[:rows].copy_(aux)
 
+    def _input_ids(self, rows: int) -> torch.Tensor:
+        ids = self.fields["input_ids"][:rows]
+        return self.updates.taken(ids, self.tokens) if self.ahead else ids
+
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Fill ``tokens`` inside a uniform graph, where every row is read; else ``sample`` is asked."""
-        if entry is not None and entry.query_len is not None:
-            rows = extents.tokens
-            self.tokens[:rows].copy_(self.model.logits(self.hidden[:rows]).argmax(-1))
+        if not _reads_all(entry):
+            return
+        rows = extents.tokens
+        tokens = self.model.logits(self.hidden[:rows]).argmax(-1)
+        self.tokens[:rows].copy_(tokens)
+        if self.goes_on and extents.reqs == rows:
+            self.updates.move_on(self.moving, rows, tokens)
 
-    def sample(self, rows: torch.Tensor, entry: Entry | None) -> torch.Tensor:
-        """Return the next token ``int64[N]`` of the rows that are read: the graph's, or made here."""
-        if entry is not None and entry.query_len is not None:
-            return self.tokens[rows]
-        return self.model.logits(self.hidden[rows]).argmax(-1)
+    def sample(self, entry: Entry | None, count: int) -> None:
+        """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
+        if not _reads_all(entry):
+            rows = self.fields[SAMPLED_ROWS][:count]
+            self.tokens.index_copy_(0, rows, self.model.logits(self.hidden[rows]).argmax(-1))
 
     def outputs(self) -> Iterator[Held]:
         """What sampling and the drafter read."""
         yield "hidden", self, "hidden"
-        yield "tokens", self, "tokens"
+        if not self.ahead:
+            yield "tokens", self, "tokens"
         if self.aux is not None:
             yield "aux", self, "aux"
 
     def inputs(self) -> Iterator[Held]:
-        """The embeddings, where they are the input."""
+        """The embeddings or the answers of the step before, where they are the input."""
+        if self.ahead:
+            yield "tokens", self, "tokens"
         if self.embeddings is not None:
             yield "embeddings", self, "embeddings"
 
@@ -110,47 +118,9 @@ class TargetBody:
         return self.model.weights()
 
 
-@attrs.define(eq=False)
-class DraftState:
-    """What draft steps hand on, a row a place; the last row is that of padding."""
-
-    token: torch.Tensor
-    """``int64[places + 1]``: the last token proposed."""
-    hidden: torch.Tensor
-    """``[places + 1, hidden_size]``: the hidden state it came from."""
-    proposed: torch.Tensor
-    """``int64[places + 1, K]``: all tokens proposed in this step."""
-    column: torch.Tensor
-    """``int64[1]``: where in ``proposed`` the next token goes."""
-
-    @classmethod
-    def make(
-        cls, places: int, most_drafts: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> DraftState:
-        """Allocate it, zeroed."""
-        return cls(
-            token=torch.zeros(places + 1, dtype=torch.int64, device=device),
-            hidden=torch.zeros(places + 1, hidden_size, dtype=dtype, device=device),
-            proposed=torch.zeros(places + 1, most_drafts, dtype=torch.int64, device=device),
-            column=torch.zeros(1, dtype=torch.int64, device=device),
-        )
-
-    def places(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """Return the row of each request, ``int64[R]``; -1, a padded row, becomes the last."""
-        return torch.where(idx_mapping < 0, self.token.shape[0] - 1, idx_mapping).long()
-
-    def keep(self, places: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Store one proposal for each place."""
-        self.token.index_copy_(0, places, tokens)
-        self.hidden.index_copy_(0, places, hidden)
-        width = self.proposed.shape[1]
-        self.proposed.view(-1).index_copy_(0, places * width + self.column, tokens)
-        self.column.add_(1).clamp_(max=width - 1)
-
-    def buffers(self) -> Iterator[Held]:
-        """All of it, by name."""
-        for name in ("token", "hidden", "proposed", "column"):
-            yield f"draft_state.{name}", self, name
+def _reads_all(entry: Entry | None) -> bool:
+    """Say whether a graph has the head in it, on all of its rows: those of uniform decodes do."""
+    return entry is not None and entry.query_len is not None
 
 
 @attrs.define(eq=False)
@@ -163,6 +133,7 @@ class DraftPrefillBody:
     hidden: torch.Tensor
     """``[max tokens, hidden_size]``"""
     state: DraftState
+    updates: Updates
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         """Fill ``hidden``."""
@@ -183,11 +154,12 @@ class DraftPrefillBody:
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Propose the first token of each request, from its last settled row."""
         last = self.fields["last_token_indices"][: extents.reqs].long()
-        places = self.state.places(self.fields["idx_mapping"][: extents.reqs])
+        mapping = self.fields["idx_mapping"][: extents.reqs]
+        places, _ = self.updates.entered(self.state, mapping)
         hidden = self.hidden[last]
         tokens = self.drafter.propose(hidden, places, self.fields["positions"][last] + 2)
-        self.state.column.zero_()
-        self.state.keep(places, tokens, hidden)
+        self.state.hidden.index_copy_(0, places, hidden)
+        self.updates.keep(self.state, mapping, tokens, first=True)
 
     def outputs(self) -> Iterator[Held]:
         """The hidden states, and the state that draft decodes go on from."""
@@ -211,40 +183,22 @@ class DraftDecodeBody:
     drafter: Drafter
     fields: Fields
     state: DraftState
-    page_size: int
-    max_model_len: int
+    updates: Updates
+    moving: Moving
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         """Run one step; it ends with the fields of the next."""
         rows = extents.reqs
-        fields = self.fields
-        mapping = fields["idx_mapping"][:rows]
-        places = self.state.places(mapping)
-        positions = fields["positions"][:rows]
+        mapping = self.fields["idx_mapping"][:rows]
+        places, ids = self.updates.entered(self.state, mapping)
+        positions = self.fields["positions"][:rows]
         hidden = self.drafter.forward(
-            # A padded row must name some token; what its place holds is anybody's guess.
-            input_ids=torch.where(mapping < 0, 0, self.state.token[places]),
-            positions=positions,
-            hidden=self.state.hidden[places],
-            attend=attend,
+            input_ids=ids, positions=positions, hidden=self.state.hidden[places], attend=attend
         )
         tokens = self.drafter.propose(hidden, places, positions + 2)
-        self.state.keep(places, tokens, hidden)
-        self._move_on(rows)
-
-    def _move_on(self, rows: int) -> None:
-        """Step every real row: position, length and slot; held at the model's end, on the null slot."""
-        fields = self.fields
-        real = fields["idx_mapping"][:rows] >= 0
-        positions = fields["positions"][:rows]
-        moved = real & (positions + 1 < self.max_model_len)
-        positions.add_(moved)
-        page = torch.gather(fields["block_table"][:rows], 1, (positions // self.page_size).unsqueeze(1))
-        slot = page.squeeze(1).long() * self.page_size + positions % self.page_size
-        fields["slot_mapping"][:rows].copy_(torch.where(moved, slot, NULL_SLOT))
-        for buffer in fields:
-            if buffer.field.name in ("seq_lens", "kv_lens"):
-                buffer.tensor[:rows].add_(moved)
+        self.state.hidden.index_copy_(0, places, hidden)
+        self.updates.keep(self.state, mapping, tokens, first=False)
+        self.updates.move_on(self.moving, rows)
 
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Nothing: a token and a request are the same here."""

@@ -50,28 +50,33 @@ def capture_all(
         key=lambda item: item[1].capture_order,
     )
     for role, entry in work:
-        yield _capture(role, entry, options)
+        yield _capture(role, entry, grapher, options)
 
 
-def _capture(role: RoleRun, entry: Entry, options: Options) -> Captured:
+def _capture(role: RoleRun, entry: Entry, grapher: Grapher, options: Options) -> Captured:
+    """Capture one entry; the device is read before, between and after, so that growth has one cause."""
     started = perf_counter()
     assert role.pool is not None, "pools are given out before the first capture"
+    held, alone, waiver = role.pool.memory, 0, None
+    before = warm = grapher.reading()
     try:
         role.warm_up(entry, warm_values(role, entry))
-        graph = role.capture(entry, warm_values(role, entry), role.pool)
+        warm = grapher.reading()
+        alone = role.capture(entry, warm_values(role, entry), role.pool).alone
     except torch.OutOfMemoryError as error:
         says = " ".join(str(error).split())
         if options.strict:
             raise RunError(f"{role.role.value}: {entry} does not fit into memory: {says}") from error
         waiver = _waiver(role.plan, entry, says)
-        seconds = perf_counter() - started
-        return Captured(role=role.role, entry=entry, seconds=seconds, memory=0, alone=0, waiver=waiver)
+    after = grapher.reading()
     return Captured(
         role=role.role,
         entry=entry,
         seconds=perf_counter() - started,
-        memory=graph.memory,
-        alone=graph.alone,
+        memory=role.pool.memory - held,
+        alone=alone,
+        readings=(before, warm, after) if before and warm and after else None,
+        waiver=waiver,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from capture_planner.errors import CaptureError
 from capture_planner.runtime.graph import Pool
+from capture_planner.runtime.ledger import Reading
 
 
 @attrs.frozen
@@ -75,9 +76,9 @@ class CudaGraph:
 
     parts: list[torch.cuda.CUDAGraph | Callable[[], object]]
     memory: int = 0
+    """Bytes of segments by which it grew its pool."""
     alone: int = 0
-    driver: int = 0
-    """Bytes that the device reports as gone beside what the allocator holds: the executable itself."""
+    """Bytes of its tensors when most of them were alive; a pool of its own rounds up to segments."""
 
     @property
     def pieces(self) -> int:
@@ -97,6 +98,7 @@ class CudaGraphs:
     """Captures CUDA graphs on one device and one stream, which become the current ones."""
 
     def __init__(self, device: torch.device) -> None:
+        device = torch.empty(0, device=device).device  # with its index, which set_device asks for
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -104,6 +106,13 @@ class CudaGraphs:
         self._open: CudaGraph | None = None
         self._pool: CudaPool | None = None
         self._handed: list[torch.Tensor] = []
+
+    def reading(self) -> Reading:
+        """Wait for the device, give back what no tensor owns, and read its memory."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return Reading(used=total - free, held=torch.cuda.memory_reserved())
 
     def pool(self, limit: int | None = None) -> CudaPool:
         """Make a pool. A limit is checked after each capture: the allocator knows none."""
@@ -115,8 +124,8 @@ class CudaGraphs:
         if self._open is not None:
             raise CaptureError("a capture began inside another; capture one forward at a time")
         torch.cuda.synchronize()
-        before, free = pool.memory, torch.cuda.mem_get_info()[0]
-        reserved = torch.cuda.memory_reserved()
+        before, alive = pool.memory, torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         graph = CudaGraph([])
         self._open, self._pool = graph, pool
         collecting = gc.isenabled()
@@ -140,9 +149,9 @@ class CudaGraphs:
             if collecting:
                 gc.enable()
         torch.cuda.synchronize()
-        graph.memory = pool.memory - before
-        graph.driver = max(free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - reserved), 0)
-        if pool.limit is not None and pool.memory > pool.limit:
+        graph.memory, graph.alone = pool.memory - before, torch.cuda.max_memory_allocated() - alive
+        # A graph that was refused may have left segments: one that fits into them still fits.
+        if pool.limit is not None and graph.memory and pool.memory > pool.limit:
             held = pool.memory
             del graph
             raise torch.OutOfMemoryError(

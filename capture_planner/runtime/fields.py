@@ -6,16 +6,19 @@ one invariant: past the real extent of the last step, every element holds the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
-from capture_planner.contract import Axis, Fill, Lifetime, MetadataField, Where
+from capture_planner.contract import Axis, Bound, Fill, Lifetime, MetadataField, Where
 from capture_planner.plan import RolePlan
 from capture_planner.runtime.contract import NULL_SLOT
+
+Held = tuple[str, object, str]
+"""A persistent tensor: its name, the object that holds it, and the attribute there."""
 
 _DTYPES = {
     "int32": torch.int32,
@@ -25,6 +28,23 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _INTEGER_POISON = {torch.int32: -(1 << 31), torch.int64: -(1 << 63), torch.uint8: 255, torch.bool: True}
+
+
+SAMPLED_ROWS = "sampled_rows"
+SAMPLED_COUNTS = "sampled_counts"
+SAMPLED_FIELDS = (
+    MetadataField(
+        name=SAMPLED_ROWS,
+        axis=Axis.TOKEN,
+        fill=Fill.CONSTANT,
+        value=0,
+        dtype="int64",
+        indexes=Bound.TOKENS,
+    ),
+    MetadataField(name=SAMPLED_COUNTS, axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0),
+)
+"""Of the target, and read by the runner alone: the rows of a batch whose next token is read, and how many
+of them each request has. No plan names them, since no graph reads them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -99,13 +119,15 @@ class FieldBuffer:
 
 
 class Fields:
-    """The device fields of one role, the runner's and its backends'."""
+    """The device fields of one role, the runner's and its backends'; ``more``: of the runner alone."""
 
-    def __init__(self, role: RolePlan, capacity: Extents, device: torch.device) -> None:
+    def __init__(
+        self, role: RolePlan, capacity: Extents, device: torch.device, more: Iterable[MetadataField] = ()
+    ) -> None:
         self.capacity = capacity
         self._buffers: dict[str, FieldBuffer] = {}
         self.by_group: dict[str, dict[str, FieldBuffer]] = {}
-        for field in role.inputs:
+        for field in (*role.inputs, *more):
             self._add(field.name, field, device)
         for group in role.groups:
             mine = {field.name: self._buffers[field.name] for field in role.inputs}
@@ -166,6 +188,12 @@ class _Views(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.buffers)
+
+
+def tensor_of(held: Held) -> torch.Tensor:
+    """Return the tensor as it is now."""
+    found: torch.Tensor = getattr(held[1], held[2])
+    return found
 
 
 def poison(tensor: torch.Tensor) -> None:

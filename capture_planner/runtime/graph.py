@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from capture_planner.runtime.ledger import Reading
+
 
 class Pool(Protocol):
     """The memory that graphs' intermediates live in; graphs that share a pool never run at once."""
@@ -28,7 +30,10 @@ class Graph(Protocol):
 
     @property
     def alone(self) -> int:
-        """Bytes that it would take in a pool of its own."""
+        """Bytes that it would take in a pool of its own.
+
+        Of a CUDA graph: its tensors when most of them were alive, without what segments round up.
+        """
 
     @property
     def pieces(self) -> int:
@@ -40,6 +45,9 @@ class Graph(Protocol):
 
 class Grapher(Protocol):
     """What captures graphs on one kind of device."""
+
+    def reading(self) -> Reading | None:
+        """Wait for the device, give back what no tensor owns, and read its memory; None: a host."""
 
     def pool(self, limit: int | None = None) -> Pool:
         """Make a pool that refuses to hold more than ``limit`` bytes."""

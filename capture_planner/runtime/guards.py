@@ -11,7 +11,7 @@ from capture_planner.entry import Entry
 from capture_planner.errors import GuardError
 from capture_planner.models.contract import Weight
 from capture_planner.modes import Role
-from capture_planner.runtime.bodies import Held
+from capture_planner.runtime.fields import Held
 
 _Place = tuple[int, torch.Size, tuple[int, ...]]
 """Where a tensor is: its address, shape and strides."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib import metadata
 
 import torch
@@ -14,26 +15,52 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3"
 """The packages that decide what a backend can do."""
 
 
+GIBI = 1 << 30
+
+LEAST_MEMORY = 0.95
+"""A device with less than this share of the planned memory is another one; drivers keep a little back."""
+
+
 def this_environment(name: str) -> Environment:
-    """Return the facts of this machine: its first CUDA device, or its processor."""
+    """Return the facts of this machine: its first CUDA device, or its processor. ``notes`` says more."""
     packages = {package: version for package in PACKAGES if (version := _installed(package)) is not None}
     if not torch.cuda.is_available():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = Device(kind=DeviceKind.CPU, name=platform.machine(), memory=memory)
         return Environment(name=name, device=device, packages=_public(packages))
-    found = torch.cuda.get_device_properties(0)
     return Environment(
         name=name,
-        device=Device(
-            kind=DeviceKind.CUDA,
-            name=found.name,
-            capability=f"{found.major}.{found.minor}",
-            memory=found.total_memory,
-            multiprocessors=found.multi_processor_count,
-        ),
-        driver=_driver(),
+        device=_cuda_device(),
+        driver=_driver()[0],
         cuda=torch.version.cuda,
         packages=_public(packages),
+    )
+
+
+def notes() -> tuple[str, ...]:
+    """Return, in sentences, what ``this_environment`` could not find out here, or had to choose."""
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    count = torch.cuda.device_count()
+    if count > 1:
+        found.append(
+            f"this machine has {count} CUDA devices, and the first is described: "
+            f"{_cuda_device().name}; CUDA_VISIBLE_DEVICES chooses another"
+        )
+    _, unknown = _driver()
+    return (*found, unknown) if unknown else tuple(found)
+
+
+def _cuda_device() -> Device:
+    """Return the first device that CUDA sees: where it is a slice of a GPU, the slice."""
+    found = torch.cuda.get_device_properties(0)
+    return Device(
+        kind=DeviceKind.CUDA,
+        name=" ".join(re.sub(r"[^A-Za-z0-9._/+-]+", " ", found.name).split())[:128],
+        capability=f"{found.major}.{found.minor}",
+        memory=found.total_memory,
+        multiprocessors=found.multi_processor_count,
     )
 
 
@@ -42,23 +69,33 @@ def _public(packages: dict[str, str]) -> dict[str, str]:
     return {name: version.partition("+")[0] for name, version in packages.items()}
 
 
-def _driver() -> str | None:
-    """Return the version of the device driver, or None where NVML's Python package is missing."""
+def _driver() -> tuple[str | None, str]:
+    """Return the version of the device driver, or None and a sentence that says why it is not known.
+
+    It is all that NVML is asked: it counts GPUs in an order of its own, and CUDA those that it may see.
+    """
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
-        return None
-    pynvml.nvmlInit()
+        return None, (
+            "the driver's version is not known, since nvidia-ml-py is not installed; "
+            "install it with: pip install nvidia-ml-py"
+        )
     try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-    finally:
-        pynvml.nvmlShutdown()
-    return str(version if isinstance(version, str) else version.decode())
+        pynvml.nvmlInit()
+        try:
+            version = pynvml.nvmlSystemGetDriverVersion()
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return None, f"the driver's version is not known, since NVML does not answer: {error}"
+    return str(version if isinstance(version, str) else version.decode()), ""
 
 
 def device_of(environment: Environment) -> torch.device:
-    """Return the device that a plan of this environment runs on."""
-    return torch.device(environment.device.kind.value)
+    """Return the device that a plan of this environment runs on: the first of its kind."""
+    kind = environment.device.kind
+    return torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu")
 
 
 def facts() -> dict[str, str]:
@@ -71,37 +108,64 @@ def facts() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
+        found["driver"] = _driver()[0] or "unknown"
     return found
 
 
 def _device_name() -> str:
     if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
+        return str(torch.cuda.get_device_name(0))
     return platform.processor() or platform.machine()
 
 
 def differences(environment: Environment) -> tuple[str, ...]:
     """Return, in sentences, how this machine differs from the one that was planned for.
 
-    Versions are compared up to a local label: 2.13.0+cpu is 2.13.0.
+    What is here decides support, sizes, splits and workspaces: kind of device, compute capability, name,
+    multiprocessors, memory (less of it), and versions of packages, up to a local label: 2.13.0+cpu is
+    2.13.0. ``remarks`` has what differs and decides nothing.
     """
     found = []
-    device = environment.device
-    if device.kind is DeviceKind.CUDA:
+    planned = environment.device
+    if planned.kind is DeviceKind.CUDA:
         if not torch.cuda.is_available():
-            return (f"the plan is for {device.name}, and this machine has no CUDA device",)
-        major, minor = torch.cuda.get_device_capability()
-        if (major, minor) != device.sm:
+            return (f"the plan is for {planned.name}, and this machine has no CUDA device",)
+        here = _cuda_device()
+        if here.capability != planned.capability:
             found.append(
-                f"the plan is for compute capability {device.capability}, and this is {major}.{minor}"
+                f"the plan is for compute capability {planned.capability}, and this is {here.capability}"
             )
-    for name, planned in environment.packages.items():
+        if here.name != planned.name:
+            found.append(f"the plan is for {planned.name}, and this is {here.name}")
+        if here.multiprocessors != planned.multiprocessors:
+            found.append(
+                f"the plan is for {planned.multiprocessors} multiprocessors, and this device has "
+                f"{here.multiprocessors}"
+            )
+        if here.memory < LEAST_MEMORY * planned.memory:
+            found.append(
+                f"the plan is for {planned.memory / GIBI:.1f} GiB of memory, and this device has "
+                f"{here.memory / GIBI:.1f}"
+            )
+    for name, version in environment.packages.items():
         installed = _installed(name)
         if installed is None:
-            found.append(f"{name} {planned} was planned for and is not installed")
-        elif installed.partition("+")[0] != planned.partition("+")[0]:
-            found.append(f"{name} {planned} was planned for and {installed} is installed")
+            found.append(f"{name} {version} was planned for and is not installed")
+        elif installed.partition("+")[0] != version.partition("+")[0]:
+            found.append(f"{name} {version} was planned for and {installed} is installed")
     return tuple(found)
+
+
+def remarks(environment: Environment) -> tuple[str, ...]:
+    """Return, in sentences, what differs here and is no reason to refuse: driver and CUDA runtime."""
+    if environment.device.kind is not DeviceKind.CUDA or not torch.cuda.is_available():
+        return ()
+    here = (("driver", environment.driver, _driver()[0]), ("CUDA", environment.cuda, torch.version.cuda))
+    return tuple(
+        f"{what} {planned} was planned for, and {found or 'an unknown one'} is here"
+        for what, planned, found in here
+        if planned is not None and planned != found
+    )
 
 
 def _installed(name: str) -> str | None:

@@ -24,6 +24,7 @@ from capture_planner.registry import Registry
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.capture import without_graphs, without_speculation
+from capture_planner.runtime.fields import tensor_of
 from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.ledger import RunReport, Served
@@ -176,6 +177,18 @@ def _refuse_plan(plan: Plan, choices: Choices) -> None:
             raise RunError(f"parallel.{name} is {ranks}: a plan is executed on one device; plan it with 1")
 
 
+def _not_as_planned(plan: Plan) -> dict[str, str]:
+    """Return what differs from the environment that was planned for, as a fact for the report."""
+    found = (*host.differences(plan.environment), *host.remarks(plan.environment))
+    return {"not as planned": "; ".join(found)} if found else {}
+
+
+def _weights(runner: Runner) -> int:
+    """Return the bytes of all weights; those that target and drafter share count once."""
+    tensors = [tensor_of(held) for role in runner.parts.roles.values() for held in role.body.weights()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
 def _grapher(device: torch.device) -> Grapher:
     """Return what captures on a device."""
     if device.type == "cuda":
@@ -308,13 +321,16 @@ class _Run:
             plan=self.plan,
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
-            host=host.facts() | {"seed": str(self.choices.seed)},
+            host=host.facts() | _not_as_planned(self.plan) | {"seed": str(self.choices.seed)},
             captured=tuple(session.captured),
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
             served=tuple(served),
             buffers=runner.parts.buffers,
             kv_cache=runner.parts.kv_cache,
+            workspaces=sum(g.workspace.nbytes for role in runner.parts.roles.values() for g in role.groups),
+            weights=_weights(runner),
+            served_reading=self.grapher.reading(),
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,

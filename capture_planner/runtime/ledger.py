@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Plan, Waiver
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """What a device says of its memory at one moment, when nothing runs and no freed block is kept."""
+
+    used: int
+    """Bytes that are gone, as the device reports it: taken by anybody, for anything."""
+    held: int
+    """Bytes of all segments of the caching allocator, in pools of graphs and outside."""
+
+    @property
+    def beside(self) -> int:
+        """Bytes that the allocator knows nothing of: modules, handles, executable graphs, others' memory."""
+        return self.used - self.held
 
 
 @attrs.frozen(kw_only=True)
@@ -21,8 +38,79 @@ class Captured:
     """Bytes by which the graph grew its pool: what it costs beside those captured before it."""
     alone: int
     """Bytes that it would take in a pool of its own."""
+    readings: tuple[Reading, Reading, Reading] | None = None
+    """The device before the warm-up, before the capture and after it; None: recorded on a host."""
     waiver: Waiver | None = None
     """Set where there is no graph: the batches it would have served, and why they lost it."""
+
+    @property
+    def driver(self) -> int:
+        """Bytes that the capture took beside the allocator's: the executable graphs.
+
+        A driver takes memory in chunks: the graph that opens one pays for those that fill it. 0 for
+        recorded graphs, which have nothing of the kind; below 0 where the driver gave some back.
+        """
+        if self.readings is None:
+            return 0
+        _, warm, after = self.readings
+        return after.beside - warm.beside
+
+
+@attrs.frozen(kw_only=True)
+class Accounts:
+    """Where a device's memory went while a plan was captured, in bytes.
+
+    ``device`` is the device's own figure. All else adds up to it but for ``unexplained``: what came
+    and went between the captures, where nothing of ours takes memory.
+    """
+
+    graphs: int
+    """Growth of the pools, by graphs that are there."""
+    dropped: int
+    """Growth of the pools that graphs left behind which are not."""
+    driver: int
+    """Executable graphs."""
+    warm_up: int
+    """What eager forwards left with the allocator, such as the workspaces of matrix products."""
+    modules: int
+    """What warm-ups took beside the allocator: kernels that were loaded on first use, handles."""
+    device: int
+    """Bytes gone from before the first capture to after the last, as the device reports it."""
+
+    @property
+    def explained(self) -> int:
+        """The sum of the ledger's own figures."""
+        return self.graphs + self.dropped + self.driver + self.warm_up + self.modules
+
+    @property
+    def unexplained(self) -> int:
+        """Bytes by which the device's figure is above the ledger's sum."""
+        return self.device - self.explained
+
+    @property
+    def apart(self) -> float:
+        """How far the two are apart, as a share of the larger one; 0 where both are 0."""
+        most = max(abs(self.device), abs(self.explained))
+        return abs(self.unexplained) / most if most else 0.0
+
+    @classmethod
+    def of(cls, captured: Sequence[Captured]) -> Accounts | None:
+        """Add up what was captured, in order; None where no device was read."""
+        read = [(graph, graph.readings) for graph in captured if graph.readings is not None]
+        if not read:
+            return None
+        warm_up = modules = 0
+        for graph, (before, warm, after) in read:
+            warm_up += after.held - before.held - graph.memory
+            modules += warm.beside - before.beside
+        return cls(
+            graphs=sum(graph.memory for graph, _ in read if graph.waiver is None),
+            dropped=sum(graph.memory for graph, _ in read if graph.waiver is not None),
+            driver=sum(graph.driver for graph, _ in read),
+            warm_up=warm_up,
+            modules=modules,
+            device=read[-1][1][-1].used - read[0][1][0].used,
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -111,3 +199,9 @@ class RunReport:
     serve_seconds: float
     interrupted: bool = False
     """Whether it was stopped before all requests were served."""
+    workspaces: int = 0
+    """Bytes of the buffers that are backends' workspaces."""
+    weights: int = 0
+    """Bytes of the weights of target and drafter, each counted once."""
+    served_reading: Reading | None = None
+    """The device after the last request; None: recorded on a host."""

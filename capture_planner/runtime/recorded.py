@@ -72,6 +72,9 @@ class RecordedGraph:
 class RecordedGraphs:
     """The grapher of a CPU. Graphs hold no gradients: forwards are captured under ``no_grad``."""
 
+    def reading(self) -> None:
+        """Say nothing: a host's memory is many processes', and a recorded graph takes its pool alone."""
+
     def pool(self, limit: int | None = None) -> RecordedPool:
         """Make a pool that refuses to hold more than ``limit`` bytes."""
         return RecordedPool(limit)

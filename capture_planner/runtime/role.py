@@ -17,12 +17,12 @@ from capture_planner.contract import Lifetime
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.entry import Batch, Entry
 from capture_planner.errors import BackendError, CapturePlannerError
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Refresh, Role
 from capture_planner.plan import GroupPlan, RolePlan
 from capture_planner.runtime import kv, padding
-from capture_planner.runtime.bodies import Body, Held, tensor_of
+from capture_planner.runtime.bodies import Body
 from capture_planner.runtime.contract import Executor, LayerCache, Metadata, Scoring
-from capture_planner.runtime.fields import Extents, FieldBuffer, Fields, poison
+from capture_planner.runtime.fields import Extents, FieldBuffer, Fields, Held, poison, tensor_of
 from capture_planner.runtime.graph import Graph, Grapher, Pool
 from capture_planner.runtime.guards import Baked, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.padding import Bounds, Write
@@ -42,6 +42,16 @@ class Options:
     every forward: what then still comes out right does not depend on them."""
     strict: bool = False
     """Stop where a graph does not fit into memory, instead of leaving it out."""
+    replay: bool = True
+    """Replay graphs. False: nothing is captured, and each batch runs what its graph would hold, at its
+    padded extents: the same kernels on the same shapes, so that what then differs is the capture's."""
+    run_ahead: bool | None = None
+    """Enqueue each step before the tokens of the one before it are read, so that a GPU has no pause
+    between steps; None: where there is a GPU. Never with a drafter, whose verification needs the tokens,
+    with embeddings, which are made from them, or with ``debug``."""
+    drafts_on_device: bool | None = None
+    """Verify, and fill the drafter's fields, where the target's answers are, instead of waiting for them
+    on the host; None: where there is a GPU. Not where a backend of the drafter needs lengths on the host."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -54,6 +64,8 @@ class GroupRun:
     workspace: torch.Tensor
     who: str
     """Backend, distribution and version, for messages."""
+    refresh: Refresh
+    """Whether its metadata needs the host between two steps of a decode."""
 
 
 @attrs.frozen
@@ -103,6 +115,11 @@ class RoleRun:
     def role(self) -> Role:
         return self.plan.role
 
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether graphs can bring this role's metadata to the next token of a decode by themselves."""
+        return all(group.refresh is Refresh.IN_GRAPH for group in self.groups)
+
     def persistent(self) -> Iterator[Held]:
         """Every persistent tensor that graphs touch, weights left out."""
         for buffer in self.fields:
@@ -121,9 +138,9 @@ class RoleRun:
 
     # What runs.
 
-    def run(self, batch: Batch, values: Made, started: float) -> Ran:
-        """Run one forward of a batch with its real values, which were begun at ``started``."""
-        answer = self.dispatcher.dispatch(
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return which entry serves a batch, or why none does."""
+        return self.dispatcher.dispatch(
             self.role,
             batch.num_reqs,
             batch.num_tokens,
@@ -131,34 +148,49 @@ class RoleRun:
             batch.past_prompt,
             batch.active_loras,
         )
+
+    def run(self, batch: Batch, values: Made, started: float, *, filled: bool = False) -> Ran:
+        """Run one forward of a batch with its real values, which were begun at ``started``.
+
+        ``filled``: the fields on the device hold them already, padding included.
+        """
+        answer = self.dispatch(batch)
         entry = answer.entry
         real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages)
-        if self.options.poison:
-            self._poison()
-        extents = self.stage(entry, real, values)
+        if not filled and self.options.poison:
+            self.poison()
+        extents = self.ready(entry, real, values) if filled else self.stage(entry, real, values)
         return self.again(answer, entry, extents, started)
 
     def again(self, answer: Dispatch, entry: Entry | None, extents: Extents, started: float) -> Ran:
         """Run what is staged: replay the entry's graph, or run eagerly without one."""
-        if entry is None:
-            ready = perf_counter()
-            self._forward(extents, None)
-        else:
+        if entry is not None and self.options.replay:
             if not self.options.trust:
                 self.check(entry)
             ready = perf_counter()
             self.graphs[entry].replay()
-            if entry.num_reqs is None:
-                self.body.per_request(extents, None)
+        else:
+            ready = perf_counter()
+            self._forward(extents, entry)
+        if entry is not None and entry.num_reqs is None:
+            self.body.per_request(extents, None)
         return Ran(answer, extents, ready - started, perf_counter() - started)
+
+    def fill(self, values: Made) -> list[Write]:
+        """Return what brings the fields to a step's values, padding included."""
+        derive(values, self._derived, self._page_size)
+        return padding.table(self.fields, values, len(values["positions"]))
 
     def stage(self, entry: Entry | None, real: Extents, values: Made) -> Extents:
         """Fill and pad the fields of one forward, and let the backends prepare.
 
         Returns the extents that the model runs at; requests are padded for FULL graphs alone.
         """
-        derive(values, self._derived, self._page_size)
-        self._apply(padding.table(self.fields, values, real.tokens))
+        self._apply(self.fill(values))
+        return self.ready(entry, real, values)
+
+    def ready(self, entry: Entry | None, real: Extents, values: Made) -> Extents:
+        """Let the backends prepare for fields that are filled; see ``stage``."""
         extents = real if entry is None else _padded(entry, real)
         if self.options.debug:
             padding.check_bounds(self.fields, values, extents, self._bounds)
@@ -288,7 +320,8 @@ class RoleRun:
         except Exception as error:
             raise self._blamed(group, metadata.entry, f"attend of layer {layer}", error) from error
 
-    def _poison(self) -> None:
+    def poison(self) -> None:
+        """Overwrite all that a forward must not depend on."""
         self.fields.poison()
         for held in self.body.outputs():
             poison(tensor_of(held))

@@ -32,6 +32,7 @@ class Live:
     entered: float
     """Wall clock when it entered the queue."""
     first_token: float | None = None
+    is_finished: bool = False
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -112,6 +113,7 @@ class Scheduler:
         self._waiting: deque[tuple[Request, float]] = deque()
         self._free = list(range(limits.max_num_reqs - 1, -1, -1))
         self._running: list[Live] = []
+        self._leaving: list[Live] = []
         self._turn = 0
         self.places = Places(limits.max_num_reqs, max_model_len, self._lookahead, pages)
 
@@ -123,7 +125,7 @@ class Scheduler:
     @property
     def unfinished(self) -> tuple[Live, ...]:
         """Requests that have a place now."""
-        return tuple(self._running)
+        return (*self._running, *self._leaving)
 
     @property
     def next_arrival(self) -> float | None:
@@ -132,7 +134,7 @@ class Scheduler:
 
     @property
     def done(self) -> bool:
-        return not (self._arriving or self._waiting or self._running)
+        return not (self._arriving or self._waiting or self._running or self._leaving)
 
     def arrive(self, now: float, clock: float) -> None:
         """Queue the requests that have arrived by ``now``; ``clock`` is the wall clock for latencies."""
@@ -242,8 +244,14 @@ class Scheduler:
             start, row = int(self.places.length[place]), self.places.tokens[place]
             row[start + int(self.places.proposed[place]) : start + drafts] = row[start - 1]
 
+    def leave(self, live: Live) -> None:
+        """Schedule a request no more; its last token is on the way."""
+        self._running.remove(live)
+        self._leaving.append(live)
+
     def finish(self, live: Live) -> None:
         """Let a request go: its place and its pages are free."""
-        self._running.remove(live)
+        (self._leaving if live in self._leaving else self._running).remove(live)
+        live.is_finished = True
         self._free.append(live.place)
         self._pool.give_back(live.pages)

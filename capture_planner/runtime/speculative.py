@@ -26,18 +26,48 @@ class Settled:
     gained: Array
     """``int64[R]``: tokens each row has now that it had not: the accepted ones and the next; 0 where
     the row ends inside its prompt."""
+    at: Array
+    """``int64[R]``: where they stand: how long each request was before."""
 
 
 def sampled_rows(scheduled: Scheduled, starts: Array, places: Places) -> Array:
     """Return the rows of the batch whose next token is read, ``int64[N]``: of each request that
     reaches the end of what is settled, the last settled token and its drafts.
     """
+    if not scheduled.prompts and (scheduled.drafts + 1 == scheduled.counts).all():
+        return np.arange(scheduled.num_tokens)
     ends = starts[1:].astype(np.int64)
     first = ends - 1 - scheduled.drafts
-    wanted = np.where(_reaches_end(scheduled, places), scheduled.drafts + 1, 0)
+    wanted = sampled_counts(scheduled, places)
     offsets = np.arange(wanted.sum()) - np.repeat(np.cumsum(wanted) - wanted, wanted)
     rows: Array = np.repeat(first, wanted) + offsets
     return rows
+
+
+def sampled_counts(scheduled: Scheduled, places: Places) -> Array:
+    """Return how many of them each request has, ``int64[R]``: none inside its prompt."""
+    return np.where(_reaches_end(scheduled, places), scheduled.drafts + 1, 0)
+
+
+def promise(scheduled: Scheduled, places: Places, starts: Array) -> Settled:
+    """Move the places on by a step without drafts whose tokens nobody knows yet.
+
+    Each new token stands in ``places`` as ``-1 - i``, i being the row of this step's batch that says it,
+    until ``fulfil`` puts it there. What is counted is what ``settle`` would count.
+    """
+    rows = scheduled.places
+    reaches = _reaches_end(scheduled, places)
+    gained, at = reaches.astype(np.int64), places.length[rows]
+    places.tokens[rows[reaches], at[reaches]] = -starts[1:][reaches]
+    places.length[rows] += gained
+    places.computed[rows] += scheduled.counts
+    return Settled(scheduled.counts, np.zeros_like(gained), gained, at)
+
+
+def fulfil(scheduled: Scheduled, settled: Settled, places: Places, starts: Array, said: Array) -> None:
+    """Put what was promised into its places; ``said int64[T]`` is the next token of each row of the batch."""
+    new = settled.gained > 0
+    places.tokens[scheduled.places[new], settled.at[new]] = said[starts[1:][new] - 1]
 
 
 def settle(scheduled: Scheduled, places: Places, sampled: Array) -> Settled:
@@ -55,7 +85,8 @@ def settle(scheduled: Scheduled, places: Places, sampled: Array) -> Settled:
     inside = columns < wanted[:, None]
     said = np.zeros((len(rows), most), dtype=np.int64)
     said[inside] = sampled
-    at = places.length[rows][:, None] + columns
+    before = places.length[rows]
+    at = before[:, None] + columns
     drafted = places.tokens[rows[:, None], np.minimum(at, places.tokens.shape[1] - 1)]
     hits = (said == drafted) & (columns < drafts[:, None])
     accepted = np.logical_and.accumulate(hits, axis=1).sum(axis=1)
@@ -65,7 +96,7 @@ def settle(scheduled: Scheduled, places: Places, sampled: Array) -> Settled:
     kept = scheduled.counts - drafts + accepted
     places.length[rows] += gained
     places.computed[rows] += kept
-    return Settled(kept, accepted, gained)
+    return Settled(kept, accepted, gained, before)
 
 
 def _reaches_end(scheduled: Scheduled, places: Places) -> Array:

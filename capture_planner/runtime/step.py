@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 
 from capture_planner.runtime.contract import NULL_SLOT
+from capture_planner.runtime.fields import SAMPLED_COUNTS, SAMPLED_ROWS
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.scheduler import Places, Scheduled
+from capture_planner.runtime.speculative import sampled_counts, sampled_rows
 
 Array = np.ndarray[Any, Any]
 Made = dict[str, Array]
+
+LOOKAHEAD = 64
+"""Tokens by which decodes that go on by themselves may grow before their fields are made anew."""
 
 
 def token_rows(scheduled: Scheduled, places: Places) -> tuple[Array, Array, Array]:
@@ -37,10 +42,13 @@ def slots(rows: Array, positions: Array, places: Places, page_size: int) -> Arra
 
 
 def target_values(scheduled: Scheduled, places: Places, pages: PageFormat) -> Made:
-    """Return the target's fields: tokens from each row's first uncomputed position on."""
+    """Return the target's fields: tokens from each row's first uncomputed position on.
+
+    The block table is wide enough for the ``LOOKAHEAD`` tokens after them, too.
+    """
     starts, rows, positions = token_rows(scheduled, places)
     seq_lens = (places.computed[scheduled.places] + scheduled.counts).astype(np.int32)
-    width = pages.pages(int(seq_lens.max()))
+    width = min(pages.pages(int(seq_lens.max()) + LOOKAHEAD), places.table.shape[1])
     return {
         "input_ids": places.tokens[rows, positions],
         "positions": positions,
@@ -51,6 +59,8 @@ def target_values(scheduled: Scheduled, places: Places, pages: PageFormat) -> Ma
         "last_token_indices": starts[1:] - 1,
         "idx_mapping": scheduled.places.astype(np.int32),
         "cu_num_draft_tokens": np.cumsum(scheduled.drafts, dtype=np.int32),
+        SAMPLED_ROWS: sampled_rows(scheduled, starts, places),
+        SAMPLED_COUNTS: sampled_counts(scheduled, places).astype(np.int32),
     }
 
 
@@ -67,13 +77,12 @@ def draft_prefill_values(target: Made, scheduled: Scheduled, settled: Array, pla
     }
 
 
-def draft_decode_values(scheduled: Scheduled, places: Places, pages: PageFormat) -> Made:
-    """Return the first draft decode's fields: one token a row, right after what is settled.
+def draft_decode_values(scheduled: Scheduled, wanted: Array, places: Places, pages: PageFormat) -> Made:
+    """Return the first draft decode's fields: one token a row, at ``wanted int64[R]``.
 
-    The graph moves them on for the steps that follow. A position past the model's end is held at the
-    last one and writes the null slot.
+    That is where what is settled ends. The graph moves the fields on for the steps that follow. A
+    position past the model's end is held at the last one and writes the null slot.
     """
-    wanted = places.computed[scheduled.places]
     positions = np.minimum(wanted, places.max_model_len - 1)
     count = len(positions)
     found = slots(scheduled.places, positions, places, pages.page_size)

@@ -9,7 +9,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
-from capture_planner.modes import GraphMode, Pool
+from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.runtime.workload import Request
 from capture_planner.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
 
@@ -81,7 +81,11 @@ def _speculatives(draw: DrawFn, reqs: int) -> Speculative:
         schedule = [(1, middle, draw(ks)), (middle + 1, reqs, draw(ks))]
     reduced = draw(st.sampled_from((None, 20))) if method is Method.EAGLE3 else None
     return Speculative(
-        method=method, num_tokens=most, schedule=tuple(schedule), model=DraftModel(vocab_size=reduced)
+        method=method,
+        num_tokens=most,
+        schedule=tuple(schedule),
+        model=DraftModel(vocab_size=reduced),
+        chain=draw(st.sampled_from(Chain)),
     )
 
 

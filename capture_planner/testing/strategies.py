@@ -34,7 +34,7 @@ from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import PlanningError
 from capture_planner.model import DataType, DraftModel, Latent, Method, Model, Speculative
-from capture_planner.modes import GraphMode, GraphSupport, Pool, Reason, Refresh, Role
+from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Reason, Refresh, Role
 from capture_planner.plan import Decision, GroupPlan, Kind, Plan, RolePlan, Waiver
 from capture_planner.planner import plan
 from capture_planner.registry import Registered, Registry
@@ -160,6 +160,7 @@ def _speculatives(draw: DrawFn) -> Speculative:
         num_tokens=longest,
         schedule=draw(st.just(()) | _schedules(longest)),
         model=draw(st.just(DraftModel()) | model),
+        chain=draw(st.sampled_from(Chain)),
     )
 
 

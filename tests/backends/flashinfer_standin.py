@@ -9,7 +9,8 @@ that core's recorded graphs hold them.
 from __future__ import annotations
 
 import ctypes
-from types import ModuleType
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from capture_planner_flashinfer.workspace import INT_WORKSPACE
 from capture_planner.runtime.recorded import RecordedGraphs
 
 CPU = torch.device("cpu")
+FENCES: list[tuple[str, int]] = []
+"""Plans that were written to pinned memory, and the waits and records of those who guard it, in order."""
 SEMAPHORES = 8 << 20
 
 
@@ -100,7 +103,8 @@ class Wrapper:
         assert backend == "fa2", "another scheduler would plan differently under a graph"
         assert floats.data_ptr() % 16 == 0
         self.floats, self.is_graph = floats, use_cuda_graph
-        self.ints = self._pin_memory_int_workspace_buffer = torch.zeros(16, dtype=torch.uint8)
+        self.ints = torch.zeros(INT_WORKSPACE, dtype=torch.uint8)
+        self._pin_memory_int_workspace_buffer = torch.zeros_like(self.ints)
         self.starts = torch.zeros(0, dtype=torch.int32)
         self.indptr = self.indices = self.last = self.starts
         self.max_rows: int | None = None
@@ -128,6 +132,7 @@ class Wrapper:
 
     def schedule(self, starts: torch.Tensor, indptr: torch.Tensor) -> None:
         """Write the plan to pinned memory, and copy it as a device does: unseen by torch."""
+        FENCES.append(("plan", self._pin_memory_int_workspace_buffer.data_ptr()))
         reqs = len(starts) - 1
         plan = np.concatenate(([reqs], np.diff(starts.numpy()), np.diff(indptr.numpy()))).astype(np.int32)
         assert (plan >= 0).all()
@@ -210,7 +215,8 @@ class Prefill(Wrapper):
             self.starts, self.indptr = qo_indptr_buf, paged_kv_indptr_buf
             self.indices, self.last = paged_kv_indices_buf, paged_kv_last_page_len_buf
             assert len(self.starts) == len(self.indptr) == len(self.last) + 1
-        self.rows = 0
+        self._qo_indptr_last = 0
+        self._cached_module: Any = None
 
     def plan(
         self, qo_indptr: Any, paged_kv_indptr: Any, paged_kv_indices: Any, paged_kv_last_page_len: Any,
@@ -219,10 +225,11 @@ class Prefill(Wrapper):
     ) -> None:  # fmt: skip
         assert causal
         self.full_plans += 1
-        self.rows = int(qo_indptr[-1])
+        self._qo_indptr_last = rows = int(qo_indptr[-1])
+        self._cached_module = SimpleNamespace(plan=self.planner)
         if self.is_graph:
-            self.max_rows = self.rows if self.max_rows is None else self.max_rows
-            assert self.rows <= self.max_rows, "more rows than the first plan had"
+            self.max_rows = rows if self.max_rows is None else self.max_rows
+            assert rows <= self.max_rows, "more rows than the first plan had"
             self.starts.copy_(qo_indptr)
         else:
             self.starts = qo_indptr.clone()
@@ -230,8 +237,28 @@ class Prefill(Wrapper):
         self.options = options
         self.schedule(qo_indptr, paged_kv_indptr)
 
+    def planner(
+        self, floats: Any, ints: Any, pinned: Any, qo_indptr: Any, indptr: Any, lengths: Any, rows: int,
+        reqs: int, heads: int, kv_heads: int, page_size: int, is_graph: bool, width: int, v_width: int,
+        causal: bool, window_left: int, *ending: Any,
+    ) -> list[int]:  # fmt: skip
+        """Plan as the library's compiled planner does: every argument by position, and none left out."""
+        mine = (self.floats, self.ints, self._pin_memory_int_workspace_buffer)
+        assert [t.data_ptr() for t in (floats, ints, pinned)] == [t.data_ptr() for t in mine]
+        assert (rows, reqs, is_graph, causal) == (self.max_rows, len(self.last), True, True)
+        assert width == v_width
+        assert (window_left, ending) == (self.options["window_left"], ENDINGS[has_uniform()])
+        assert len(qo_indptr) == len(indptr) == len(lengths) + 1
+        counts = np.diff(indptr.numpy())
+        assert (np.diff(qo_indptr.numpy()) <= lengths.numpy()).all()
+        assert (-(-lengths.numpy() // page_size) == counts).all()
+        self.fast_plans += 1
+        self.schedule(qo_indptr, indptr)
+        assert self._plan_info is not None
+        return self._plan_info
+
     def run(self, q: torch.Tensor, paged_kv_cache: Any, *, q_scale: float, out: torch.Tensor) -> None:
-        assert len(q) == self.rows, "as many rows as the last plan had"
+        assert len(q) == self._qo_indptr_last, "as many rows as the last plan had"
         self.launch(q, paged_kv_cache, q_scale, out, causal=True)
 
 
@@ -246,6 +273,25 @@ def fast_decode_plan(
     self.fast_plans += 1
     self.options = options
     self.schedule(self.starts, indptr)
+
+
+def newer_fast_decode_plan(
+    self: Decode, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int, num_kv_heads: int,
+    head_dim: int, page_size: int, *, q_len_per_req: int = 1, **options: Any,
+) -> None:  # fmt: skip
+    """The same since 0.7.1, when planners learned of uniform queries."""
+    fast_decode_plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options
+    )
+
+
+ENDINGS = {False: (-1, False, 0), True: (-1, False, 0, 0)}
+"""What a planner takes last: split size, no split, colocated blocks, and since 0.7.1 the uniform query."""
+
+
+def has_uniform() -> bool:
+    """Say whether the library that is installed now is 0.7.1 or newer."""
+    return bool(sys.modules["flashinfer"].fast_decode_plan is newer_fast_decode_plan)
 
 
 @torch.library.custom_op("standin::kernel", mutates_args=("out",))

@@ -15,6 +15,7 @@ BACKEND = FlashAttention()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
 LATENT = Latent(kv_lora_rank=512, rope_head_dim=64)
 TORCH = {"torch": "2.13.0"}
+THREE = {"flash-attn-3": "3.0.0"}
 NEVER, UNIFORM, ALWAYS = GraphSupport.NEVER, GraphSupport.UNIFORM_BATCH, GraphSupport.ALWAYS
 
 
@@ -39,12 +40,33 @@ def test_support_on_the_committed_environments(committed, layers, name, level, s
 @pytest.mark.parametrize(
     ("capability", "packages", "level", "says"),
     [
-        ("9.0", {"flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}, ALWAYS, "FlashAttention 3"),
+        ("9.0", {"flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}, ALWAYS, "FlashAttention 4"),
+        ("9.0", {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0"}, ALWAYS, "FlashAttention 3"),
+        ("9.0", {"flash-attn": "2.8.3"} | TORCH, UNIFORM, "FlashAttention 2"),
         ("9.0", {"flash-attn-4": "4.0.0b36"}, ALWAYS, "FlashAttention 4"),
         ("10.0", {"flash-attn-3": "3.0.0"}, NEVER, "install flash-attn-4"),
         ("12.0", {"flash-attn-4": "4.0.0b36"} | TORCH, UNIFORM, "torch varlen"),
         ("9.0", TORCH, UNIFORM, "torch varlen attention (2.13.0)"),
-        ("9.0", {"torch": "2.12.1"}, NEVER, "install flash-attn-3"),
+        ("9.0", {"torch": "2.12.1"}, NEVER, "install flash-attn-4"),
+        (
+            "9.0",
+            {"torch": "2.11.0"},
+            NEVER,
+            "torch varlen attention reads pages from torch 2.13 on, not in 2.11.0",
+        ),
+        ("10.0", {"torch": "2.13.0"}, UNIFORM, "torch varlen attention (2.13.0)"),
+        (
+            "8.0",
+            {"flash-attn-4": "4.0.0b36"},
+            NEVER,
+            "FlashAttention 4 reads a paged cache on SM90 and SM100",
+        ),
+        (
+            "10.0",
+            {"flash-attn-3": "3.0.0", "torch": "2.11.0"},
+            NEVER,
+            "FlashAttention 3 is made for SM90, not SM10x",
+        ),
         ("8.0", {}, NEVER, "install flash-attn (GPU (SM80))"),
         ("7.5", TORCH, NEVER, "scaled_dot_product_attention"),
     ],
@@ -59,7 +81,7 @@ def test_the_best_installed_library_serves(machine, layers, capability, packages
     ("capability", "changes", "level", "says"),
     [
         ("9.0", {"head_dim": 512}, NEVER, "up to 256"),
-        ("9.0", {"head_dim": 192}, ALWAYS, "FlashAttention 3"),
+        ("9.0", {"head_dim": 192}, ALWAYS, "FlashAttention 4"),
         ("10.0", {"head_dim": 256}, ALWAYS, "FlashAttention 4"),
         ("10.0", {"head_dim": 192}, UNIFORM, "FlashAttention 2"),
         ("9.0", {"head_dim": 100}, NEVER, "multiples of 8"),
@@ -131,19 +153,20 @@ def test_a_newer_gpu_never_lowers_support(machine, layers, role, head_dim):
     ],
 )
 def test_fields_by_library(machine, layers, capability, role, changes, names):
-    contract = BACKEND.padding(role, layers(**changes), machine(capability))
+    where = machine(capability, THREE) if capability == "9.0" else machine(capability)
+    contract = BACKEND.padding(role, layers(**changes), where)
     assert [field.name for field in contract.fields] == names
 
 
 def test_the_tail_of_scheduler_metadata_is_zeroed(machine, layers):
-    field = BACKEND.padding(Role.TARGET, layers(), machine("9.0"))["scheduler_metadata"]
+    field = BACKEND.padding(Role.TARGET, layers(), machine("9.0", THREE))["scheduler_metadata"]
     assert (field.axis, field.offset, field.scale, field.align) == (Axis.REQUEST, 1, 4, 4)
     assert (field.fill, field.value, field.lifetime) == (Fill.CONSTANT, 0, Lifetime.EVERY_STEP)
 
 
 @pytest.mark.parametrize("name", ["max_query_len", "max_seq_len", "num_splits"])
 def test_what_the_launch_bakes_in_is_frozen_at_its_worst(machine, layers, name):
-    field = BACKEND.padding(Role.TARGET, layers(), machine("9.0"))[name]
+    field = BACKEND.padding(Role.TARGET, layers(), machine("9.0", THREE))[name]
     assert (field.axis, field.fill) == (Axis.SCALAR, Fill.WORST_CASE)
     assert (field.lifetime, field.where) == (Lifetime.FROZEN, Where.HOST)
 
@@ -175,7 +198,7 @@ def test_the_workspace_is_none_and_says_what_the_pool_holds(
     machine, layers, graph, capability, changes, says
 ):
     piecewise = Entry(mode=GraphMode.PIECEWISE, num_tokens=512)
-    where = layers(**changes), machine(capability)
+    where = layers(**changes), machine(capability, THREE) if capability == "9.0" else machine(capability)
     need = BACKEND.workspace(Role.TARGET, *where, [graph(16), piecewise], LIMITS)
     assert (need.device, need.pinned) == (0, 0)
     assert says in need.formula

@@ -100,7 +100,7 @@ def step(reservation: Reservation) -> Metadata:
         max_query_len=1,
         max_seq_len=128,
         fields=reservation.fields,
-        host={},
+        host={name: field.numpy() for name, field in reservation.fields.items()},
     )
 
 
@@ -146,7 +146,7 @@ def test_no_library_at_all_is_refused_with_a_reason():
     """An environment that plans NEVER does not execute."""
     made = reserved(backend.FA4)
     bare = attrs.evolve(made, environment=attrs.evolve(made.environment, packages={}))
-    with pytest.raises(BackendError, match=r"No flash-attention library is installed; install flash-attn-3"):
+    with pytest.raises(BackendError, match=r"No flash-attention library is installed; install flash-attn-4"):
         FlashAttention().reserve(bare)
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer's executor over a stand-in library: its calls, its plans, and what it refuses.
+"""FlashInfer's executor over a stand-in library: what its calls compute, and over which memory.
 
 Graphs are core's recorded graphs. The checks are those that tests/gpu/test_flashinfer.py makes on a device.
 """
@@ -23,17 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.entry import Entry
-from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.contract import LayerCache, Reservation, Scoring
-from capture_planner.spec import Limits
 
 sys.path.insert(0, str(FilePath(__file__).parent))
 sys.path.insert(0, str(FilePath(__file__).parents[1] / "gpu"))
 
 import flashinfer_rig as checks
-from flashinfer_standin import CPU, graphs_of, new_kernel, recorded, standin
+from flashinfer_cases import SETTINGS, SMALL, each_path, reservation_of, rig_of
+from flashinfer_standin import graphs_of, new_kernel, standin
+
+few = settings(max_examples=6)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,23 +51,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "flashinfer", made)
     monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
     return made
-
-
-def rig_of(setting: Any) -> Any:
-    """Make a rig on the CPU."""
-    return checks.Rig(setting, CPU, recorded)
-
-
-SMALL = {"kv_heads": 2, "head_dim": 64}
-SETTINGS = {
-    Path.CUDA_CORE: checks.Setting(heads=4, **SMALL),
-    Path.TENSOR_CORE: checks.Setting(heads=8, page_size=64, window=33, softcap=20.0, **SMALL),
-    Path.PREFILL: checks.Setting(heads=4, query_len=4, softcap=5.0, **SMALL),
-    Path.XQA: checks.Setting(heads=4, query_len=4, capability="9.0", **SMALL),
-    Path.TRTLLM_GEN: checks.Setting(heads=4, query_len=2, window=33, capability="10.0", **SMALL),
-}
-each_path = pytest.mark.parametrize("chosen", SETTINGS, ids=lambda chosen: chosen.name)
-few = settings(max_examples=6)
 
 
 @each_path
@@ -99,12 +81,6 @@ def test_replays_depend_on_nothing_that_is_poisoned(chosen: Path, steps: Any) ->
 def test_eager_steps_equal_dense_attention(chosen: Path, requests: Any, seed: int) -> None:
     """Mixed batches run on real extents; their partial results spare plans and counters."""
     checks.check_eager(rig_of(SETTINGS[chosen]), requests, seed)
-
-
-@each_path
-def test_a_plan_is_made_only_where_one_is_needed(chosen: Path) -> None:
-    """The host plans when page counts change, and after the workspace was overwritten."""
-    checks.check_plan_counts(rig_of(SETTINGS[chosen]))
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
@@ -145,50 +121,6 @@ def test_wrappers_share_the_fields_and_one_float_workspace(chosen: Path) -> None
     assert staged == [i * INT_WORKSPACE for i in range(len(found))]
 
 
-@pytest.mark.parametrize("chosen", [Path.CUDA_CORE, Path.TENSOR_CORE])
-def test_decodes_are_planned_fast_after_the_first(chosen: Path) -> None:
-    """Only the first plan of a decode wrapper copies lists that the runner has filled already."""
-    rig = rig_of(SETTINGS[chosen])
-    for length in (10, 100, 600, 10):
-        checks.check_replays(rig, [([length] * 3, length)])
-    softcap = SETTINGS[chosen].softcap
-    for wrapper in graphs_of(rig).values():
-        assert wrapper.full_plans == (1 if softcap is None else wrapper.full_plans)
-        assert wrapper.full_plans <= 2, "the softcap of the first layer chooses another kernel"
-        assert wrapper.fast_plans == 4
-
-
-def test_the_first_plan_covers_the_most_rows() -> None:
-    """A graph with more requests than the limits admit is captured on its largest plan."""
-    rig = rig_of(SETTINGS[Path.PREFILL])
-    rig.executor = made = FlashInfer().reserve(reservation_of(rig))
-    entry = rig.entries[0]
-    for lengths in ([4, 4], [90] * 8):
-        rig.stage(entry, rig.batch(lengths, [4] * len(lengths), 1, 0.0).values)
-        assert made.layout()[1] == entry.num_tokens
-
-
-@pytest.mark.parametrize("chosen", [Path.CUDA_CORE, Path.TENSOR_CORE])
-def test_tensor_cores_are_asked_for_where_they_are_planned(chosen: Path) -> None:
-    """The plan's fields and workspace are those of one of the two kernels."""
-    found = graphs_of(rig_of(SETTINGS[chosen])).values()
-    assert {wrapper.tensor_cores for wrapper in found} == {chosen is Path.TENSOR_CORE}
-
-
-def test_other_queries_on_the_same_pages_are_planned_again() -> None:
-    """A prefill plan depends on query lengths, which a batch may have fewer of than its graph."""
-    rig = rig_of(SETTINGS[Path.PREFILL])
-    for queries in ([4, 4], [2, 4], [4, 2]):
-        rig.replay(rig.entries[0], rig.batch([40, 40], queries, 1, 0.0))
-
-
-def test_eager_steps_on_other_pages_are_planned_again() -> None:
-    """An eager wrapper keeps copies of the page lists, so equal counts do not make an equal plan."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
-    for seed in range(3):
-        rig.eager(rig.batch([40, 5], [7, 1], seed, 0.0))
-
-
 def test_the_first_eager_step_has_the_softcap_of_its_layer() -> None:
     """The plan before the first layer attends cannot know the softcap, and is made again."""
     rig = rig_of(SETTINGS[Path.PREFILL])
@@ -218,129 +150,7 @@ def test_kernels_without_a_plan_get_dense_queries() -> None:
     checks.close(out, batch.expected)
 
 
-def reservation_of(rig: Any, **changes: Any) -> Reservation:
-    """Return what a rig reserves with, as far as it is asked for."""
-    planned = checks.environment(rig.setting, CPU)
-    attention = checks.Attention(
-        num_layers=1,
-        num_heads=rig.setting.heads,
-        num_kv_heads=rig.setting.kv_heads,
-        head_dim=rig.setting.head_dim,
-        max_model_len=checks.LENGTH,
-        max_query_len=rig.setting.query_len,
-    )
-    given_ = {
-        "role": Role.TARGET,
-        "group": checks.GROUP,
-        "attention": attention,
-        "environment": planned,
-        "entries": rig.entries,
-        "limits": Limits(max_num_reqs=checks.REQS, max_num_tokens=checks.TOKENS),
-        "caches": {checks.LAYER: rig.cache},
-        "page_size": rig.setting.page_size,
-        "fields": {name: b.tensor for name, b in rig.fields.by_group[checks.GROUP].items()},
-        "workspace": rig.workspace,
-        "pinned": torch.zeros(8 * INT_WORKSPACE, dtype=torch.uint8),
-        "device": CPU,
-    }
-    return Reservation(**given_ | changes)
-
-
-def test_scale_is_that_of_each_layer_and_softcap_that_of_the_group() -> None:
-    """One plan serves layers of any scale, and refuses a second softcap."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
-    batch = rig.batch([40, 5], [1, 1], 3, 0.0)
-    metadata = rig.stage(None, batch.values)
-    out = torch.empty_like(batch.query)
-    for scale in (0.01, 1.0):
-        rig.executor.attend(checks.LAYER, batch.query, out, Scoring(scale=scale), metadata)
-        rig.scoring = Scoring(scale=scale)
-        checks.close(out, rig.batch([40, 5], [1, 1], 3, 0.0).expected)
-    with pytest.raises(
-        BackendError, match=r"layer 3: its softcap is 30\.0, and an earlier layer .* has None"
-    ):
-        rig.executor.attend(checks.LAYER, batch.query, out, Scoring(scale=1.0, softcap=30.0), metadata)
-
-
-@each_path
-def test_sinks_are_refused_by_name(chosen: Path) -> None:
-    """Sinks are refused where a layer has them, and before that where the plan says so."""
-    rig = rig_of(SETTINGS[chosen])
-    batch = rig.batch([40], [1], 3, 0.0)
-    metadata = rig.stage(None, batch.values)
-    scoring = Scoring(scale=1.0, sinks=torch.zeros(rig.setting.heads))
-    with pytest.raises(BackendError, match="layer 3 have learned sinks"):
-        rig.executor.attend(checks.LAYER, batch.query, batch.query.clone(), scoring, metadata)
-
-
-@pytest.mark.parametrize("chosen", [Path.XQA, Path.TRTLLM_GEN])
-def test_kernels_without_a_plan_refuse_a_softcap(chosen: Path) -> None:
-    """XQA and trtllm-gen have no softcap, which shows in the first warm-up."""
-    setting = attrs.evolve(SETTINGS[chosen], softcap=30.0)
-    with pytest.raises(BackendError, match=f"{chosen.value} has no softcap.* 30.0"):
-        rig_of(setting)
-
-
-def test_a_graph_that_was_not_reserved_is_refused() -> None:
-    """A wrapper's batch is fixed, so there is none for another shape."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
-    entry = Entry(mode=GraphMode.FULL, num_tokens=3, num_reqs=3, query_len=1)
-    with pytest.raises(RunError, match="no wrapper for FULL 3 tokens, 3 requests of 1"):
-        rig.stage(entry, rig.batch([4, 4], [1, 1], 1, 0.0).values)
-
-
-LATENT = Latent(kv_lora_rank=512, rope_head_dim=64)
 PIECEWISE = Entry(mode=GraphMode.PIECEWISE, num_tokens=64)
-
-
-@pytest.mark.parametrize(
-    ("setting", "attention", "changes", "says"),
-    [
-        ("9.0", {"head_dim": 80}, {}, "head dimension of 80.*64, 128 or 256"),
-        ("9.0", {"causal": False}, {}, "not causal"),
-        ("8.0", {"decode_context": 2}, {}, "decode context parallelism"),
-        ("10.0", {"latent": LATENT}, {}, "latent attention"),
-        ("9.0", {"latent": LATENT}, {}, "latent attention needs SM100"),
-        ("8.0", {"kv_dtype": DataType.FP8}, {}, "KV cache of fp8 needs scales"),
-        ("8.0", {"num_heads": 3}, {}, "2 KV heads do not divide 3"),
-        ("9.0", {"sinks": True}, {}, "learned sinks"),
-        ("9.0", {}, {"page_size": 8}, "XQA takes pages of 16, 32, 64 or 128 tokens, not 8"),
-        ("10.0", {}, {"page_size": 128}, "trtllm-gen takes pages of 16, 32 or 64 tokens, not 128"),
-        ("8.0", {}, {"page_size": 8}, r"layer 3: keys are .* expected .*num_pages, 8, 2, 64"),
-        ("8.0", {}, {"entries": (attrs.evolve(PIECEWISE, mode=GraphMode.FULL, num_reqs=8),)}, "mixed"),
-        (
-            "8.0",
-            {},
-            {"workspace": torch.zeros(64, dtype=torch.uint8)},
-            "64 bytes of workspace.*plan it again",
-        ),
-        ("8.0", {}, {"pinned": torch.zeros(64, dtype=torch.uint8)}, "64 bytes of pinned memory"),
-    ],
-)
-def test_what_is_not_run_is_refused_at_reserve(setting: str, attention: Any, changes: Any, says: str) -> None:
-    """Each refusal names the role, the group, what is wrong, and what is supported."""
-    rig = rig_of(checks.Setting(heads=4, capability=setting, **SMALL))
-    asked = reservation_of(rig, **changes)
-    asked = attrs.evolve(asked, attention=attrs.evolve(asked.attention, **attention))
-    with pytest.raises(BackendError, match=f"flashinfer: target, group {checks.GROUP}.*{says}"):
-        FlashInfer().reserve(asked)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-def test_other_element_types_are_refused(dtype: torch.dtype) -> None:
-    """The kernels take half precision alone."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
-    keys = rig.cache.keys.to(dtype)
-    with pytest.raises(BackendError, match=f"keys are {dtype}"):
-        FlashInfer().reserve(reservation_of(rig, caches={0: LayerCache(keys=keys, values=keys)}))
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without FlashInfer there is a reason and a remedy, not an ImportError."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(BackendError, match=r"flashinfer-python.*install capture-planner-flashinfer\[run\]"):
-        FlashInfer().reserve(reservation_of(rig))
 
 
 def test_without_full_graphs_there_is_the_eager_wrapper_alone() -> None:

@@ -12,7 +12,7 @@ from capture_planner.entry import Entry
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.lint import RULES, Severity, lint
 from capture_planner.model import Method, Model, Speculative
-from capture_planner.modes import GraphMode, GraphSupport, Pool, Reason, Role
+from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Reason, Refresh, Role
 from capture_planner.plan import Decision, Kind, Plan, Waiver
 from capture_planner.planner import plan
 from capture_planner.registry import Registered, Registry
@@ -26,12 +26,11 @@ EAGLE = Speculative(method=Method.EAGLE, num_tokens=3)
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 
 
-def made(level=GraphSupport.ALWAYS, *, reqs=16, tokens=512, **changes):
+def made(level=GraphSupport.ALWAYS, *, reqs=16, tokens=512, refresh=Refresh.HOST, **changes):
     """Plan for a backend of one level."""
     told = dict.fromkeys(Role, Support(level=level, reason="told"))
-    registry = Registry(
-        [Registered(backend=FakeBackend(name="alpha", supports=told), distribution="d", version="1")]
-    )
+    backend = FakeBackend(name="alpha", supports=told, refreshes=refresh)
+    registry = Registry([Registered(backend=backend, distribution="d", version="1")])
     limits = Limits(max_num_reqs=reqs, max_num_tokens=tokens)
     return plan(Spec(model=MODEL, limits=limits, backend="alpha", **changes), MACHINE, registry)
 
@@ -54,6 +53,7 @@ def plus(whole, *entries, index=0):
 
 
 PLAIN, DRAFTED = made(), made(speculative=EAGLE)
+FUSED = made(speculative=EAGLE, refresh=Refresh.IN_GRAPH)
 SUPPORT = PLAIN.roles[0].groups[0].support
 WAIVER = Waiver(kind=Kind.MIXED, first=600, last=700, reason=Reason.SIZES, says="so decided")
 STEP = Decision(rule="r", before="FULL", after="NONE", role=Role.DRAFT_DECODE, backend="x", says="s")
@@ -130,6 +130,14 @@ def test_a_rule_finds_its_bug_and_accepts_its_mend(code):
     broken, mended = CASES[code]
     assert code in codes(broken)
     assert code not in codes(mended)
+
+
+def test_a_chain_that_was_not_asked_for_is_an_error():
+    """More than was asked is CP031, as a higher mode is."""
+    assert any(entry.draft_steps for entry in FUSED.role(Role.DRAFT_DECODE).entries)
+    single = replace(FUSED, speculative=replace(EAGLE, chain=Chain.SINGLE))
+    assert "CP031" in codes(single)
+    assert "CP031" not in codes(FUSED)
 
 
 @pytest.mark.parametrize("broken", [case[0] for case in CASES.values()], ids=list(CASES))

@@ -20,7 +20,7 @@ from capture_planner.contract import Axis, Fill, Lifetime, MetadataField, Paddin
 from capture_planner.errors import GuardError
 from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.bodies import tensor_of
+from capture_planner.runtime.fields import tensor_of
 from capture_planner.runtime.capture import warm_values
 from capture_planner.runtime.fields import Extents
 from capture_planner.runtime.guards import Baked
@@ -168,6 +168,7 @@ def test_everything_that_graphs_touch_is_held(guarded):
     }
     for kind, role in guarded.runner.parts.roles.items():
         fields = [field.name for field in role.plan.inputs]
+        fields += ["sampled_rows", "sampled_counts"] if kind is Role.TARGET else []
         names = [*fields, *expected[kind], "all.workspace", "keys[0]", "values[0]"]
         assert sorted(held[0] for held in role.persistent()) == sorted(f"{kind.value}.{n}" for n in names)
 

@@ -26,7 +26,14 @@ from capture_planner.testing.runs import CPU, VOCABULARY, requests_for, runnable
 
 REGISTRY = load()
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixture of experts": MixtralConfig}
-HARD = Options(poison=True, debug=True)
+OPTIONS = st.builds(
+    Options,
+    poison=st.booleans(),
+    debug=st.booleans(),
+    replay=st.sampled_from((True, True, True, False)),
+    run_ahead=st.booleans(),
+    drafts_on_device=st.booleans(),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -118,9 +125,11 @@ def pages_for(plan, page_size):
     kind=st.sampled_from(("random", "copy", "miss", "chance")),
     page_size=st.sampled_from((1, 4, 16)),
     seed=st.integers(0, 1000),
+    options=OPTIONS,
 )
-def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, seed):
-    """Graphs, eager and plain greedy agree exactly, everything poisoned before every forward."""
+def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, seed, options):
+    """Graphs, eager and plain greedy agree exactly: poisoned before every forward or not, a step ahead of
+    the tokens or not, with drafts prepared on either side."""
     spec = data.draw(runnable_specs())
     plan = planned(spec)
     if plan is None:
@@ -134,7 +143,7 @@ def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, see
     drafter = drafter_of(kind, plan, target, seed)
     eager, _ = serve(without_graphs(plan), target, drafter, requests, pages, answers=answers)
     assert eager == plain
-    tokens, session = serve(plan, target, drafter, requests, pages, options=HARD, answers=answers)
+    tokens, session = serve(plan, target, drafter, requests, pages, options=options, answers=answers)
     assert tokens == plain
     served = [forward for forward in session.forwards if forward.entry is not None]
     assert bool(served) <= bool(plan.num_graphs)
@@ -156,8 +165,13 @@ class Serving(RuleBasedStateMachine):
         self.expected = {}
         self.serving = None
 
-    @initialize(data=st.data(), kind=st.sampled_from(("random", "chance")), seed=st.integers(0, 50))
-    def begin(self, data, kind, seed):
+    @initialize(
+        data=st.data(),
+        kind=st.sampled_from(("random", "chance")),
+        seed=st.integers(0, 50),
+        options=OPTIONS,
+    )
+    def begin(self, data, kind, seed, options):
         """Capture a random plan of a random model."""
         self.spec = data.draw(runnable_specs())
         plan = planned(self.spec)
@@ -173,7 +187,7 @@ class Serving(RuleBasedStateMachine):
             REGISTRY,
             RecordedGraphs(),
             pages=pages_for(plan, 4),
-            options=HARD,
+            options=options,
         )
         self.runner = self.stack.enter_context(runner)
         runner.capture()
@@ -233,7 +247,7 @@ class Serving(RuleBasedStateMachine):
     def teardown(self):
         """Serve what is left."""
         try:
-            while self.serving is not None and not self.serving.scheduler.done:
+            while self.serving is not None and not self.serving.done:
                 self.serving.step()
             self.every_answer_is_greedy()
             assert not self.expected

@@ -30,7 +30,7 @@ from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.plan import Plan
 from capture_planner.planner import plan as make_plan
 from capture_planner.registry import Registry
-from capture_planner.runtime.bodies import tensor_of
+from capture_planner.runtime.fields import tensor_of
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.recorded import RecordedGraphs
 from capture_planner.runtime.role import RoleRun

@@ -10,7 +10,7 @@ from capture_planner.dispatch import Dispatcher
 from capture_planner.entry import Batch
 from capture_planner.modes import Reason
 from capture_planner.plan import Kind, Waiver
-from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
+from capture_planner.runtime.ledger import Captured, Forward, Reading, RunReport, Served, Step
 from capture_planner.testing import arbitrary_plans, batches, plans
 
 LOCKED = {
@@ -32,12 +32,23 @@ counts = st.sampled_from((0, 1)) | st.integers(0, 1 << 40)
 
 
 @st.composite
+def readings(draw):
+    """A device at one moment: what is gone is what the allocator holds and more."""
+    mine = draw(st.integers(0, 1 << 36))
+    return Reading(used=mine + draw(st.integers(0, 1 << 30)), held=mine)
+
+
+@st.composite
 def captures(draw, plan):
     """What was captured of a plan: a part of it, in capture order, some graphs dropped."""
     planned = [(role.role, entry) for role in plan.roles for entry in role.entries]
     reasons = st.none() | st.none() | st.sampled_from((Reason.MEMORY, Reason.BUDGET))
     # A few draws for all graphs in turn: a plan may have more than a hundred.
     kinds = draw(st.lists(st.tuples(times, counts, counts, reasons, names), min_size=1, max_size=3))
+    # One device for all graphs, or none; a few moments of it in turn. At a stride of 2 each capture
+    # begins where the one before ended, and the ledger explains all.
+    moments = draw(st.none() | st.lists(readings(), min_size=1, max_size=4))
+    stride = draw(st.sampled_from((2, 3)))
     found = []
     for index, (role, entry) in enumerate(
         planned[: draw(st.just(len(planned)) | st.integers(0, len(planned)))]
@@ -46,8 +57,19 @@ def captures(draw, plan):
         waiver = None
         if reason is not None:
             waiver = Waiver(kind=Kind.MIXED, first=1, last=entry.num_tokens, reason=reason, says=says)
+        seen = None
+        if moments:
+            seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
         found.append(
-            Captured(role=role, entry=entry, seconds=taken, memory=memory, alone=alone, waiver=waiver)
+            Captured(
+                role=role,
+                entry=entry,
+                seconds=taken,
+                memory=memory,
+                alone=alone,
+                readings=seen,
+                waiver=waiver,
+            )
         )
     return tuple(found)
 
@@ -158,4 +180,7 @@ def reports(draw):
         capture_seconds=draw(times),
         serve_seconds=draw(times),
         interrupted=draw(st.booleans()),
+        workspaces=draw(counts),
+        weights=draw(counts),
+        served_reading=draw(st.none() | readings()),
     )

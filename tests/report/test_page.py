@@ -17,8 +17,9 @@ from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.report.drawing import MAX_POINTS, Buckets, cumulative, thinned
 from capture_planner.report.page import run_page
-from capture_planner.report.sections import printable, sections
+from capture_planner.report.sections import sections
 from capture_planner.report.summary import summary
+from capture_planner.report.writing import printable
 from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import attrs
 import ledgers
@@ -16,12 +17,28 @@ from rich.console import Console
 
 from capture_planner import codec
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.report.memory import MAX_GRAPHS, MOST_APART
 from capture_planner.report.run import run_data, run_tables, summary
-from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, percent, seconds, sections, size
+from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, sections
 from capture_planner.report.summary import Percentiles
-from capture_planner.runtime.ledger import Forward
+from capture_planner.report.writing import percent, seconds, size
+from capture_planner.runtime.ledger import Accounts, Captured, Forward, Reading, RunReport
 
 REPORTS = ledgers.reports()
+EMPTY = RunReport(
+    plan=ledgers.LOCKED["tiny-reference-cpu.cpu"],
+    model="m",
+    backends={},
+    host={},
+    captured=(),
+    forwards=(),
+    steps=(),
+    served=(),
+    buffers=0,
+    kv_cache=0,
+    capture_seconds=0.0,
+    serve_seconds=0.0,
+)
 
 
 def printed(report, width):
@@ -148,6 +165,72 @@ def test_captured_graphs_add_up(report):
     for kind in numbers.captured:
         tokens = [g.entry.num_tokens for g in there if (g.role, g.entry.mode) == (kind.role, kind.mode)]
         assert (kind.smallest.num_tokens, kind.largest.num_tokens) == (min(tokens), max(tokens))
+
+
+@given(REPORTS)
+def test_memory_adds_up_to_what_the_device_reports(report):
+    """By graph, by role and mode, and with all that is no graph; the rest is shown, and flagged above 5 %."""
+    numbers, accounts = summary(report), Accounts.of(report.captured)
+    data = run_data(report)
+    shown = next(s for s in sections(report, numbers) if s.name == "memory")
+    assert sum(kind.driver for kind in numbers.captured) == sum(
+        graph.driver for graph in report.captured if graph.waiver is None
+    )
+    assert data["memory"]["weights"] == report.weights
+    read = [graph.readings for graph in report.captured if graph.readings is not None]
+    if not read:
+        assert accounts is None is data["memory"]["accounts"]
+        assert all(graph.driver == 0 for graph in report.captured)
+        assert not shown.warnings
+        assert len(shown.grid.rows) == len(numbers.captured)
+        return
+    assert accounts == numbers.accounts
+    assert accounts.device == read[-1][2].used - read[0][0].used
+    between = sum(after[0].used - before[2].used for before, after in pairwise(read))
+    assert accounts.unexplained == between
+    assert accounts.explained + between == accounts.device
+    assert data["memory"]["accounts"]["unexplained"] == between
+    assert accounts.apart >= 0
+    assert (accounts.apart == 0) == (between == 0)
+    assert bool(shown.warnings) == (accounts.apart > MOST_APART)
+    assert shown.grid.rows[-2][-1] == size(between)
+    assert shown.grid.rows[-1][-1] == size(accounts.device)
+
+
+@given(REPORTS)
+def test_the_graphs_that_took_most_memory_are_listed(report):
+    """Largest first, and the others by their number; all are in the data."""
+    numbers = summary(report)
+    there = sorted((g.memory + g.driver for g in report.captured if g.waiver is None), reverse=True)
+    listed = [s for s in sections(report, numbers) if s.name == "memory-by-graph"]
+    assert bool(listed) == any(g.memory or g.driver for g in report.captured if g.waiver is None)
+    for shown in listed:
+        assert len(shown.grid.rows) <= MAX_GRAPHS
+        left = len(there) - len(shown.grid.rows)
+        assert bool(shown.notes) == bool(left)
+        assert all(f"{left:,} other graph" in note for note in shown.notes)
+    entries = run_data(report)["captured"]["entries"]
+    assert Counter((e["memory"], e["driver"]) for e in entries) == Counter(
+        (g.memory, g.driver) for g in report.captured
+    )
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
+def test_what_a_device_lost_after_the_last_capture_is_told_apart(used, more):
+    """It is no part of what the captures took."""
+    plan = ledgers.LOCKED["tiny-reference-cpu.cpu"]
+    role = plan.roles[0]
+    at = Reading(used=used, held=0)
+    graph = Captured(
+        role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at)
+    )
+    report = attrs.evolve(
+        EMPTY, plan=plan, captured=(graph,), served_reading=Reading(used=used + more, held=0)
+    )
+    found = summary(report)
+    assert (found.later, found.accounts.device) == (more, 0)
+    shown = next(s for s in sections(report, found) if s.name == "memory")
+    assert shown.notes == (f"from the last capture to the end, the device lost {size(more)}",)
 
 
 @given(REPORTS)

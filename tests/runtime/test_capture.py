@@ -17,7 +17,10 @@ from capture_planner.errors import RunError
 from capture_planner.lint import Severity, lint
 from capture_planner.modes import GraphMode, Pool, Reason, Refresh, Role
 from capture_planner.runtime.capture import as_captured, warm_values, without_graphs, without_speculation
+from capture_planner.runtime.ledger import Accounts, Reading
+from capture_planner.runtime.recorded import RecordedGraphs
 from capture_planner.runtime.role import Options
+from capture_planner.runtime.runner import Runner
 from capture_planner.spec import Policy, Sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,6 +128,72 @@ def test_one_pool_needs_no_more_than_one_for_each_role(world):
         assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
         assert all(done.memory <= done.alone for done in runner.session.captured)
     assert held[Pool.SHARED] <= held[Pool.PER_ROLE]
+
+
+class Device(RecordedGraphs):
+    """Recorded graphs on a device that is made up: what it loses at each reading is drawn and known.
+
+    A reading is before a warm-up, before a capture or after it, in turn.
+    """
+
+    def __init__(self, random):
+        self.random, self.pools, self.lost, self.turns = random, [], defaultdict(list), 0
+
+    def pool(self, limit=None):
+        self.pools.append(super().pool(limit))
+        return self.pools[-1]
+
+    def reading(self):
+        names = (("others",), ("warm-up", "modules"), ("driver",))[self.turns % 3]
+        self.turns += 1
+        for name in names:
+            self.lost[name].append(self.random.randint(-20, 400) if self.random.random() < 0.5 else 0)
+        held = sum(self.lost["warm-up"]) + sum(pool.memory for pool in self.pools)
+        beside = sum(sum(self.lost[name]) for name in ("others", "modules", "driver"))
+        return Reading(used=(1 << 30) + held + beside, held=held)
+
+
+@FEW
+@given(worlds(GRAPHS), st.floats(0, 2), st.randoms(use_true_random=False))
+def test_the_ledger_finds_what_each_capture_took(world, share, random):
+    """By graph, by role and in all: pools, driver, warm-ups and modules; the rest is not explained.
+
+    Also where a pool is too small for some graphs.
+    """
+    needed = max(role.pool.memory for role in captured(world).parts.roles.values())
+    device = Device(random)
+    drafter = None if world.plan.speculative is None else world.drafter
+    runner = Runner(world.plan, world.target, drafter, world.registry, device, pages=world.pages)
+    with runner:
+        runner.capture(memory=math.floor(share * needed))
+    done, lost = runner.session.captured, device.lost
+    assert [graph.driver for graph in done] == lost["driver"]
+    taken = Counter()
+    for graph in done:
+        taken[graph.role] += graph.memory
+    for role in runner.parts.roles.values():
+        if world.plan.pool is Pool.PER_ROLE:
+            assert taken[role.role] == role.pool.memory
+        else:
+            assert taken.total() == role.pool.memory
+    accounts = Accounts.of(done)
+    if not done:
+        assert accounts is None
+        return
+    assert accounts.graphs + accounts.dropped == sum(pool.memory for pool in device.pools)
+    assert accounts.dropped == 0
+    assert accounts.driver == sum(lost["driver"])
+    assert accounts.warm_up == sum(lost["warm-up"])
+    assert accounts.modules == sum(lost["modules"])
+    assert accounts.unexplained == sum(lost["others"][1:])
+    assert accounts.device == accounts.explained + accounts.unexplained
+
+
+def test_a_host_is_not_read():
+    """Recorded graphs take their pool alone: no driver, and nothing to add up."""
+    (done, *_) = captured(world_of(spec_of(k=0))).session.captured
+    assert (done.readings, done.driver) == (None, 0)
+    assert Accounts.of([done]) is None
 
 
 @FEW

@@ -1,14 +1,16 @@
 """Greedy verification against a reference that goes row by row and token by token."""
 
+import copy
 import random
 
+import attrs
 import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.scheduler import Live, Places, Scheduled
-from capture_planner.runtime.speculative import sampled_rows, settle
+from capture_planner.runtime.speculative import fulfil, promise, sampled_rows, settle
 from capture_planner.runtime.workload import Request
 
 VOCABULARY = 3
@@ -16,8 +18,8 @@ VOCABULARY = 3
 PLACES = 7
 
 
-def scheduled_of(rows, most_drafts):
-    """A batch of ``(place, tokens, drafts)``."""
+def scheduled_of(rows, most_drafts, prompts=0):
+    """A batch of ``(place, tokens, drafts)``, of which so many are prompts."""
     request = Request(name="r", arrival=0.0, prompt=(1,), max_new_tokens=1)
     places, counts, drafts = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
     return Scheduled(
@@ -25,7 +27,7 @@ def scheduled_of(rows, most_drafts):
         places=places,
         counts=counts,
         drafts=drafts,
-        prompts=0,
+        prompts=prompts,
         draft_tokens=most_drafts,
     )
 
@@ -37,7 +39,7 @@ def situations(draw):
     longest, k = draw(st.sampled_from((2, 5, 12))), draw(st.integers(0, 4))
     places = Places(PLACES, longest, k, PageFormat(page_size=4, num_pages=9))
     places.tokens[:] = [[chosen.randrange(VOCABULARY) for _ in row] for row in places.tokens]
-    rows = []
+    rows, prompts = [], 0
     for place in chosen.sample(range(PLACES), draw(st.integers(1, PLACES))):
         length = chosen.randint(1, longest - 1)
         places.length[place] = length
@@ -45,9 +47,10 @@ def situations(draw):
             places.computed[place], drafts = length - 1, chosen.randint(0, min(k, longest - length))
             rows.append((place, 1 + drafts, drafts))
         else:
+            prompts += 1
             places.computed[place] = chosen.randrange(length)
             rows.append((place, chosen.randint(1, length - int(places.computed[place])), 0))
-    return scheduled_of(rows, k), places, chosen
+    return scheduled_of(rows, k, prompts), places, chosen
 
 
 def starts_of(scheduled):
@@ -112,6 +115,31 @@ def test_settling_is_what_each_row_alone_would_be(situation):
     assert settled.gained.tolist() == gained
     assert copied(places) == (tokens, length, computed)
     event(f"some drafts were kept, and some were not: {0 < sum(accepted) < scheduled.drafts.sum()}")
+
+
+@given(situations())
+def test_a_promise_that_is_kept_is_a_settled_step(situation):
+    """Lengths before the tokens are known, and then the tokens: what settling all at once does."""
+    scheduled, places, chosen = situation
+    scheduled = attrs.evolve(
+        scheduled, counts=scheduled.counts - scheduled.drafts, drafts=np.zeros_like(scheduled.drafts)
+    )
+    other, starts = copy.deepcopy(places), starts_of(scheduled)
+    said = np.array([chosen.randrange(VOCABULARY) for _ in range(scheduled.num_tokens)])
+    expected = settle(scheduled, other, said[sampled_rows(scheduled, starts, other)])
+    promised = promise(scheduled, places, starts)
+    assert places.length.tolist() == other.length.tolist()
+    for row, (place, at, gained) in enumerate(
+        zip(scheduled.places, promised.at, promised.gained, strict=True)
+    ):
+        if gained:
+            # What stands there meanwhile names the row that will say it.
+            assert said[-1 - places.tokens[place, at]] == other.tokens[place, at]
+            assert -1 - places.tokens[place, at] == starts[row + 1] - 1
+    fulfil(scheduled, promised, places, starts, said)
+    assert copied(places) == copied(other)
+    for name in ("kept", "accepted", "gained", "at"):
+        assert getattr(promised, name).tolist() == getattr(expected, name).tolist()
 
 
 def greedy(prompt, length, seed):

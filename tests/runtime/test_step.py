@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.contract import COMMON_FIELDS
-from capture_planner.runtime.bodies import DraftDecodeBody, DraftState
 from capture_planner.runtime.fields import FieldBuffer
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.scheduler import Live, Places, Scheduled
@@ -21,6 +20,7 @@ from capture_planner.runtime.step import (
     target_values,
     token_rows,
 )
+from capture_planner.runtime.updates import Moving, TorchUpdates
 from capture_planner.runtime.workload import Request
 
 DTYPES = {
@@ -33,8 +33,11 @@ DTYPES = {
     "last_token_indices": "int32",
     "idx_mapping": "int32",
     "cu_num_draft_tokens": "int32",
+    "sampled_rows": "int64",
+    "sampled_counts": "int32",
 }
 """What the runner's fields are declared as."""
+OF_THE_TARGET = {"cu_num_draft_tokens", "sampled_rows", "sampled_counts"}
 
 
 @attrs.frozen(kw_only=True)
@@ -96,7 +99,7 @@ def situations(draw, decodes=False):
         places=np.array([row[0] for row in rows], dtype=np.int64),
         counts=np.array([row[1] for row in rows], dtype=np.int64),
         drafts=np.array([row[2] for row in rows], dtype=np.int64),
-        prompts=0,
+        prompts=sum(int(places.computed[row[0]] < places.prompt[row[0]]) for row in rows),
         draft_tokens=k,
     )
     return Situation(scheduled=scheduled, places=places, pages=pages, max_model_len=max_model_len)
@@ -163,7 +166,8 @@ def draft_decode(batch):
     """A draft decode after verification: what is computed may have reached the model's end."""
     for place, first, count, _ in batch.rows():
         batch.places.computed[place] = min(first + count, batch.max_model_len)
-    return draft_decode_values(batch.scheduled, batch.places, batch.pages)
+    computed = batch.places.computed[batch.scheduled.places]
+    return draft_decode_values(batch.scheduled, computed, batch.places, batch.pages)
 
 
 def wanted_draft_decode(batch, moved):
@@ -191,20 +195,8 @@ def test_the_draft_decodes_values_are_held_at_the_models_end(batch):
     assert made["idx_mapping"].tolist() == batch.scheduled.places.tolist()
     assert len(made["input_ids"]) == len(wanted)
     assert {name: str(array.dtype) for name, array in made.items()} == {
-        name: dtype for name, dtype in DTYPES.items() if name != "cu_num_draft_tokens"
+        name: dtype for name, dtype in DTYPES.items() if name not in OF_THE_TARGET
     }
-
-
-class Silent:
-    """A drafter without a model: it proposes the place, and the state is moved on."""
-
-    def forward(self, *, input_ids, positions, hidden, attend):
-        """Return what was given."""
-        return hidden
-
-    def propose(self, hidden, places, positions):
-        """Return the places."""
-        return places
 
 
 def device_fields(made, padding):
@@ -234,11 +226,11 @@ def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
     made = draft_decode(batch)
     held = Held(device_fields(made, padding))
     rows, dtypes = len(made["positions"]), {name: str(made[name].dtype) for name in made}
-    state = DraftState.make(8, 4, 2, torch.float32, torch.device("cpu"))
-    body = DraftDecodeBody(Silent(), held, state, batch.pages.page_size, batch.max_model_len)
+    moving = Moving.of(held, batch.pages.page_size, batch.max_model_len)
+    updates = TorchUpdates()
     for moved in range(1, batch.scheduled.draft_tokens):
         move_on(made, batch.pages.page_size, batch.max_model_len)
-        body._move_on(rows + padding)
+        updates.move_on(moving, rows + padding)
         positions, lengths, slots = zip(*wanted_draft_decode(batch, moved), strict=True)
         assert tuple(made["positions"].tolist()) == positions
         assert tuple(made["seq_lens"].tolist()) == lengths

@@ -49,6 +49,8 @@ class Library:
     """What is imported to run it."""
     since: tuple[int, ...]
     majors: frozenset[int]
+    only: str
+    """The same in words, for a refusal."""
     level: GraphSupport
     why: str
     max_head_dim: int = 256
@@ -71,7 +73,7 @@ class Library:
     def refusal(self, model: Attention, major: int) -> str | None:
         """Return why the library cannot serve these layers on compute capability ``major``.x."""
         if major not in self.majors:
-            return f"{self.title} has no kernels for SM{major}x"
+            return f"{self.title} {self.only}, not SM{major}x"
         if model.dtype is DataType.FLOAT32:
             return f"{self.title} takes no float32"
         if model.head_dim % 8 or model.head_dim > self.max_head_dim:
@@ -106,6 +108,7 @@ FA3 = Library(
     module="flash_attn_interface",
     since=(3,),
     majors=frozenset({9}),
+    only="is made for SM90",
     level=GraphSupport.ALWAYS,
     why="reads lengths and tile counts on the device, so a graph holds any batch",
     fp8_majors=frozenset({9}),
@@ -119,6 +122,7 @@ FA4 = Library(
     module="flash_attn.cute",
     since=(4,),
     majors=frozenset({9, 10}),
+    only="reads a paged cache on SM90 and SM100 (4.0.0b36)",
     level=GraphSupport.ALWAYS,
     why="reads lengths and pages on the device, so a graph holds any batch",
     narrow=frozenset({10}),
@@ -131,6 +135,7 @@ FA2 = Library(
     module="flash_attn",
     since=(2,),
     majors=_SM80_AND_NEWER,
+    only="needs SM80 or newer",
     level=GraphSupport.UNIFORM_BATCH,
     why=_FA2_WHY,
     page_multiple=256,
@@ -142,14 +147,16 @@ TORCH = Library(
     module="torch.nn.attention.varlen",
     since=(2, 13),
     majors=_SM80_AND_NEWER,
+    only="needs SM80 or newer",
     level=GraphSupport.UNIFORM_BATCH,
     why=f"runs the FlashAttention 2 kernel, which {_FA2_WHY}",
     page_multiple=256,
 )
 
-LIBRARIES = (FA3, FA4, FA2, TORCH)
-"""Best first. On SM90, where 3 and 4 both run, 3 splits a long KV over the machine and 4 (4.0.0b36)
-refuses to; vLLM 0.33 prefers 3 there too. torch has had block tables since 2.13."""
+LIBRARIES = (FA4, FA3, FA2, TORCH)
+"""Best first. On SM90, where 3 and 4 both run, 3 alone splits a long KV over the machine (4.0.0b36
+refuses to), and vLLM 0.33 prefers it there: who decodes few requests over long contexts plans for an
+environment without 4. torch has had block tables since 2.13."""
 
 
 def select(model: Attention, environment: Environment) -> Library | None:
@@ -209,10 +216,15 @@ class FlashAttention:
         installed = [lib for lib in LIBRARIES if lib.installed(environment)]
         installed.sort(key=lambda lib: major not in lib.majors)
         why = installed[0].refusal(model, major) if installed else "No flash-attention library is installed"
+        old = [
+            f"{lib.title} reads pages from {lib.package} {'.'.join(map(str, lib.since))} on, not in {found}"
+            for lib in serving
+            if (found := environment.packages.get(lib.package)) is not None and lib not in installed
+        ]
         remedy = (
             f"install {serving[0].package}" if serving else "none of the family serves these layers there"
         )
-        return f"{why}; {remedy} ({_device(environment)})."
+        return f"{'; '.join((why or '', *old, remedy))} ({_device(environment)})."
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
         """Declare what differs from the common fields, for the library that serves this machine.

@@ -44,8 +44,8 @@ class FlashAttentionExecutor:
         self._schedule: torch.Tensor | None = None
         self._layout: tuple[int, ...] | None = None
         tokens = max([reservation.limits.max_num_tokens, *(e.num_tokens for e in reservation.entries)])
-        self._rows = torch.arange(tokens, dtype=torch.int32, device=reservation.device).view(-1, 1, 1)
-        self._owned = torch.zeros_like(self._rows, dtype=torch.bool)
+        self._owned = torch.zeros(tokens, 1, 1, dtype=torch.bool, device=reservation.device)
+        self._total = 0
         dtype = getattr(torch, self._attention.dtype.value)
         self._zero = torch.zeros((), dtype=dtype, device=reservation.device)
 
@@ -55,8 +55,7 @@ class FlashAttentionExecutor:
         The schedule is copied into the reserved field, whose tail is zeroed: a stale tail makes
         surplus thread blocks overwrite the output. Raises ``BackendError`` where it does not fit.
         """
-        rows, total = slice(metadata.num_tokens), metadata.fields["query_start_loc"][-1]
-        torch.lt(self._rows[rows], total, out=self._owned[rows])
+        self._own(int(metadata.host["query_start_loc"][-1]))
         self._schedule = self._layout = None
         if not metadata.is_full:
             return
@@ -96,6 +95,16 @@ class FlashAttentionExecutor:
         result = self._kernel.run(self._call(layer, query, scoring, metadata), out)
         # No library writes the rows that no request owns: they hold what memory held before.
         torch.where(self._owned[: len(out)], result, self._zero, out=out)
+
+    def _own(self, total: int) -> None:
+        """Mark the first ``total`` rows: those that requests own come first, in every kind of step.
+
+        The mask is this executor's alone and right for all extents at once, so that it changes with the
+        total, by the rows in between, and a decode of the same requests launches nothing.
+        """
+        if total != self._total:
+            self._owned[min(total, self._total) : max(total, self._total)] = total > self._total
+            self._total = total
 
     def layout(self) -> tuple[int, ...] | None:
         """The splits of the last FULL step, and the length of its schedule where there is one."""

@@ -85,14 +85,16 @@ def _shares_window(model: Attention, environment: Environment) -> bool:
 
 
 def path(model: Attention, environment: Environment) -> Path:
-    """Return the kernels that serve a group.
+    """Return the kernels that serve a group: those that need no host plan where there are any."""
+    return kernel(model, environment) or wrapper(model)
+
+
+def wrapper(model: Attention) -> Path:
+    """Return the wrapper that serves a group where no other kernel does.
 
     A decode wrapper uses tensor cores from four query heads a KV head on, or on an 8-bit cache
     (SGLang 0.5.23, ``should_use_tensor_core``).
     """
-    found = kernel(model, environment)
-    if found is not None:
-        return found
     if model.max_query_len > 1:
         return Path.PREFILL
     dense = model.num_heads >= 4 * model.num_kv_heads or model.kv_dtype in (DataType.FP8, DataType.NVFP4)

@@ -7,6 +7,7 @@ trtllm-gen, which need none. Eager and PIECEWISE steps take one prefill wrapper,
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,17 +20,9 @@ from capture_planner.modes import GraphMode
 from capture_planner.runtime.contract import Metadata, Reservation, Scoring
 from capture_planner_flashinfer.backend import KV_LENS, PACKAGE, Parts, Path, parts, path, refusal
 from capture_planner_flashinfer.kernels import Kernel
+from capture_planner_flashinfer.stock import Stock
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
-from capture_planner_flashinfer.wrappers import (
-    NO_ROWS,
-    DecodeGraph,
-    Eager,
-    Memory,
-    PageLists,
-    Planned,
-    PrefillGraph,
-    Shape,
-)
+from capture_planner_flashinfer.wrappers import DecodeGraph, Eager, Memory, Planned, PrefillGraph, Shape
 
 HEAD_DIMS = (64, 128, 256)
 """Those of the prefill wrapper, which serves eager steps on every path."""
@@ -55,7 +48,6 @@ class FlashInferExecutor:
         self._where = _where(reservation)
         self._path = path(attention, reservation.environment)
         self._caches = dict(reservation.caches)
-        self._page_size = reservation.page_size
         self._shape = Shape(
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
@@ -86,6 +78,8 @@ class FlashInferExecutor:
                 _full(reservation.entries),
                 self._shape.window_left,
             )
+        pages = -(-attention.max_model_len // reservation.page_size)
+        self._stock = Stock(library, attention, self._shape, cut.floats, pages, reservation.device)
         self._now: Planned | None = None
         self._softcap: float | None = None
         self._is_settled = False
@@ -117,30 +111,20 @@ class FlashInferExecutor:
             raise RunError(
                 f"{self._where}: there is no wrapper for {entry}; reserve with all entries of the plan"
             )
-        lists = PageLists.of(metadata.host, self._page_size) if entry is None else self._lists(metadata)
-        self.plans += self._now.plan(lists, self._softcap)
-
-    def _lists(self, metadata: Metadata) -> PageLists:
-        """Take the padded lists of a FULL graph; the runner has them on the device as well."""
-        host = metadata.host
-        starts = host["paged_kv_indptr"]
-        return PageLists(
-            kv_indptr=starts,
-            last_page_len=host["paged_kv_last_page_len"],
-            indices=metadata.fields["paged_kv_indices"][: int(starts[-1])],
-            qo_indptr=host["qo_indptr"] if self._path is Path.PREFILL else NO_ROWS,
-        )
+        self.plans += self._now.plan(metadata.host, self._softcap)
 
     def attend(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
     ) -> None:
         """Write the attention of ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``.
 
-        Raises ``BackendError`` for sinks, for a softcap that the path does not have, and for layers
+        Raises ``BackendError`` for sinks, for a custom mask, for a softcap that the path does not have, and for layers
         of one group whose softcaps differ.
         """
         if scoring.sinks is not None:
             raise BackendError(_no_sinks(f"{self._where}, layer {layer}"))
+        if getattr(scoring, "mask", None) is not None:
+            raise BackendError(f"{self._where}, layer {layer}: {_NO_MASK}")
         cache = self._caches[layer]
         if metadata.is_full and self._kernel is not None:
             self._kernel.run(query, cache, out, scoring, metadata)
@@ -171,9 +155,25 @@ class FlashInferExecutor:
         """Return the numbers of the last plan of a graph; None where no graph holds one."""
         return None if self._now is None or isinstance(self._now, Eager) else self._now.layout
 
+    def stock(self, metadata: Metadata) -> Callable[[], None]:
+        """Return a call that makes FlashInfer's own plan of a FULL step: what an engine pays a step.
+
+        Optional: not all executors have it, and nothing but a benchmark calls it. The plan is made on
+        a wrapper with memory of its own, so it may come between any two steps. For XQA and trtllm-gen,
+        which have no plan, it is that of the wrapper that would serve in their place. Allocates, and
+        compiles, at the first call of a shape. Raises ``RunError`` for any other step.
+        """
+        entry = metadata.entry
+        if not metadata.is_full or entry is None:
+            raise RunError(
+                f"{self._where}: {entry or 'an eager step'} has no plan of its own to compare with"
+            )
+        return self._stock.plan(metadata.host, *_shape_of(entry))
+
     def release(self) -> None:
         """Let go of wrappers and caches."""
         self._wrappers.clear()
+        self._stock.release()
         self._kernel = self._now = None
         self._caches.clear()
 
@@ -251,6 +251,13 @@ def _unsupported_entries(reservation: Reservation, chosen: Path) -> str | None:
         if chosen is Path.PREFILL and (entry.num_reqs or 0) > KV_LENS:
             return f"{entry} has more requests than the {KV_LENS} that a prefill wrapper holds; plan it again"
     return None
+
+
+_NO_MASK = (
+    "a mask of its own, such as a tree of drafts has, is not run: a graph holds the address of a mask's buffer, "
+    "and a wrapper that has one goes on reading the bits of the last masked plan where a step has no mask "
+    "(FlashInfer 0.6.9); plan drafts as chains"
+)
 
 
 def _no_sinks(who: str) -> str:

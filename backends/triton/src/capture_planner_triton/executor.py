@@ -242,6 +242,9 @@ def _attend(
     row = tl.arange(0, rows)
     head = kv_head * group + row % group
     dim = tl.arange(0, width)
+    # Times a stride these may pass 32 bits, in a layout where heads or their elements are far apart.
+    far_head = head.to(tl.int64)
+    far_dim = dim.to(tl.int64)
     # A group that is no power of two leaves rows over.
     used = row < queries * group
     in_head = dim < head_dim
@@ -252,7 +255,7 @@ def _attend(
         if (block + 1) * queries > total:
             token = (block * queries + row // group).to(tl.int64)
             padded = used & (token >= total) & (token < num_tokens)
-            place = token[:, None] * out_token + head[:, None] * out_head + dim[None, :] * out_dim
+            place = token[:, None] * out_token + far_head[:, None] * out_head + far_dim[None, :] * out_dim
             zero = tl.zeros([rows, width], out.dtype.element_ty)
             tl.store(out + place, zero, mask=padded[:, None] & in_head[None, :])
 
@@ -281,7 +284,7 @@ def _attend(
     real = used & (index < query_len)
     token = (start + index).to(tl.int64)
     position = length - query_len + index
-    place = token[:, None] * query_token + head[:, None] * query_head + dim[None, :] * query_dim
+    place = token[:, None] * query_token + far_head[:, None] * query_head + far_dim[None, :] * query_dim
     q = tl.load(query + place, mask=real[:, None] & in_head[None, :], other=0.0)
 
     # Keys that no row of this tile sees may be anything, freed pages included: they are not read.
@@ -323,9 +326,9 @@ def _attend(
         slot = (key % page_size).to(tl.int64)
         read = held[:, None] & in_head[None, :]
         at_key = page * keys_page + slot * keys_slot + kv_head.to(tl.int64) * keys_head
-        k = tl.load(keys + at_key[:, None] + dim[None, :] * keys_dim, mask=read, other=0.0)
+        k = tl.load(keys + at_key[:, None] + far_dim[None, :] * keys_dim, mask=read, other=0.0)
         at_value = page * values_page + slot * values_slot + kv_head.to(tl.int64) * values_head
-        v = tl.load(values + at_value[:, None] + dim[None, :] * values_dim, mask=read, other=0.0)
+        v = tl.load(values + at_value[:, None] + far_dim[None, :] * values_dim, mask=read, other=0.0)
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if softcapped:
@@ -359,7 +362,7 @@ def _attend(
         place = cell[:, None] * head_dim + dim[None, :]
         tl.store(partial + place, result, mask=(real & some)[:, None] & in_head[None, :])
     else:
-        place = token[:, None] * out_token + head[:, None] * out_head + dim[None, :] * out_dim
+        place = token[:, None] * out_token + far_head[:, None] * out_head + far_dim[None, :] * out_dim
         tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None] & in_head[None, :])
 
 
@@ -393,5 +396,5 @@ def _merge(
     value = tl.load(partial + cell[:, None] * head_dim + dim[None, :], mask=read, other=0.0)
     total = tl.sum(weight, 0)
     result = tl.sum(value * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    place = token * out_token + head * out_head + dim * out_dim
+    place = token * out_token + head.to(tl.int64) * out_head + dim.to(tl.int64) * out_dim
     tl.store(out + place, result.to(out.dtype.element_ty), mask=in_head)

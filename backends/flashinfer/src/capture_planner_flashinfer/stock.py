@@ -1,0 +1,92 @@
+"""FlashInfer's own plan of a step, to measure what this backend's preparation is worth.
+
+An engine that keeps no plan calls ``plan`` of a wrapper before each replay. ``Stock`` makes that call,
+on a wrapper and on memory of its own, so that no graph notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from capture_planner.contract import Attention
+from capture_planner_flashinfer.backend import Path, wrapper
+from capture_planner_flashinfer.wrappers import Array, PageLists, Shape
+
+FLOATS = 128 << 20
+"""Bytes of its float workspace: what FlashInfer recommends, and at least what the group's plan has."""
+
+
+class Stock:
+    """The wrappers that FlashInfer's user would plan: one for each (requests, query length)."""
+
+    def __init__(
+        self, library: Any, attention: Attention, shape: Shape, floats: int, pages: int, device: torch.device
+    ) -> None:
+        """Allocate nothing; ``floats`` are bytes, ``pages`` the most that a request has."""
+        self._library, self._shape, self._device = library, shape, device
+        self._path, self._pages = wrapper(attention), pages
+        self._floats = max(floats, FLOATS)
+        self._workspace: torch.Tensor | None = None
+        self._wrappers: dict[tuple[int, int], Any] = {}
+
+    def plan(self, host: Mapping[str, Array], num_reqs: int, query_len: int) -> Callable[[], None]:
+        """Return the call for one batch; its page lists are made here, so that it times the plan alone.
+
+        The lists of offsets stay on the host, where the planner reads them, and the page numbers are on
+        the device, which is how a plan costs least.
+        """
+        made = self._wrapper(num_reqs, query_len)
+        lists = PageLists.of(host, self._shape.page_size)
+        pages = (
+            torch.from_numpy(lists.kv_indptr),
+            lists.indices.to(self._device),
+            torch.from_numpy(lists.last_page_len),
+        )
+        rest, options = self._shape.arguments(), self._shape.options(None)
+        if self._path is Path.PREFILL:
+            # As many rows as the graph has: the first plan fixes the most that a later one may have.
+            queries = torch.arange(num_reqs + 1, dtype=torch.int32) * query_len
+            return lambda: made.plan(queries, *pages, *rest, causal=True, **options)
+        return lambda: made.plan(*pages, *rest, **options)
+
+    def release(self) -> None:
+        """Let go of wrappers and memory."""
+        self._wrappers.clear()
+        self._workspace = None
+
+    def _wrapper(self, num_reqs: int, query_len: int) -> Any:
+        if (num_reqs, query_len) not in self._wrappers:
+            self._wrappers[num_reqs, query_len] = self._made(num_reqs)
+        return self._wrappers[num_reqs, query_len]
+
+    def _made(self, num_reqs: int) -> Any:
+        if self._workspace is None:
+            self._workspace = torch.zeros(self._floats, dtype=torch.uint8, device=self._device)
+        starts, queries, indices, last = (
+            torch.zeros(size, dtype=torch.int32, device=self._device)
+            for size in (num_reqs + 1, num_reqs + 1, num_reqs * self._pages, num_reqs)
+        )
+        if self._path is Path.PREFILL:
+            return self._library.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                qo_indptr_buf=queries,
+                paged_kv_indptr_buf=starts,
+                paged_kv_indices_buf=indices,
+                paged_kv_last_page_len_buf=last,
+                backend="fa2",
+            )
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=self._path is Path.TENSOR_CORE,
+            paged_kv_indptr_buffer=starts,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last,
+            backend="fa2",
+        )

@@ -1,0 +1,121 @@
+"""What graphs are held to, on a deployment that is served in several ways.
+
+The same kernels: graphs and ``Options(replay=False)`` run the same kernels at the same padded extents, so
+not one token may differ, in any dtype. Other kernels: eager steps and plain greedy decoding sum in
+another order, so in float32 a token may differ only where two are as likely. Logits: whatever the
+target's forwards left, against a dense forward in float32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from _deployments import REGISTRY, Deployment, Tokens
+from _logits import errors, gap, in_float32
+
+from capture_planner._record import replace
+from capture_planner.models.contract import TargetModel
+from capture_planner.modes import Pool, Role
+from capture_planner.runtime.capture import without_graphs, without_speculation
+
+TIE = 1e-5
+"""Two logits are as likely in float32 where they differ by less than this share of the norm of all."""
+TOLERANCE = 0.02
+"""Most error of a row's logits, relative to its norm."""
+
+
+def differing(tokens: Tokens, others: Tokens) -> list[str]:
+    """Return the requests that were given other tokens."""
+    return [name for name in tokens if tokens[name] != others[name]]
+
+
+def gaps(made: Deployment, reference: TargetModel, tokens: Tokens, others: Tokens) -> list[float]:
+    """Return, for each request that differs, how far apart the first two different tokens are."""
+    asked = {request.name: request.prompt for request in made.requests}
+    found = []
+    for name in differing(tokens, others):
+        pairs = zip(tokens[name], others[name], strict=True)
+        at, (one, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        before = asked[name] + tokens[name][:at]
+        found.append(gap(reference, before, (one, other), made.device))
+    return found
+
+
+def check(
+    made: Deployment, *, eager: bool = False, other_pool: bool = False, poison: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Serve a deployment in every way, and return what was seen; counts of requests that differ.
+
+    ``eager``: once more without graphs at real extents. ``other_pool``: once more with the other kind of
+    pool. ``poison``: everything that a forward of the graphs may not depend on is overwritten before it.
+    Other options are those of all runs of the plan.
+    """
+    plain = made.serve(without_speculation(made.plan, REGISTRY)).tokens
+    answers = {request.name: request.prompt + plain[request.name] for request in made.requests}
+    graphs = made.serve(made.plan, answers, watch=True, poison=poison, **options)
+    same = made.serve(made.plan, answers, replay=False, **options)
+    reference = in_float32(made.target)
+    assert graphs.watching is not None, "the graphs' run is watched"
+    of_run, of_dtype = errors(made.target, reference, graphs.watching, made.device)
+    session, speculative = graphs.session, made.plan.speculative
+    others = {"plain": plain}
+    if eager:
+        others["eager"] = made.serve(without_graphs(made.plan), answers, **options).tokens
+    seen: dict[str, Any] = {
+        "model": made.plan.model.name,
+        "dtype": made.plan.model.dtype.value,
+        "k": 0 if speculative is None else speculative.num_tokens,
+        "schedule": speculative is not None and bool(speculative.schedule),
+        "chain": None if speculative is None else speculative.chain.value,
+        "fused graphs": sum((captured.entry.draft_steps or 1) > 1 for captured in session.captured),
+        "mode": made.plan.role(Role.TARGET).requested.value,
+        "resolved": made.plan.role(Role.TARGET).mode.value,
+        "pool": made.plan.pool.value,
+        "page size": made.pages.page_size,
+        "drafter": made.kind,
+        "poisoned": poison,
+        "ran ahead": graphs.ahead,
+        "graphs": len(session.captured),
+        "steps": len(session.steps),
+        "forwards": len(session.forwards),
+        "from graphs": dict(Counter(f"{f.role.value} {f.mode.value}" for f in session.forwards if f.entry)),
+        "requests": len(graphs.tokens),
+        "tokens": sum(map(len, graphs.tokens.values())),
+        "accepted": sum(step.accepted for step in session.steps),
+        "differ from the same kernels": len(differing(graphs.tokens, same.tokens)),
+        "logits": attrs.asdict(of_run),
+        "logits of the dtype alone": attrs.asdict(of_dtype),
+    }
+    for name, tokens in others.items():
+        apart = gaps(made, reference, graphs.tokens, tokens)
+        seen[f"differ from {name}"] = len(apart)
+        seen[f"differ from {name}, not by a tie"] = sum(each > TIE for each in apart)
+        seen[f"widest gap to {name}"] = max(apart, default=0.0)
+    if other_pool:
+        (pool,) = set(Pool) - {made.plan.pool}
+        second = made.serve(replace(made.plan, pool=pool), answers, **options)
+        held = {made.plan.pool.value: graphs.pool_bytes, pool.value: second.pool_bytes}
+        seen["other pool"] = {
+            "bytes": held,
+            "saved": held[Pool.PER_ROLE.value] - held[Pool.SHARED.value],
+            "differ": len(differing(graphs.tokens, second.tokens)),
+        }
+    return seen
+
+
+def faults(seen: Mapping[str, Any]) -> list[str]:
+    """Return, in sentences, what must not be in what was seen."""
+    found = [f"{seen[name]} requests {name}" for name in ("differ from the same kernels",) if seen[name]]
+    if seen["dtype"] == "float32":
+        names = (name for name in seen if name.endswith("not by a tie"))
+        found += [f"{seen[name]} requests {name}" for name in names if seen[name]]
+    if seen["logits"]["worst"] > TOLERANCE:
+        found.append(f"a row's logits are {seen['logits']['worst']:.2%} off")
+    if differ := seen.get("other pool", {}).get("differ"):
+        found.append(f"{differ} requests differ with the other pool")
+    if not seen["from graphs"]:
+        found.append("no forward came from a graph")
+    return found

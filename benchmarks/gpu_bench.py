@@ -1,0 +1,160 @@
+"""The bench of the Qwen3-0.6B shape on a GPU, for each backend: bfloat16, random weights.
+
+Two plans a backend: without a drafter for steps, preparation, throughput and capture, and with K=5 for
+the draft chain, the pools and the preparation of all roles. Transformers' continuous batching does not depend
+on our backend: it is measured once, beside the first, and all are compared with that.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from _bench import CONSOLE, finish, parser
+from transformers import Qwen3Config
+
+from capture_planner import registry
+from capture_planner.bench import Bench, BenchReport, measure, verdicts
+from capture_planner.bench.record import Throughput
+from capture_planner.bench.rig import Progress
+from capture_planner.environment import Environment
+from capture_planner.errors import CapturePlannerError
+from capture_planner.model import DataType, Method, Model, Speculative
+from capture_planner.modes import GraphMode
+from capture_planner.plan import Plan
+from capture_planner.planner import plan as make_plan
+from capture_planner.report.bench import bench_data, bench_page, bench_tables
+from capture_planner.runtime.host import this_environment
+from capture_planner.spec import Limits, Spec
+
+HIDDEN, VOCABULARY, LONGEST = 1024, 151936, 1024
+MODEL = Model(
+    name="Qwen3-0.6B shape",
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=HIDDEN,
+    vocab_size=VOCABULARY,
+    max_model_len=LONGEST,
+    dtype=DataType.BFLOAT16,
+)
+K = 5
+PLAIN, DRAFTED = ("decode", "preparation", "throughput", "capture"), ("preparation", "chain", "pools")
+
+
+def deployment(backend: str, environment: Environment, drafts: int, num_reqs: int) -> Plan:
+    """Return the plan of a server of so many requests, all of its graphs included."""
+    spec = Spec(
+        model=MODEL,
+        limits=Limits(max_num_reqs=num_reqs, max_num_tokens=2048),
+        mode=GraphMode.FULL_AND_PIECEWISE,
+        backend=backend,
+        speculative=Speculative(method=Method.EAGLE, num_tokens=drafts) if drafts else None,
+    )
+    return make_plan(spec, environment, registry.load())
+
+
+def configuration(folder: Path) -> None:
+    """Write the model's config.json."""
+    Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=3072,
+        num_hidden_layers=MODEL.num_layers,
+        num_attention_heads=MODEL.num_heads,
+        num_key_value_heads=MODEL.num_kv_heads,
+        head_dim=MODEL.head_dim,
+        max_position_embeddings=40960,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
+
+
+@contextmanager
+def said(what: str, total: int) -> Iterator[Any]:
+    """Say which figure is measured; bars do not belong into a log."""
+    CONSOLE.print(f"{what} ...")
+    yield lambda now: None
+
+
+def measured(
+    backend: str, drafts: int, model: Path, arguments: Any, progress: Progress, *, compare: bool
+) -> BenchReport:
+    """Measure one plan."""
+    figures = DRAFTED if drafts else PLAIN
+    return measure(
+        deployment(backend, this_environment("here"), drafts, arguments.most),
+        registry.load(),
+        Bench(
+            model=model,
+            only=tuple(name for name in figures if name in arguments.only),
+            compare=compare,
+            quick=arguments.quick,
+            page_size=arguments.page_size,
+            command="",
+        ),
+        progress,
+    )
+
+
+def main() -> int:
+    """Measure, print and write; exit code 1 where a target is missed or something broke."""
+    options = parser(__doc__)
+    options.add_argument("--backends", nargs="*", default=["flash_attention", "triton", "flashinfer"])
+    options.add_argument("--only", nargs="*", default=[*PLAIN, *DRAFTED], help="figures; default: all")
+    options.add_argument("--page-size", type=int, default=64)
+    options.add_argument("--most", type=int, default=256, help="requests that the plan is for (default 256)")
+    options.add_argument("--no-compare", action="store_true")
+    options.add_argument("--quick", action="store_true")
+    options.add_argument("--pages", type=Path, help="folder to write a page for each bench into")
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    targets: dict[str, bool] = {}
+    first: Throughput | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        configuration(Path(folder))
+        for backend in arguments.backends:
+            for drafts in (0, K):
+                name = f"{backend}, K={drafts}"
+                CONSOLE.rule(name)
+                compare = first is None and not arguments.no_compare
+                try:
+                    report = measured(
+                        backend, drafts, Path(folder), arguments, said, compare=compare and not drafts
+                    )
+                except CapturePlannerError as error:
+                    # One backend that is not there must not cost the figures of the others.
+                    CONSOLE.print(f"{name}: {error}", markup=False)
+                    results[name], targets[f"{name}: measured"] = {"error": str(error)}, False
+                    continue
+                found = report.throughput
+                if found is not None and found.other is not None:
+                    first = found
+                elif found is not None and first is not None:
+                    found = attrs.evolve(found, other=first.other, other_says=first.other_says)
+                    report = attrs.evolve(report, throughput=found)
+                CONSOLE.print(bench_tables(report))
+                results[name] = bench_data(report)
+                targets |= {
+                    f"{name}: {each.what} ({each.reached:.3g})": each.holds for each in verdicts(report)
+                }
+                targets |= {f"{name}: {absent.figure} measured": False for absent in report.failed}
+                if arguments.pages is not None:
+                    arguments.pages.mkdir(parents=True, exist_ok=True)
+                    page = arguments.pages / f"bench-{backend}-k{drafts}.html"
+                    page.write_text(bench_page(report), encoding="utf-8")
+                # Written anew after each: a run that is cut off keeps what it has.
+                finish(arguments, {"results": results, "targets": targets})
+    finish(arguments, {"results": results, "targets": targets})
+    return 0 if all(targets.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""One memory pool for all roles against one each: bytes, and whether tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from capture_planner._record import replace
+from capture_planner.bench.capturing import pools_of, refuse_dropped
+from capture_planner.bench.record import Pools
+from capture_planner.bench.rig import Absence, Rig
+from capture_planner.modes import Pool
+
+REQUESTS, PROMPT, OUTPUT = 16, 48, 24
+
+
+def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
+    """Capture and serve the same requests with both. Raises ``Absence`` where there is one role."""
+    if len(rig.plan.roles) < 2:
+        raise Absence("the plan has no drafter: with one role, both kinds of pool are the same")
+    if not rig.plan.num_graphs:
+        raise Absence("the plan captures nothing")
+    length = rig.plan.model.max_model_len
+    requests = rig.requests(REQUESTS, min(PROMPT, max(1, length // 3)), min(OUTPUT, max(1, length // 3)))
+    memory, tokens = {}, {}
+    for pool in Pool:
+        with rig.runner(replace(rig.plan, pool=pool)) as runner:
+            runner.capture(progress=lambda done: advance(f"{done.role.value} {done.entry}"))
+            refuse_dropped(runner.session.captured)
+            memory[pool] = pools_of(runner)
+            tokens[pool] = {served.name: served.tokens for served in runner.serve(requests)}
+    return Pools(
+        shared=memory[Pool.SHARED],
+        per_role=memory[Pool.PER_ROLE],
+        requests=len(requests),
+        differing=tuple(
+            name for name, said in tokens[Pool.SHARED].items() if said != tokens[Pool.PER_ROLE][name]
+        ),
+    )

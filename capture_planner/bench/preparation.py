@@ -1,0 +1,99 @@
+"""Host time of preparing a forward: fill, padding and backends, and the library's own call beside it.
+
+Each role is staged by itself, as the runner stages it where nothing can be taken over from the step
+before, with the values of a decode that grows by a token each time. The device is waited for after each,
+untimed: what is measured is the host's work, not the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from capture_planner.bench.record import Preparation
+from capture_planner.bench.rig import Absence, Rig, query_len, serving_entry, trimmed
+from capture_planner.bench.watch import Watch
+from capture_planner.entry import Entry
+from capture_planner.modes import GraphMode, Role
+from capture_planner.runtime.capture import warm_values
+from capture_planner.runtime.fields import Extents
+from capture_planner.runtime.role import RoleRun
+from capture_planner.runtime.step import Made
+
+
+def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, ...]:
+    """Measure each role at each number of requests that a graph of it serves."""
+    watch = Watch()
+    found = []
+    with rig.runner(trimmed(rig.plan, rig.sizes), registry=watch.registry(rig.registry)) as runner:
+        runner.capture()
+        for size in rig.sizes:
+            for role in runner.parts.roles.values():
+                entry = serving_entry(role.dispatcher, rig.plan, role.role, size)
+                query = 1 if role.role is Role.DRAFT_DECODE else query_len(rig.plan, size)
+                if entry is not None:
+                    with rig.trying("preparation"):
+                        found.append(_measured(rig, role, watch, entry, size, query))
+            advance(f"{size} requests")
+    return tuple(found)
+
+
+def _measured(rig: Rig, role: RoleRun, watch: Watch, entry: Entry, size: int, query: int) -> Preparation:
+    first = rig.prompt + query
+    steps = min(rig.effort.prepared, rig.plan.model.max_model_len - first)
+    if steps < 1:
+        raise Absence(f"a model of at most {rig.plan.model.max_model_len} tokens has no room for a decode")
+    real = Extents(tokens=size * query, reqs=size, pages=role.fields.capacity.pages)
+    stage = prepare = 0.0
+    stocks: list[float] = []
+    # The step before the first is not counted: it fills what the largest graph left, and a library's own
+    # call allocates and compiles.
+    for step in range(-1, steps):
+        made = values_at(rig, role, size, query, first + max(step, 0))
+        watch.clear()
+        _wait(rig)
+        started = perf_counter()
+        role.stage(entry, real, made)
+        ended = perf_counter()
+        stock = watch.stock()
+        if step >= 0:
+            stage, prepare = stage + ended - started, prepare + watch.prepare
+            stocks += () if stock is None else (stock,)
+    _wait(rig)
+    return Preparation(
+        num_reqs=size,
+        role=role.role,
+        backends=tuple(group.plan.backend for group in role.groups),
+        steps=steps,
+        stage=stage / steps,
+        prepare=prepare / steps,
+        stock=sum(stocks) / len(stocks) if stocks else None,
+    )
+
+
+def _wait(rig: Rig) -> None:
+    if rig.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def values_at(rig: Rig, role: RoleRun, size: int, query: int, length: int) -> Made:
+    """Return the values of a decode of ``size`` requests of ``query`` tokens, each ``length`` long by then.
+
+    Every request has its own pages, as far as there are so many; nothing reads what is in them.
+    """
+    shape = Entry(mode=GraphMode.FULL, num_tokens=size * query, num_reqs=size, query_len=query)
+    made = warm_values(role, shape)
+    pages = rig.pages
+    each, width = pages.pages(rig.plan.model.max_model_len), pages.pages(length)
+    table = 1 + (np.arange(size)[:, None] * each + np.arange(width)) % (pages.num_pages - 1)
+    positions = np.tile(np.arange(length - query, length), size)
+    page, offset = np.divmod(positions, pages.page_size)
+    made["positions"] = positions.astype(made["positions"].dtype)
+    made["seq_lens"] = np.full(size, length, dtype=made["seq_lens"].dtype)
+    made["block_table"] = table.astype(made["block_table"].dtype)
+    slots = table[np.repeat(np.arange(size), query), page] * pages.page_size + offset
+    made["slot_mapping"] = slots.astype(made["slot_mapping"].dtype)
+    return made

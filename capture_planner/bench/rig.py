@@ -1,0 +1,257 @@
+"""What every figure is measured with: one plan, one model, and runners of the plan's variants."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import Protocol
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner._record import replace
+from capture_planner.bench.clock import Clock
+from capture_planner.bench.record import Absent, Replayed
+from capture_planner.dispatch import Dispatcher
+from capture_planner.entry import Entry
+from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.models.contract import Drafter
+from capture_planner.models.huggingface import HuggingFaceModel
+from capture_planner.modes import Role
+from capture_planner.plan import Plan
+from capture_planner.registry import Registry
+from capture_planner.runtime.capture import without_graphs
+from capture_planner.runtime.graph import Grapher
+from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.workload import Request
+
+PROMPT = 128
+"""Tokens of the prompts that a decode is measured behind, in a model that is long enough."""
+
+
+class Absence(Exception):
+    """A figure that there is not for this plan or machine, with the reason; no failure."""
+
+
+@attrs.frozen(kw_only=True)
+class Effort:
+    """How often things are repeated."""
+
+    windows: int = 7
+    """Windows that a median is of."""
+    steps: int = 20
+    """Steps, or replays, a window."""
+    prepared: int = 256
+    """Steps that the mean of a preparation is of."""
+    runs: int = 2
+    """Workloads served for a throughput, and captures of the whole plan."""
+
+
+QUICK = Effort(windows=2, steps=3, prepared=8, runs=1)
+
+
+class Progress(Protocol):
+    """Shows how far a figure is."""
+
+    def __call__(self, what: str, total: int) -> AbstractContextManager[Callable[[str], None]]:
+        """Show a task of ``total`` parts; what it yields is called after each, with its name."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Rig:
+    """One plan on one machine."""
+
+    plan: Plan
+    model: HuggingFaceModel
+    drafter: Drafter | None
+    registry: Registry
+    grapher: Grapher
+    device: torch.device
+    pages: PageFormat
+    clock: Clock
+    effort: Effort
+    sizes: tuple[int, ...]
+    """Numbers of requests, each served by a graph."""
+    absent: list[Absent] = attrs.Factory(list)
+    """What was not measured so far."""
+
+    @contextmanager
+    def runner(
+        self, plan: Plan, *, registry: Registry | None = None, grapher: Grapher | None = None
+    ) -> Iterator[Runner]:
+        """Assemble a runner of a variant of the plan; leaving gives all of its memory back."""
+        runner = Runner(
+            plan,
+            self.model,
+            self.drafter,
+            registry or self.registry,
+            grapher or self.grapher,
+            pages=self.pages,
+            device=self.device,
+        )
+        try:
+            with runner:
+                yield runner
+        finally:
+            for role in runner.parts.roles.values():
+                role.graphs.clear()
+            del runner
+            self.settle()
+
+    @contextmanager
+    def trying(self, figure: str) -> Iterator[None]:
+        """Measure what may not be there, or break: that goes into the record, and nothing is lost beside it."""
+        try:
+            yield
+        except Absence as absence:
+            self.absent.append(Absent(figure=figure, says=str(absence)))
+        except (CapturePlannerError, RuntimeError) as error:
+            says = " ".join(f"{type(error).__name__}: {error}".split())
+            self.absent.append(Absent(figure=figure, says=says[:500], failed=True))
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the device, and give memory that nobody holds back to it."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a prompt before a decode that is measured."""
+        return max(1, min(PROMPT, self.plan.model.max_model_len // 8))
+
+    def requests(self, count: int, prompt: int, output: int, seed: int = 1) -> tuple[Request, ...]:
+        """Return requests of random tokens, all there at once."""
+        tokens = np.random.default_rng(seed).integers(self.model.vocab_size, size=(count, prompt))
+        return tuple(
+            Request(name=f"r{index}", arrival=0.0, prompt=tuple(row), max_new_tokens=output)
+            for index, row in enumerate(tokens.tolist())
+        )
+
+    def decoding(self, runner: Runner, num_reqs: int, steps: int) -> Decoding:
+        """Serve until so many requests decode, each with room for about ``steps`` more steps."""
+        k = 0 if self.plan.speculative is None else self.plan.speculative.num_tokens
+        room = self.plan.model.max_model_len - self.prompt
+        filling = -(-num_reqs * self.prompt // max(1, self.plan.limits.max_num_tokens - num_reqs * (1 + k)))
+        output = max(1, min(room, (steps + filling + 8) * (1 + k)))
+        return Decoding(runner, self.requests(num_reqs, self.prompt, output))
+
+
+class Decoding:
+    """A batch of requests past their prompts, stepped by hand."""
+
+    def __init__(self, runner: Runner, requests: tuple[Request, ...]) -> None:
+        self.runner, self._session, self._count = runner, runner.session, len(requests)
+        self._first = len(self._session.steps)
+        self.serving = runner.start(requests)
+        self.serving.scheduler.arrive(0.0, perf_counter())
+        while not self._settled:
+            if not self.serving.step() or self.serving.served:
+                raise RunError(
+                    f"{self._count} requests of {len(requests[0].prompt)} + {requests[0].max_new_tokens} tokens "
+                    "never decode together: some end before others begin; give the model or the KV cache "
+                    "(--pages) more room, or leave this number out of --requests"
+                )
+
+    @property
+    def _settled(self) -> bool:
+        steps = self._session.steps[self._first :]
+        return bool(steps) and steps[-1].prompts == 0 and steps[-1].num_reqs == self._count
+
+    def step(self, count: int) -> bool:
+        """Run ``count`` steps; False where a request ended on the way, so that they are not alike."""
+        return all(self.serving.step() for _ in range(count)) and not self.serving.served
+
+    def replayed(self) -> tuple[Replayed, ...]:
+        """Return the graphs of the last step that ended. Raises ``Absence`` where a forward was eager."""
+        last = self._session.steps[-1].index
+        found = []
+        for forward in self._session.forwards:
+            if forward.step == last:
+                if forward.entry is None:
+                    raise Absence(
+                        f"the plan has no graph for the {forward.role.value} of {self._count} requests: "
+                        f"{forward.reason.value if forward.reason else 'it ran eager'}"
+                    )
+                found.append(Replayed(role=forward.role, entry=forward.entry, times=forward.repeats))
+        return tuple(found)
+
+    def host_seconds(self, steps: int) -> float:
+        """Return the host's part of a step, a median of the last ones: all but launches and waits."""
+        last = self._session.steps[-1].index
+        sums = dict.fromkeys(range(max(0, last - steps) + 1, last + 1), 0.0)
+        for forward in self._session.forwards:
+            if forward.step in sums:
+                sums[forward.step] += forward.host_seconds
+        return statistics.median(sums.values()) if sums else 0.0
+
+    def end(self) -> None:
+        """Leave the requests as they are."""
+        self.serving.cut_off()
+
+
+class Kept:
+    """All that graphs of a runner change, as it is now, to be put back: they move their own fields on.
+
+    Keys and values are left out: what is written past a request's end is written anew before it is read.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        found: dict[int, torch.Tensor] = {}
+        for role in runner.parts.roles.values():
+            for name, holder, attribute in role.persistent():
+                if name.endswith((".workspace", "]")):
+                    continue
+                tensor = getattr(holder, attribute)
+                found[tensor.data_ptr()] = tensor
+        self._kept = [(tensor, tensor.clone()) for tensor in found.values()]
+
+    def restore(self) -> None:
+        """Write it back."""
+        for tensor, kept in self._kept:
+            tensor.copy_(kept)
+
+
+def query_len(plan: Plan, num_reqs: int) -> int:
+    """Return the target's query length where so many requests decode."""
+    return 1 if plan.speculative is None else 1 + plan.speculative.draft_tokens(num_reqs)
+
+
+def serving_entry(dispatcher: Dispatcher, plan: Plan, role: Role, num_reqs: int) -> Entry | None:
+    """Return the graph of a role where so many requests decode."""
+    query = 1 if role is Role.DRAFT_DECODE else query_len(plan, num_reqs)
+    return dispatcher.dispatch(role, num_reqs, num_reqs * query, query).entry
+
+
+def served_sizes(plan: Plan, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the numbers of requests among ``wanted`` whose decode is served by a graph.
+
+    Raises ``RunError`` where there is none.
+    """
+    dispatcher, most = Dispatcher(plan), plan.limits.max_num_reqs
+    clipped = sorted({min(size, most) for size in wanted})
+    found = tuple(n for n in clipped if serving_entry(dispatcher, plan, Role.TARGET, n) is not None)
+    if not found:
+        raise RunError(
+            f"the plan has no graph that serves a decode of {', '.join(map(str, clipped))} requests "
+            f"(at most {most}); there is nothing to measure: plan decode graphs, or name other --requests"
+        )
+    return found
+
+
+def trimmed(plan: Plan, sizes: tuple[int, ...], roles: tuple[Role, ...] = tuple(Role)) -> Plan:
+    """Return the plan with the graphs of these decodes alone, of ``roles``; all else runs eager."""
+    dispatcher, eager = Dispatcher(plan), without_graphs(plan)
+    kept = []
+    for before, after in zip(plan.roles, eager.roles, strict=True):
+        found = {serving_entry(dispatcher, plan, before.role, size) for size in sizes}
+        entries = tuple(entry for entry in before.entries if entry in found and before.role in roles)
+        kept.append(replace(before, entries=entries, waivers=after.waivers) if entries else after)
+    return replace(plan, roles=tuple(kept))

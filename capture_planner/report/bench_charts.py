@@ -1,0 +1,170 @@
+"""The pictures of a bench: what a step, a preparation, a draft chain and a capture take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
+
+from capture_planner.bench.record import BenchReport, Preparation
+from capture_planner.modes import GraphMode, Role
+from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, STYLE, Chart, as_svg, new_figure
+from capture_planner.runtime.ledger import Captured
+
+GRAPH, STEP, EAGER = COLORS[GraphMode.FULL], COLORS[GraphMode.PIECEWISE], COLORS[GraphMode.NONE]
+
+Series = tuple[str, str, Sequence[float | None]]
+"""A label, a colour, and a height for each group of bars."""
+
+
+def bench_charts(report: BenchReport) -> tuple[Chart, ...]:
+    """Return the pictures of a bench; those that would be empty are left out."""
+    drawers: tuple[Callable[[BenchReport], Chart | None], ...] = (_decode, _preparation, _chain, _capture)
+    with matplotlib.rc_context(STYLE):
+        return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
+
+
+def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], xlabel: str) -> None:
+    """Draw groups of bars side by side; a height that was not measured leaves its place free."""
+    width = 0.8 / len(series)
+    for number, (label, color, heights) in enumerate(series):
+        shift = (number - (len(series) - 1) / 2) * width
+        shown = [(index + shift, height) for index, height in enumerate(heights) if height is not None]
+        if shown:
+            plot.bar(
+                [x for x, _ in shown],
+                [y for _, y in shown],
+                width * 0.92,
+                color=color,
+                label=label,
+                linewidth=0,
+            )
+    plot.set_xticks(range(len(groups)), labels=groups)
+    plot.set_xlim(-0.6, max(len(groups), 3) - 0.4)
+    plot.set_xlabel(xlabel)
+    plot.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    plot.set_ylim(bottom=0)
+    plot.grid(False, axis="x")
+    plot.legend(loc="upper left", ncols=len(series))
+
+
+def _decode(report: BenchReport) -> Chart | None:
+    if not report.decode:
+        return None
+    figure, axes = new_figure(1, 2, 2.8)
+    groups = [str(row.num_reqs) for row in report.decode]
+    bare: Series = ("bare graphs", GRAPH, [row.bare for row in report.decode])
+    step: Series = ("step", STEP, [row.step for row in report.decode])
+    eager: Series = ("eager step", EAGER, [row.eager for row in report.decode])
+    for plot, title, series in (
+        (axes[0][0], "step and its graphs", (bare, step)),
+        (axes[0][1], "and eager", (bare, step, eager)),
+    ):
+        _bars(plot, groups, series, "requests")
+        plot.set_title(title, loc="left")
+        _headroom(plot)
+    return Chart(
+        name="decode",
+        section="decode",
+        svg=as_svg(figure, "decode"),
+        alt="Bars by number of requests: the bare graphs of a decode step, the step, and the eager step.",
+        caption="What stands above the bare graphs is all that the runner adds to them: schedule, preparation, "
+        "tokens back to the host. What an eager step takes beyond them is what graphs are for.",
+        modes=(),
+    )
+
+
+def _headroom(plot: Axes) -> None:
+    """Leave room for the legend above the bars."""
+    plot.set_ylim(0, plot.get_ylim()[1] * 1.18)
+
+
+def _preparation(report: BenchReport) -> Chart | None:
+    roles = [role for role in Role if any(row.role is role for row in report.preparation)]
+    if not roles:
+        return None
+    figure, axes = new_figure(1, len(roles), 2.6)
+    for plot, role in zip(axes[0], roles, strict=True):
+        rows: list[Preparation] = [row for row in report.preparation if row.role is role]
+        series: list[Series] = [
+            ("all", STEP, [row.stage for row in rows]),
+            ("backend's part", GRAPH, [row.prepare for row in rows]),
+        ]
+        if any(row.stock is not None for row in rows):
+            series.append(("stock call", EAGER, [row.stock for row in rows]))
+        _bars(plot, [str(row.num_reqs) for row in rows], series, "requests")
+        plot.set_title(role.value, loc="left")
+        _headroom(plot)
+    return Chart(
+        name="preparation",
+        section="preparation",
+        svg=as_svg(figure, "preparation"),
+        alt="Bars by role and number of requests: host time of a preparation, and of its backend's part.",
+        caption="Host time before a replay. It should not grow with requests faster than the graph does: on a GPU "
+        "it hides behind the graph before it, as long as it is shorter.",
+        modes=(),
+    )
+
+
+def _chain(report: BenchReport) -> Chart | None:
+    if not report.chain:
+        return None
+    figure, axes = new_figure(1, 1, 2.6)
+    plot = axes[0][0]
+    series: list[Series] = [
+        ("one graph", GRAPH, [row.fused for row in report.chain]),
+        ("single steps", STEP, [row.single for row in report.chain]),
+        ("eager", EAGER, [row.eager for row in report.chain]),
+    ]
+    _bars(plot, [str(row.num_reqs) for row in report.chain], series, "requests")
+    _headroom(plot)
+    return Chart(
+        name="chain",
+        section="chain",
+        svg=as_svg(figure, "chain"),
+        alt="Bars by number of requests: a draft chain as one graph, as single steps replayed, and eager.",
+        caption="The draft decodes of one step. A chain in one graph saves a launch for each of them but the first.",
+        modes=(),
+    )
+
+
+def _capture(report: BenchReport) -> Chart | None:
+    if report.capture is None or not report.capture.captured:
+        return None
+    figure, axes = new_figure(1, 1, 2.6)
+    plot = axes[0][0]
+    for mode, marker in ((GraphMode.PIECEWISE, "s"), (GraphMode.FULL, "o")):
+        graphs = [graph for graph in report.capture.captured if graph.entry.mode is mode]
+        graphs = graphs[:: -(-len(graphs) // MAX_POINTS) or 1]
+        if graphs:
+            plot.plot(
+                [_tokens(graph) for graph in graphs],
+                [graph.seconds for graph in graphs],
+                marker,
+                color=COLORS[mode],
+                markersize=4,
+                markeredgewidth=0,
+                alpha=0.75,
+            )
+    bare = report.capture.bare
+    if bare is not None:
+        plot.axhline(bare.seconds / report.capture.graphs, color=INK, linestyle=":", linewidth=1)
+    plot.set_xscale("symlog", base=2, linthresh=1)
+    plot.set_xlabel("tokens of the graph")
+    plot.set_ylabel("warm-up and capture")
+    plot.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    plot.set_ylim(bottom=0)
+    return Chart(
+        name="capture",
+        section="capture",
+        svg=as_svg(figure, "capture"),
+        alt="Scatter plot: seconds to warm up and capture each graph by its tokens.",
+        caption="Each mark is a graph. Dotted, where there is a GPU: the mean of a bare torch.cuda.graph loop.",
+        modes=(GraphMode.FULL, GraphMode.PIECEWISE),
+    )
+
+
+def _tokens(graph: Captured) -> int:
+    return graph.entry.num_tokens

@@ -1,0 +1,103 @@
+"""The report of a run, its memory: by role and mode, by graph, and against the device's own figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from capture_planner.report.summary import RunSummary
+from capture_planner.report.writing import Grid, Section, extent, many, percent, size
+from capture_planner.runtime.ledger import Accounts, RunReport
+
+MOST_APART = 0.05
+"""The ledger is flagged where it is further than this share from what the device reports."""
+
+MAX_GRAPHS = 10
+"""Graphs that are listed with their memory, the largest first; the rest is counted."""
+
+
+def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]:
+    """Yield the sections: where the memory went, and the graphs that took most of it."""
+    accounts, rest = numbers.accounts, report.buffers - report.workspaces
+    columns = ("what", "mode", "allocator", "driver", "sum")
+    rows = [
+        (kind.role, kind.mode, size(kind.memory), size(kind.driver), size(kind.memory + kind.driver))
+        for kind in numbers.captured
+    ]
+    yield Section(
+        name="memory",
+        title="Memory",
+        warnings=tuple(_warnings(accounts)),
+        lines=(
+            f"weights {size(report.weights)}, KV cache {size(report.kv_cache)}, fields and outputs "
+            f"{size(rest)}, workspaces {size(report.workspaces)}",
+            _reconciled(accounts),
+        ),
+        grid=Grid(
+            columns=columns,
+            right=frozenset(columns[2:]),
+            rows=(*rows, *([] if accounts is None else _others(accounts))),
+        ),
+        notes=()
+        if numbers.later is None
+        else (f"from the last capture to the end, the device lost {size(numbers.later)}",),
+    )
+    yield from _by_graph(numbers)
+
+
+def _others(accounts: Accounts) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield a row for all that is no graph, and the sum that the device must confirm."""
+    if accounts.dropped:
+        yield "graphs that were dropped", "", size(accounts.dropped), "", size(accounts.dropped)
+    warm_up, modules = accounts.warm_up, accounts.modules
+    yield "warm-ups, and modules they load", "", size(warm_up), size(modules), size(warm_up + modules)
+    yield "not explained", "", "", "", size(accounts.unexplained)
+    yield "gone from the device", "", "", "", size(accounts.device)
+
+
+def _reconciled(accounts: Accounts | None) -> str:
+    if accounts is None:
+        return "no device was read: graphs that are recorded lie in the host's memory"
+    return (
+        f"the device lost {size(accounts.device)} from before the first capture to after the last, and the "
+        f"ledger has {size(accounts.explained)} of it: {percent(accounts.apart)} apart"
+    )
+
+
+def _warnings(accounts: Accounts | None) -> Iterator[str]:
+    if accounts is not None and accounts.apart > MOST_APART:
+        yield (
+            f"the ledger is {percent(accounts.apart)} away from what the device reports: something took or "
+            "gave back memory between captures, such as another process on the device"
+        )
+
+
+def _by_graph(numbers: RunSummary) -> Iterator[Section]:
+    graphs = sorted(
+        (used.graph for used in numbers.graphs if used.graph.memory or used.graph.driver),
+        key=lambda graph: -(graph.memory + graph.driver),
+    )
+    if not graphs:
+        return
+    rest = len(numbers.graphs) - len(graphs[:MAX_GRAPHS])
+    taken = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
+    columns = ("graph of", "mode", "size", "allocator", "driver", "alone")
+    yield Section(
+        name="memory-by-graph",
+        title="Memory by graph",
+        grid=Grid(
+            columns=columns,
+            right=frozenset(columns[3:]),
+            rows=tuple(
+                (
+                    graph.role,
+                    graph.entry.mode,
+                    extent(graph.entry),
+                    size(graph.memory),
+                    size(graph.driver),
+                    size(graph.alone),
+                )
+                for graph in graphs[:MAX_GRAPHS]
+            ),
+        ),
+        notes=(f"and {many(rest, 'other graph')}, which took {size(taken)}",) if rest else (),
+    )

@@ -1,0 +1,74 @@
+"""How reports are written: sections of sentences and grids, and numbers for people."""
+
+from __future__ import annotations
+
+import attrs
+
+from capture_planner.entry import Entry
+from capture_planner.modes import GraphMode
+
+
+@attrs.frozen(kw_only=True)
+class Grid:
+    """A table of cells, which are text or a mode; numbers stand right."""
+
+    columns: tuple[str, ...]
+    right: frozenset[str] = frozenset()
+    rows: tuple[tuple[str | GraphMode, ...], ...]
+
+
+@attrs.frozen(kw_only=True)
+class Section:
+    """One part of the report: sentences that warn, sentences, a table, and sentences below it."""
+
+    name: str
+    title: str
+    warnings: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    grid: Grid | None = None
+    notes: tuple[str, ...] = ()
+
+
+def many(count: int, noun: str) -> str:
+    """Write a number of things: ``1 graph``, ``1,200 graphs``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def extent(entry: Entry) -> str:
+    """Write an entry's size where its mode stands beside it."""
+    text = str(entry).removeprefix(f"{entry.mode.value} ")
+    return text if entry.query_len is None or entry.num_reqs is None else text.partition(", ")[2]
+
+
+def seconds(value: float) -> str:
+    """Write a time: ``1.50 s``, ``2.3 ms``, ``45.0 us``."""
+    if value == 0:
+        return "0"
+    for unit, scale, digits in (("s", 1, 2), ("ms", 1e-3, 1)):
+        if abs(value) >= scale:
+            return f"{value / scale:,.{digits}f} {unit}"
+    return f"{value / 1e-6:.1f} us"
+
+
+def size(value: int) -> str:
+    """Write bytes: ``0``, ``512 B``, ``3.5 KiB``, ``25.0 MiB``, ``1.25 GiB``."""
+    for unit, shift, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
+        if abs(value) >= 1 << shift:
+            return f"{value / (1 << shift):,.{digits}f} {unit}"
+    return f"{value} B" if value else "0"
+
+
+def printable(text: str) -> str:
+    """Write a name or sentence on one line, whatever is in it: no control character reaches a terminal."""
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text
+    )
+
+
+def percent(share: float) -> str:
+    """Write a share; nothing that is not all or none is rounded to it."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"

@@ -1,0 +1,176 @@
+"""What FlashInfer's executor refuses, and with which reason."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from capture_planner_flashinfer import FlashInfer
+from capture_planner_flashinfer.backend import Path
+
+from capture_planner.entry import Entry
+from capture_planner.errors import BackendError, RunError
+from capture_planner.model import DataType, Latent
+from capture_planner.modes import GraphMode
+from capture_planner.runtime.contract import LayerCache, Scoring
+
+sys.path.insert(0, str(FilePath(__file__).parent))
+sys.path.insert(0, str(FilePath(__file__).parents[1] / "gpu"))
+
+import flashinfer_rig as checks
+from flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_path, reservation_of, rig_of
+from flashinfer_standin import standin
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small operators are many times slower where threads of several workers wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Put the stand-in where FlashInfer would be imported from."""
+    made: Any = standin()
+    monkeypatch.setitem(sys.modules, "flashinfer", made)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
+    return made
+
+
+def test_scale_is_that_of_each_layer_and_softcap_that_of_the_group() -> None:
+    """One plan serves layers of any scale, and refuses a second softcap."""
+    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    batch = rig.batch([40, 5], [1, 1], 3, 0.0)
+    metadata = rig.stage(None, batch.values)
+    out = torch.empty_like(batch.query)
+    for scale in (0.01, 1.0):
+        rig.executor.attend(checks.LAYER, batch.query, out, Scoring(scale=scale), metadata)
+        rig.scoring = Scoring(scale=scale)
+        checks.close(out, rig.batch([40, 5], [1, 1], 3, 0.0).expected)
+    with pytest.raises(
+        BackendError, match=r"layer 3: its softcap is 30\.0, and an earlier layer .* has None"
+    ):
+        rig.executor.attend(checks.LAYER, batch.query, out, Scoring(scale=1.0, softcap=30.0), metadata)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TreeScoring(Scoring):
+    """Scoring that asks for a mask, as a tree of drafts would."""
+
+    mask: torch.Tensor
+
+
+@each_path
+def test_a_mask_of_its_own_is_refused_with_its_reason(chosen: Path) -> None:
+    """In a graph and in an eager step, before anything is launched: it is never left out in silence."""
+    rig = rig_of(SETTINGS[chosen])
+    query_len = rig.setting.query_len
+    batch = rig.batch([40] * checks.REQS, [query_len] * checks.REQS, 3, 0.0)
+    scoring = TreeScoring(scale=1.0, mask=torch.ones(query_len, query_len, dtype=torch.bool))
+    for entry in (rig.entries[0], None):
+        metadata = rig.stage(entry, batch.values)
+        with pytest.raises(BackendError, match=r"layer 3: a mask of its own.*is not run.*drafts as chains"):
+            rig.executor.attend(checks.LAYER, batch.query, batch.query.clone(), scoring, metadata)
+
+
+@pytest.mark.parametrize("chosen", WRAPPERS)
+def test_no_wrapper_gets_a_mask_buffer(library: Any, chosen: Path) -> None:
+    """A wrapper with one would go on reading it where a plan has no mask."""
+    given_: list[dict[str, Any]] = []
+    wrapper = library.BatchPrefillWithPagedKVCacheWrapper
+    library.BatchPrefillWithPagedKVCacheWrapper = lambda *args, **how: (
+        given_.append(how) or wrapper(*args, **how)
+    )
+    rig_of(SETTINGS[chosen])
+    assert given_
+    assert not any("mask" in name for how in given_ for name in how)
+
+
+@each_path
+def test_sinks_are_refused_by_name(chosen: Path) -> None:
+    """Sinks are refused where a layer has them, and before that where the plan says so."""
+    rig = rig_of(SETTINGS[chosen])
+    batch = rig.batch([40], [1], 3, 0.0)
+    metadata = rig.stage(None, batch.values)
+    scoring = Scoring(scale=1.0, sinks=torch.zeros(rig.setting.heads))
+    with pytest.raises(BackendError, match="layer 3 have learned sinks"):
+        rig.executor.attend(checks.LAYER, batch.query, batch.query.clone(), scoring, metadata)
+
+
+@pytest.mark.parametrize("chosen", [Path.XQA, Path.TRTLLM_GEN])
+def test_kernels_without_a_plan_refuse_a_softcap(chosen: Path) -> None:
+    """XQA and trtllm-gen have no softcap, which shows in the first warm-up."""
+    setting = attrs.evolve(SETTINGS[chosen], softcap=30.0)
+    with pytest.raises(BackendError, match=f"{chosen.value} has no softcap.* 30.0"):
+        rig_of(setting)
+
+
+def test_a_graph_that_was_not_reserved_is_refused() -> None:
+    """A wrapper's batch is fixed, so there is none for another shape."""
+    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    entry = Entry(mode=GraphMode.FULL, num_tokens=3, num_reqs=3, query_len=1)
+    with pytest.raises(RunError, match="no wrapper for FULL 3 tokens, 3 requests of 1"):
+        rig.stage(entry, rig.batch([4, 4], [1, 1], 1, 0.0).values)
+
+
+LATENT = Latent(kv_lora_rank=512, rope_head_dim=64)
+PIECEWISE = Entry(mode=GraphMode.PIECEWISE, num_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("setting", "attention", "changes", "says"),
+    [
+        ("9.0", {"head_dim": 80}, {}, "head dimension of 80.*64, 128 or 256"),
+        ("9.0", {"causal": False}, {}, "not causal"),
+        ("8.0", {"decode_context": 2}, {}, "decode context parallelism"),
+        ("10.0", {"latent": LATENT}, {}, "latent attention"),
+        ("9.0", {"latent": LATENT}, {}, "latent attention needs SM100"),
+        ("8.0", {"kv_dtype": DataType.FP8}, {}, "KV cache of fp8 needs scales"),
+        ("8.0", {"num_heads": 3}, {}, "2 KV heads do not divide 3"),
+        ("9.0", {"sinks": True}, {}, "learned sinks"),
+        ("9.0", {}, {"page_size": 8}, "XQA takes pages of 16, 32, 64 or 128 tokens, not 8"),
+        ("10.0", {}, {"page_size": 128}, "trtllm-gen takes pages of 16, 32 or 64 tokens, not 128"),
+        ("8.0", {}, {"page_size": 8}, r"layer 3: keys are .* expected .*num_pages, 8, 2, 64"),
+        ("8.0", {}, {"entries": (attrs.evolve(PIECEWISE, mode=GraphMode.FULL, num_reqs=8),)}, "mixed"),
+        (
+            "8.0",
+            {},
+            {"workspace": torch.zeros(64, dtype=torch.uint8)},
+            "64 bytes of workspace.*plan it again",
+        ),
+        ("8.0", {}, {"pinned": torch.zeros(64, dtype=torch.uint8)}, "64 bytes of pinned memory"),
+    ],
+)
+def test_what_is_not_run_is_refused_at_reserve(setting: str, attention: Any, changes: Any, says: str) -> None:
+    """Each refusal names the role, the group, what is wrong, and what is supported."""
+    rig = rig_of(checks.Setting(heads=4, capability=setting, **SMALL))
+    asked = reservation_of(rig, **changes)
+    asked = attrs.evolve(asked, attention=attrs.evolve(asked.attention, **attention))
+    with pytest.raises(BackendError, match=f"flashinfer: target, group {checks.GROUP}.*{says}"):
+        FlashInfer().reserve(asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_other_element_types_are_refused(dtype: torch.dtype) -> None:
+    """The kernels take half precision alone."""
+    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    keys = rig.cache.keys.to(dtype)
+    with pytest.raises(BackendError, match=f"keys are {dtype}"):
+        FlashInfer().reserve(reservation_of(rig, caches={0: LayerCache(keys=keys, values=keys)}))
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without FlashInfer there is a reason and a remedy, not an ImportError."""
+    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(BackendError, match=r"flashinfer-python.*install capture-planner-flashinfer\[run\]"):
+        FlashInfer().reserve(reservation_of(rig))

@@ -1,0 +1,172 @@
+"""When FlashInfer's executor plans, what of, and how its plans are kept apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from capture_planner_flashinfer import FlashInfer, wrappers
+from capture_planner_flashinfer.backend import Path
+
+from capture_planner.errors import RunError
+
+sys.path.insert(0, str(FilePath(__file__).parent))
+sys.path.insert(0, str(FilePath(__file__).parents[1] / "gpu"))
+
+import flashinfer_rig as checks
+from flashinfer_cases import SETTINGS, WRAPPERS, each_path, reservation_of, rig_of
+from flashinfer_standin import FENCES, graphs_of, newer_fast_decode_plan, standin
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small operators are many times slower where threads of several workers wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Put the stand-in where FlashInfer would be imported from."""
+    made: Any = standin()
+    monkeypatch.setitem(sys.modules, "flashinfer", made)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
+    return made
+
+
+@each_path
+def test_a_plan_is_made_only_where_one_is_needed(chosen: Path) -> None:
+    """The host plans when page counts change, and after the workspace was overwritten."""
+    checks.check_plan_counts(rig_of(SETTINGS[chosen]))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("chosen", WRAPPERS)
+def test_wrappers_are_planned_fast_after_the_first(library: Any, chosen: Path, newer: bool) -> None:
+    """Only the first plan of a wrapper copies lists that the runner has filled already."""
+    if newer:
+        library.fast_decode_plan = newer_fast_decode_plan
+    rig = rig_of(SETTINGS[chosen])
+    full = {wrapper: wrapper.full_plans for wrapper in graphs_of(rig).values()}
+    # The softcap of the first layer, which the first graph learns of in its warm-up, chooses another kernel.
+    assert set(full.values()) == ({1} if SETTINGS[chosen].softcap is None else {1, 2})
+    before = {wrapper: wrapper.fast_plans for wrapper in full}
+    for length in (10, 100, 600, 10):
+        checks.check_replays(rig, [([length] * 3, length)])
+    assert {wrapper: wrapper.full_plans for wrapper in full} == full
+    assert all(wrapper.fast_plans - before[wrapper] == 4 for wrapper in full)
+
+
+class Fence:
+    """Writes down who waits for the copy of a plan, and where one is recorded."""
+
+    def synchronize(self) -> None:
+        FENCES.append(("wait", id(self)))
+
+    def record(self) -> None:
+        FENCES.append(("record", id(self)))
+
+
+@pytest.mark.parametrize("chosen", WRAPPERS)
+def test_no_plan_overwrites_one_that_is_being_copied(monkeypatch: pytest.MonkeyPatch, chosen: Path) -> None:
+    """Each plan waits for the record of the last on the same pinned memory, which stands right after it."""
+    made: list[Fence] = []
+    monkeypatch.setattr(wrappers, "_fence", lambda device: made.append(Fence()) or made[-1])
+    FENCES.clear()
+    rig = rig_of(SETTINGS[chosen])
+    rig.executor = FlashInfer().reserve(reservation_of(rig))
+    for length in (10, 100, 600):
+        for entry in rig.entries:
+            rig.stage(entry, rig.batch([length] * 2, [rig.setting.query_len] * 2, 1, 0.0).values)
+        rig.stage(None, rig.batch([length], [3], 1, 0.0).values)
+    assert len(FENCES) % 3 == 0
+    owner: dict[int, int] = {}
+    for (wait, fence), (plan, memory), (record, same) in zip(
+        FENCES[::3], FENCES[1::3], FENCES[2::3], strict=True
+    ):
+        assert (wait, plan, record, fence) == ("wait", "plan", "record", same)
+        assert owner.setdefault(memory, fence) == fence, "another wrapper's fence"
+    assert len(owner) >= 3
+
+
+def test_the_first_plan_covers_the_most_rows() -> None:
+    """A graph with more requests than the limits admit is captured on its largest plan."""
+    rig = rig_of(SETTINGS[Path.PREFILL])
+    rig.executor = made = FlashInfer().reserve(reservation_of(rig))
+    entry = rig.entries[0]
+    for lengths in ([4, 4], [90] * 8):
+        rig.stage(entry, rig.batch(lengths, [4] * len(lengths), 1, 0.0).values)
+        assert made.layout()[1] == entry.num_tokens
+
+
+@pytest.mark.parametrize("chosen", [Path.CUDA_CORE, Path.TENSOR_CORE])
+def test_tensor_cores_are_asked_for_where_they_are_planned(chosen: Path) -> None:
+    """The plan's fields and workspace are those of one of the two kernels."""
+    found = graphs_of(rig_of(SETTINGS[chosen])).values()
+    assert {wrapper.tensor_cores for wrapper in found} == {chosen is Path.TENSOR_CORE}
+
+
+def test_other_queries_on_the_same_pages_are_planned_again() -> None:
+    """A prefill plan depends on query lengths, which a batch may have fewer of than its graph."""
+    rig = rig_of(SETTINGS[Path.PREFILL])
+    for queries in ([4, 4], [2, 4], [4, 2]):
+        rig.replay(rig.entries[0], rig.batch([40, 40], queries, 1, 0.0))
+
+
+def test_eager_steps_on_other_pages_are_planned_again() -> None:
+    """An eager wrapper keeps copies of the page lists, so equal counts do not make an equal plan."""
+    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    for seed in range(3):
+        rig.eager(rig.batch([40, 5], [7, 1], seed, 0.0))
+
+
+@each_path
+def test_the_stock_plan_is_of_the_same_batch_and_on_memory_of_its_own(library: Any, chosen: Path) -> None:
+    """Each call is one plan of the library; no graph, buffer or plan of the executor changes."""
+    made: list[Any] = []
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        wrapper = getattr(library, name)
+        setattr(library, name, lambda *args, of=wrapper, **how: made.append(of(*args, **how)) or made[-1])
+    rig = rig_of(SETTINGS[chosen])
+    reserved = len(made)
+    query_len, size = rig.setting.query_len, rig.setting.page_size
+    entry = rig.entries[0]
+    for lengths in ([40], [40, 5 * size + 1, 7], [90] * checks.REQS):
+        values = rig.batch(lengths, [query_len] * len(lengths), 1, 0.0).values
+        metadata = rig.stage(entry, values)
+        held = [wrapper._plan_info for wrapper in made[:reserved]]
+        fields = {name: field.clone() for name, field in metadata.fields.items()}
+        planned, layout = rig.executor.plans, rig.executor.layout()
+        call = rig.executor.stock(metadata)
+        assert len(made) == reserved + 1, "one wrapper a shape, when it is first asked for"
+        stock = made[-1]
+        before = stock.full_plans
+        call()
+        call()
+        assert stock.full_plans == before + 2
+        counts = [-(-length // size) for length in lengths]
+        assert stock.indptr.diff().tolist()[: len(counts)] == counts
+        pages = [page for row, count in enumerate(counts) for page in values["block_table"][row, :count]]
+        assert stock.indices[: len(pages)].tolist() == pages
+        assert [wrapper._plan_info for wrapper in made[:reserved]] == held
+        assert (rig.executor.plans, rig.executor.layout()) == (planned, layout)
+        assert all(torch.equal(fields[name], field) for name, field in metadata.fields.items())
+        first, end = rig.workspace.data_ptr(), rig.workspace.data_ptr() + rig.workspace.numel()
+        assert not any(first <= part.data_ptr() < end for part in (stock.floats, stock.ints))
+    expected = {Path.CUDA_CORE: False, Path.TENSOR_CORE: True}.get(chosen)
+    assert expected is None or stock.tensor_cores is expected
+
+
+def test_there_is_no_stock_plan_of_an_eager_step() -> None:
+    """An eager step is planned by the library itself, at each step."""
+    rig = rig_of(SETTINGS[Path.XQA])
+    metadata = rig.stage(None, rig.batch([40], [4], 1, 0.0).values)
+    with pytest.raises(RunError, match="an eager step has no plan of its own"):
+        rig.executor.stock(metadata)

@@ -1,0 +1,214 @@
+"""The updates of a forward: torch against the host's arithmetic, and each kernel against torch."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import capture_planner
+from capture_planner.contract import COMMON_FIELDS, Axis, Fill, MetadataField
+from capture_planner.errors import RunError
+from capture_planner.runtime import padding
+from capture_planner.runtime.fields import Extents, FieldBuffer
+from capture_planner.runtime.speculative import settle
+from capture_planner.runtime.step import draft_decode_values, draft_prefill_values, target_values
+from capture_planner.runtime.updates import DraftState, Moving, TorchUpdates, Verified
+
+CPU = torch.device("cpu")
+TORCH = TorchUpdates()
+
+
+def load(name, path):
+    """Run a file as a module of its own."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+steps = load("step_laws", Path(__file__).with_name("test_step.py"))
+KV_LENS = MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """The kernels, interpreted: Triton looks at the variable where a kernel is defined, not later."""
+    pytest.importorskip("triton", reason="the fused updates need triton, which is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        path = Path(capture_planner.__file__).parent / "runtime" / "fused_updates.py"
+        return load("interpreted_fused_updates", path).FusedUpdates()
+
+
+class Held(dict):
+    """Fields by name, that go through their buffers as the runner's do."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name).tensor
+
+    def __iter__(self):
+        return iter(self.values())
+
+
+def fields_of(batch, made, padded):
+    """Buffers with room for ``padded`` more rows, filled and padded for a step's values."""
+    pages = batch.pages.pages(batch.max_model_len)
+    tokens = sum(count for _, _, count, _ in batch.rows())
+    room = Extents(tokens=tokens + padded, reqs=len(made["seq_lens"]) + padded, pages=pages)
+    held = Held()
+    for field in (*COMMON_FIELDS, KV_LENS):
+        columns = room.columns(field)
+        shape = (room.rows(field),) if columns is None else (room.rows(field), columns)
+        held[field.name] = FieldBuffer(
+            field.name, field, torch.zeros(shape, dtype=getattr(torch, field.dtype))
+        )
+        held.get(field.name).spoil()
+    values = made | {"kv_lens": made["seq_lens"]}
+    padding.apply(padding.table(held, values, len(made["positions"])))
+    return held
+
+
+def moving_of(batch, held):
+    """The same as what goes on by a token."""
+    return Moving.of(held, batch.pages.page_size, batch.max_model_len)
+
+
+def same(one, other):
+    """Say whether two roles' fields hold the same."""
+    return all(torch.equal(a.tensor, b.tensor) for a, b in zip(one, other, strict=True))
+
+
+@st.composite
+def verifications(draw):
+    """A batch with its target values, and what the target says: often what was drafted."""
+    batch = draw(steps.situations() | steps.situations(decodes=True))
+    made = target_values(batch.scheduled, batch.places, batch.pages)
+    ids = np.append(made["input_ids"][1:], 0)
+    flips = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
+    return batch, made, np.where(flips, ids + 1, ids).astype(np.int64)
+
+
+def prepare(updates, batch, made, answers, padded, *, decodes):
+    """Fill all roles as if every draft were kept, and let the device put in what was."""
+    target = fields_of(batch, made, padded)
+    counts = batch.scheduled.counts
+    longest = np.minimum(batch.places.computed[batch.scheduled.places] + counts, batch.max_model_len)
+    prefill = fields_of(batch, draft_prefill_values(made, batch.scheduled, counts, batch.places), padded)
+    decode = fields_of(
+        batch, draft_decode_values(batch.scheduled, longest, batch.places, batch.pages), padded
+    )
+    rows = batch.scheduled.num_reqs
+    updates.prepare_drafts(
+        Verified(
+            fields=moving_of(batch, target),
+            starts=target["query_start_loc"][: rows + 1],
+            counts=torch.from_numpy(made["sampled_counts"]),
+            answers=torch.from_numpy(answers),
+            most=1 + int(batch.scheduled.drafts.max()),
+        ),
+        moving_of(batch, prefill),
+        prefill["last_token_indices"],
+        moving_of(batch, decode) if decodes else None,
+    )
+    return prefill, decode
+
+
+@given(verifications(), st.integers(0, 2))
+def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
+    """Verified and shifted there as ``settle`` and the draft values do it here; padding is left as it was."""
+    batch, made, answers = case
+    prefill, decode = prepare(TORCH, batch, made, answers, padded, decodes=True)
+    scheduled, places = batch.scheduled, batch.places
+    settled = settle(scheduled, places, answers[made["sampled_rows"]])
+    wanted = draft_prefill_values(made, scheduled, settled.kept, places)
+    expected = fields_of(batch, wanted, padded)
+    rows, starts = scheduled.num_reqs, made["query_start_loc"]
+    for start, kept in zip(starts, settled.kept, strict=False):
+        # Rows past what was kept hold rejected drafts, which nobody reads.
+        kept_rows = slice(start, start + kept)
+        assert prefill["input_ids"][kept_rows].tolist() == expected["input_ids"][kept_rows].tolist()
+    assert prefill["input_ids"][scheduled.num_tokens :].eq(0).all()
+    assert prefill["last_token_indices"].tolist() == expected["last_token_indices"].tolist()
+    computed = places.computed[scheduled.places]
+    expected = fields_of(batch, draft_decode_values(scheduled, computed, places, batch.pages), padded)
+    for name in ("positions", "seq_lens", "kv_lens", "slot_mapping", "idx_mapping", "input_ids"):
+        assert decode[name][:rows].tolist() == expected[name][:rows].tolist(), name
+        assert decode[name][rows : rows + padded].tolist() == expected[name][rows : rows + padded].tolist()
+
+
+@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@given(verifications(), st.integers(0, 2), st.booleans())
+def test_the_kernel_prepares_drafts_as_torch_does(fused, case, padded, decodes):
+    """Every field of both roles, real and padded."""
+    batch, made, answers = case
+    ours = prepare(fused, batch, made, answers, padded, decodes=decodes)
+    theirs = prepare(TORCH, batch, made, answers, padded, decodes=decodes)
+    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@given(steps.situations(), st.integers(0, 2), st.integers(1, 3), st.booleans())
+def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
+    """Positions, lengths and slots up to the model's end, and the tokens that come next."""
+    computed = batch.places.computed[batch.scheduled.places]
+    made = draft_decode_values(batch.scheduled, computed, batch.places, batch.pages)
+    rows = len(computed) + padded
+    tokens = torch.arange(5, 5 + rows) if takes else None
+    found = []
+    for updates in (fused, TORCH):
+        held = fields_of(batch, made, padded)
+        for _ in range(moves):
+            updates.move_on(moving_of(batch, held), rows, tokens)
+        found.append(held)
+    assert same(*found)
+    if takes:
+        assert found[0]["input_ids"][: len(computed)].tolist() == tokens[: len(computed)].tolist()
+
+
+@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@given(
+    st.lists(
+        st.integers(-1, 6), min_size=1, max_size=300, unique_by=lambda place: place if place >= 0 else id
+    ),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_the_kernels_keep_drafts_as_torch_does(fused, mapping, width, again):
+    """One proposal after another, the columns held at the last; padded rows share a row of their own."""
+    found = []
+    idx_mapping = torch.tensor(mapping, dtype=torch.int32)
+    for updates in (fused, TORCH):
+        state = DraftState.make(7, width, 2, torch.float32, CPU)
+        for number in range(width + again):
+            tokens = torch.arange(len(mapping)) * 10 + number
+            updates.keep(state, idx_mapping, tokens, first=number == 0)
+        places, ids = updates.entered(state, idx_mapping)
+        real = torch.tensor(mapping) >= 0
+        assert ids[~real].eq(0).all()
+        assert places[~real].eq(state.padding).all()
+        found.append((state.token[:-1], state.proposed[:-1], state.column, places, ids))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@given(st.lists(st.integers(-9, 50), min_size=1, max_size=300))
+def test_pending_tokens_are_taken_from_the_answers(fused, ids):
+    """A negative id is the answer of a row; the others are themselves."""
+    answers = torch.arange(100, 109)
+    expected = [100 + -1 - token if token < 0 else token for token in ids]
+    for updates in (fused, TORCH):
+        assert updates.taken(torch.tensor(ids, dtype=torch.int32), answers).tolist() == expected
+
+
+def test_lengths_of_another_type_are_refused():
+    """The kernels write 32 bits."""
+    wide = MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, dtype="int64")
+    held = Held(kv_lens=FieldBuffer("own.kv_lens", wide, torch.zeros(3, dtype=torch.int64)))
+    with pytest.raises(RunError, match=r"own\.kv_lens is declared int64"):
+        Moving.of(held, 16, 64)
