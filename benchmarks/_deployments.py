@@ -100,7 +100,7 @@ def environment(case: Case) -> Environment:
     here = this_environment("here")
     if case.capability is None:
         return here
-    return attrs.evolve(here, device=attrs.evolve(here.device, capability=case.capability))
+    return replace(here, device=replace(here.device, capability=case.capability))
 
 
 def missing(case: Case, device: torch.device) -> str | None:
@@ -213,10 +213,10 @@ def qwen(case: Case, k: int) -> Spec:
 @functools.lru_cache(maxsize=2)
 def _large(dtype: DataType, device: torch.device) -> TargetModel:
     """Return the 0.6B model with random weights; the last ones are kept, as they take seconds."""
-    shape = attrs.evolve(qwen(CASES["reference"], 0).model, dtype=dtype)
+    shape = replace(qwen(CASES["reference"], 0).model, dtype=dtype)
     config = Qwen3Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size or 0,
+        hidden_size=shape.hidden_size or 0,
         intermediate_size=3072,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,

@@ -56,6 +56,10 @@ class Watching:
         del self._role.again  # type: ignore[union-attr]
         self._role = None
 
+    def fed(self) -> list[list[int]]:
+        """Return the tokens that each forward was given, drafts and padding included."""
+        return [_tokens(kept).tolist() for kept in self._kept]
+
     def sequences(self) -> tuple[list[list[int]], list[tuple[int, int]], torch.Tensor]:
         """Return the sequences that were served, and every row of a forward that is one's.
 
@@ -67,9 +71,7 @@ class Watching:
         parts: list[tuple[int, int, list[int], int]] = []
         first = 0
         for kept in self._kept:
-            # A negative token is an answer of the step before: -1 - i is that to row i.
-            ids = kept["input_ids"]
-            ids = torch.where(ids < 0, kept["answers"][(-1 - ids).clamp(min=0)], ids)
+            ids = _tokens(kept)
             read = (ids, *(kept[name] for name in ("positions", "query_start_loc", "idx_mapping")))
             tokens, at, starts, places = (tensor.tolist() for tensor in read)
             for place, (start, end) in zip(places, itertools.pairwise(starts), strict=True):
@@ -91,6 +93,12 @@ class Watching:
             chosen += range(row, row + alike)
         hidden = torch.cat([kept["hidden"] for kept in self._kept])
         return sequences, found, hidden[torch.tensor(chosen, device=hidden.device)]
+
+
+def _tokens(kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tokens of a forward; -1 - i stands for the answer of the step before to its row i."""
+    ids = kept["input_ids"]
+    return torch.where(ids < 0, kept["answers"][(-1 - ids).clamp(min=0)], ids)
 
 
 def in_float32(target: TargetModel) -> TargetModel:
@@ -134,9 +142,11 @@ def _attend(
 ) -> torch.Tensor:
     """Attend within each of ``count`` sequences of the same length."""
     group = query.shape[1] // keys.shape[1]
-    rows = (query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1))
-    heads = (part.view(count, -1, *part.shape[1:]).transpose(1, 2) for part in rows)
-    out = scaled_dot_product_attention(*heads, is_causal=True, scale=scoring.scale)
+    q, k, v = (
+        part.view(count, -1, *part.shape[1:]).transpose(1, 2)
+        for part in (query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1))
+    )
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
     return out.transpose(1, 2).reshape(query.shape)
 
 

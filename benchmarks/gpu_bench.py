@@ -21,6 +21,7 @@ from transformers import Qwen3Config
 
 from capture_planner import registry
 from capture_planner.bench import Bench, BenchReport, measure, verdicts
+from capture_planner.bench.measure import default_load
 from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Progress
 from capture_planner.environment import Environment
@@ -96,8 +97,8 @@ def measured(
             only=tuple(name for name in figures if name in arguments.only),
             compare=compare,
             quick=arguments.quick,
+            load=default_load(quick=arguments.quick),
             page_size=arguments.page_size,
-            command="",
         ),
         progress,
     )

@@ -18,13 +18,13 @@ can be captured then. ``--device cpu`` serves the reference backend from recorde
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from _equality import check, differing, faults
 
 from capture_planner.runtime.graph import Grapher
 from capture_planner.spec import Spec
+from capture_planner.words import counted
 
 COUNTED = ("steps", "forwards", "graphs", "requests", "tokens", "accepted", "differ from the same kernels")
 
@@ -157,19 +158,21 @@ def short(case: Case, spec: Spec, device: torch.device, grapher: Grapher, *, cap
         return []
     graphs = made.serve(made.plan, poison=True, debug=True)
     differ = differing(graphs.tokens, same.tokens)
-    return [f"{len(differ)} requests differ from the same kernels"] if differ else []
+    return [f"{counted(len(differ), 'request')} with other tokens than the same kernels"] if differ else []
 
 
 def compile_all(arguments: Any) -> int:
     """Compile what is compiled on first use, in a process for each K and model; return how many broke."""
+    served = [
+        name for name in arguments.backends if missing(CASES[name], torch.device(arguments.device)) is None
+    ]
+    each = [["--k", str(k)] for k in DRAFTS]
+    if not arguments.tiny_only:
+        each += [["--k", str(k), "--large"] for k in (0, 3)]
     begun = []
-    for name in arguments.backends:
-        if missing(CASES[name], torch.device(arguments.device)) is None:
-            for options in (*(["--k", str(k)] for k in DRAFTS), ["--k", "3", "--large"]):
-                command = [sys.executable, str(Path(__file__)), "--short", "--device", arguments.device]
-                begun.append(
-                    subprocess.Popen([*command, "--backends", name, *options], stdout=subprocess.DEVNULL)
-                )
+    for name, options in itertools.product(served, each):
+        command = [sys.executable, __file__, "--short", "--device", arguments.device, "--backends", name]
+        begun.append(subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL))
     return sum(process.wait() != 0 for process in begun)
 
 
@@ -204,6 +207,8 @@ def main() -> int:
     options.add_argument("--compile", action="store_true", help="only compile, in many processes at once")
     options.add_argument("--without-capture", action="store_true", help="with --short: no graphs")
     arguments = options.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        options.error("there is no CUDA device; --device cpu serves the reference backend")
     if arguments.compile:
         return min(compile_all(arguments), 1)
     torch.set_num_threads(1)

@@ -431,12 +431,12 @@ def test_an_interruption_anywhere_ends_in_a_report(
 
     left, inner = calls, getattr(RoleRun, method)
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         left -= 1
         if not left:
             raise KeyboardInterrupt
-        return inner(*arguments)
+        return inner(*arguments, **options)
 
     monkeypatch.setattr(RoleRun, method, interrupted)
     ran = run("plan.yaml", *FEW, "--format", "json")

@@ -5,8 +5,11 @@ from hypothesis import assume, given, reject
 
 from capture_planner._record import digest, replace
 from capture_planner.contract import Support
+from capture_planner.dispatch import Dispatcher
+from capture_planner.entry import Batch
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import PlanningError
+from capture_planner.explain import explain
 from capture_planner.model import DraftModel, Method, Model, Speculative
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Reason, Refresh, Role
 from capture_planner.planner import plan
@@ -75,6 +78,21 @@ def test_single_draft_steps_are_planned_where_they_are_asked_for(refresh):
     (decision,) = [decision for decision in role.decisions if decision.rule == "draft-chain"]
     assert (decision.before, decision.after, decision.backend) == ("2", "1", None)
     assert "speculative.chain asks for single steps" in decision.says
+
+
+@pytest.mark.parametrize(
+    ("chain", "says"),
+    [
+        (Chain.FUSED, "which holds all 2 draft steps"),
+        (Chain.SINGLE, "which is replayed for each of 2 draft steps"),
+    ],
+)
+def test_an_explanation_says_how_draft_decodes_run(chain, says):
+    """One graph that holds them, or one that is replayed; other roles have no word of it."""
+    dispatcher = Dispatcher(made(speculative=replace(EAGLE, chain=chain)))
+    for role, query_len in ((Role.DRAFT_DECODE, 1), (Role.DRAFT_PREFILL, 4)):
+        batch = Batch(role=role, num_reqs=3, num_tokens=3 * query_len, query_len=query_len)
+        assert (says in explain(dispatcher, batch).says) == (role is Role.DRAFT_DECODE)
 
 
 @given(deployments(max_reqs=64))

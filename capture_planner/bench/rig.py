@@ -85,6 +85,7 @@ class Rig:
         self, plan: Plan, *, registry: Registry | None = None, grapher: Grapher | None = None
     ) -> Iterator[Runner]:
         """Assemble a runner of a variant of the plan; leaving gives all of its memory back."""
+        self.settle()
         runner = Runner(
             plan,
             self.model,
@@ -98,9 +99,8 @@ class Rig:
             with runner:
                 yield runner
         finally:
-            for role in runner.parts.roles.values():
-                role.graphs.clear()
-            del runner
+            # Whoever still names it must not keep its KV cache: the next runner needs the memory.
+            vars(runner).clear()
             self.settle()
 
     @contextmanager

@@ -84,9 +84,13 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Numbers of requests that decode together, at most the plan's; those that no graph serves are "
     "left out.",
 )
-@click.option("--load-requests", type=click.IntRange(1), help="Requests of the throughput; left out: 64.")
-@click.option("--prompt-tokens", type=click.IntRange(1), help="Tokens of their prompts; left out: 128.")
-@click.option("--output-tokens", type=click.IntRange(1), help="Tokens they ask for; left out: 128.")
+@click.option(
+    "--load-requests", type=click.IntRange(1, 1 << 16), help="Requests of the throughput; left out: 64."
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1, 1 << 20), help="Tokens of their prompts; left out: 128."
+)
+@click.option("--output-tokens", type=click.IntRange(1, 1 << 20), help="Tokens they ask for; left out: 128.")
 @click.option(
     "--compare/--no-compare",
     default=True,

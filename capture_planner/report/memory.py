@@ -30,7 +30,7 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
         lines=(
             f"weights {size(report.weights)}, KV cache {size(report.kv_cache)}, fields and outputs "
             f"{size(rest)}, workspaces {size(report.workspaces)}",
-            _reconciled(accounts),
+            _reconciled(report, accounts),
         ),
         grid=Grid(
             columns=columns,
@@ -54,7 +54,9 @@ def _others(accounts: Accounts) -> Iterator[tuple[str, str, str, str, str]]:
     yield "gone from the device", "", "", "", size(accounts.device)
 
 
-def _reconciled(accounts: Accounts | None) -> str:
+def _reconciled(report: RunReport, accounts: Accounts | None) -> str:
+    if not report.captured:
+        return "no graph was captured"
     if accounts is None:
         return "no device was read: graphs that are recorded lie in the host's memory"
     return (

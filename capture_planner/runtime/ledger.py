@@ -61,7 +61,7 @@ class Accounts:
     """Where a device's memory went while a plan was captured, in bytes.
 
     ``device`` is the device's own figure. All else adds up to it but for ``unexplained``: what came
-    and went between the captures, where nothing of ours takes memory.
+    and went beside the allocator between the captures, where nothing of ours takes memory.
     """
 
     graphs: int
@@ -71,7 +71,8 @@ class Accounts:
     driver: int
     """Executable graphs."""
     warm_up: int
-    """What eager forwards left with the allocator, such as the workspaces of matrix products."""
+    """What the allocator holds more outside of the pools: what eager forwards left, such as the
+    workspaces of matrix products. Below 0 where tensors of before the capture were freed meanwhile."""
     modules: int
     """What warm-ups took beside the allocator: kernels that were loaded on first use, handles."""
     device: int
@@ -99,17 +100,14 @@ class Accounts:
         read = [(graph, graph.readings) for graph in captured if graph.readings is not None]
         if not read:
             return None
-        warm_up = modules = 0
-        for graph, (before, warm, after) in read:
-            warm_up += after.held - before.held - graph.memory
-            modules += warm.beside - before.beside
+        first, last = read[0][1][0], read[-1][1][-1]
         return cls(
             graphs=sum(graph.memory for graph, _ in read if graph.waiver is None),
             dropped=sum(graph.memory for graph, _ in read if graph.waiver is not None),
             driver=sum(graph.driver for graph, _ in read),
-            warm_up=warm_up,
-            modules=modules,
-            device=read[-1][1][-1].used - read[0][1][0].used,
+            warm_up=last.held - first.held - sum(graph.memory for graph, _ in read),
+            modules=sum(warm.beside - before.beside for _, (before, warm, _) in read),
+            device=last.used - first.used,
         )
 
 

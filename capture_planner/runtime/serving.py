@@ -107,13 +107,13 @@ class Serving:
 
     def _launch(self, scheduled: Scheduled, started: float) -> Launched:
         index, self._count = self._count, self._count + 1
-        batch = _batch(Role.TARGET, scheduled)
+        begun, batch = perf_counter(), _batch(Role.TARGET, scheduled)
         values, goes_on = self._values(scheduled)
         proposed = None
         if self._drafts_on_device(scheduled):
-            proposed = self._all_on_device(index, scheduled, batch, values, started)
+            proposed = self._all_on_device(index, scheduled, batch, values, begun)
         else:
-            entry = self._target(index, batch, values, started, filled=goes_on)
+            entry = self._target(index, batch, values, begun, filled=goes_on)
             if self._parts.target.goes_on and entry is not None and entry.query_len == 1:
                 self._goes_on = scheduled, values
         return Launched(
@@ -145,9 +145,7 @@ class Serving:
             self.scheduler.leave(scheduled.live[row])
         return settled
 
-    def _target(
-        self, index: int, batch: Batch, values: Made, started: float, *, filled: bool
-    ) -> Entry | None:
+    def _target(self, index: int, batch: Batch, values: Made, begun: float, *, filled: bool) -> Entry | None:
         """Run the target."""
         role, body = self._parts.roles[Role.TARGET], self._parts.target
         if body.embeddings is not None:
@@ -155,7 +153,7 @@ class Serving:
             body.embeddings[: batch.num_tokens] = self._runner.model.embed(
                 torch.from_numpy(values["input_ids"]).to(self._runner.device)
             )
-        ran = role.run(batch, values, started, filled=filled)
+        ran = role.run(batch, values, begun, filled=filled)
         self._note(index, batch, ran)
         entry = ran.dispatch.entry
         if len(values[SAMPLED_ROWS]):
@@ -175,7 +173,7 @@ class Serving:
         return role.goes_on_alone and role.dispatch(_decodes(scheduled)).entry is not None
 
     def _all_on_device(
-        self, index: int, scheduled: Scheduled, batch: Batch, values: Made, started: float
+        self, index: int, scheduled: Scheduled, batch: Batch, values: Made, begun: float
     ) -> OnItsWay:
         """Fill the fields of all roles at once, and run target, verification and drafter in a row."""
         parts, places = self._parts, self.scheduler.places
@@ -190,7 +188,7 @@ class Serving:
             for role in roles:
                 role.poison()
         parts.apply([write for role, mine in zip(roles, made, strict=True) for write in role.fill(mine)])
-        self._target(index, batch, values, started, filled=True)
+        self._target(index, batch, values, begun, filled=True)
         begun = perf_counter()
         self._prepare_drafts(scheduled)
         prefill = _batch(Role.DRAFT_PREFILL, scheduled)

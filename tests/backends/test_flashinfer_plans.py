@@ -120,6 +120,21 @@ def test_other_queries_on_the_same_pages_are_planned_again() -> None:
         rig.replay(rig.entries[0], rig.batch([40, 40], queries, 1, 0.0))
 
 
+def test_a_launch_after_a_fast_plan_has_the_rows_of_that_plan() -> None:
+    """A batch that is smaller than its graph runs without the graph too, on what was planned for it."""
+    rig = rig_of(SETTINGS[Path.PREFILL])
+    entry = rig.entries[0]
+    for count in (2, 5, 3):
+        batch = rig.batch([40] * count, [4] * count, count, 0.0)
+        metadata = rig.stage(entry, batch.values)
+        query = torch.zeros(entry.num_tokens, *batch.query.shape[1:], dtype=batch.query.dtype)
+        query[: len(batch.query)] = batch.query
+        out = torch.full_like(query, torch.nan)
+        rig.executor.attend(checks.LAYER, query, out, rig.scoring, metadata)
+        checks.close(out[: len(batch.query)], batch.expected)
+        assert not out[len(batch.query) :].any()
+
+
 def test_eager_steps_on_other_pages_are_planned_again() -> None:
     """An eager wrapper keeps copies of the page lists, so equal counts do not make an equal plan."""
     rig = rig_of(SETTINGS[Path.CUDA_CORE])

@@ -1,9 +1,16 @@
 """FlashInfer on a GPU, captured and eager, against dense attention in float32.
 
-Run it with pytest, or as a script: ``python tests/gpu/test_flashinfer.py q4 device``, or without
-arguments for all settings. CAPTURE_PLANNER_GPU_EXAMPLES
-says how many batches each property takes. Wrappers are reached on any GPU by planning for compute
-capability 8.0, where there is no other path; XQA and trtllm-gen need the GPU that has them.
+The settings ``8.0`` are planned for compute capability 8.0, which any GPU here executes and which has
+no decode kernel without a host plan: the decode wrapper on CUDA cores (up to three query heads a KV
+head) and on tensor cores (from four), and the prefill wrapper (2, 4 and 8 tokens a request), plain,
+with a window and with a softcap. The settings ``device`` are planned for this GPU: XQA on SM90 and
+SM12x, trtllm-gen on SM100, for 1, 2, 4 and 8 tokens a request, two head widths, two page sizes and a
+window. Eager steps, of any batch, take one prefill wrapper in all of them.
+
+FlashInfer compiles some twenty kernels on first use, 11 to 19 s each. ``python
+tests/gpu/test_flashinfer.py --compile`` does it for all settings at once; then pytest takes about a
+minute. ``python tests/gpu/test_flashinfer.py q4 device`` runs the settings whose name has one of the
+arguments. CAPTURE_PLANNER_GPU_EXAMPLES says how many batches each property takes (6).
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import flashinfer_rig as checks
 from flashinfer_rig import Rig, Setting, Steps
 
-EXAMPLES = int(os.environ.get("CAPTURE_PLANNER_GPU_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("CAPTURE_PLANNER_GPU_EXAMPLES", "6"))
 
 WRAPPERS = [
     Setting(heads=8),
@@ -84,7 +92,7 @@ def on_gpu(forward: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def rig_of(setting: Setting) -> Rig:
     """Make the rig of a setting; skips where this GPU has no such kernel."""
     rig = Rig(setting, torch.device("cuda"), on_gpu)
@@ -142,11 +150,30 @@ TESTS: tuple[Any, ...] = (
 )
 
 
+def compile_all() -> int:
+    """Run one batch of each property in a process for each setting; return how many broke."""
+    one = os.environ | {"CAPTURE_PLANNER_GPU_EXAMPLES": "1"}
+    begun = {
+        str(setting): subprocess.Popen(
+            [sys.executable, __file__, str(setting)], env=one, stdout=subprocess.PIPE, text=True
+        )
+        for setting in SETTINGS
+    }
+    broken = 0
+    for name, process in begun.items():
+        said, _ = process.communicate()
+        broken += process.returncode != 0
+        sys.stdout.write(f"{name}: compiled\n" if process.returncode == 0 else f"{name}:\n{said}")
+    return broken
+
+
 def main() -> int:
     """Run every test on every setting whose name has one of the arguments; say which failed and how."""
     if missing() is not None:
         sys.stdout.write(f"cannot run: {missing()}\n")
         return 1
+    if sys.argv[1:] == ["--compile"]:
+        return min(compile_all(), 1)
     failed = 0
     for setting in (s for s in SETTINGS if not sys.argv[1:] or any(part in str(s) for part in sys.argv[1:])):
         for test in TESTS:
@@ -158,7 +185,8 @@ def main() -> int:
             except Exception as error:
                 failed += 1
                 outcome = f"FAILED: {type(error).__name__}: {error}"
-            sys.stdout.write(f"{setting} {test.__name__}: {outcome}\n")
+            path = rig_of(setting).path.value if outcome == "passed" else "-"
+            sys.stdout.write(f"{setting} ({path}) {test.__name__}: {outcome}\n")
             sys.stdout.flush()
     return min(failed, 1)
 

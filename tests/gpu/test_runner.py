@@ -10,25 +10,22 @@ from __future__ import annotations
 import functools
 import os
 import random
-import sys
-from pathlib import Path
 
+import attrs
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from _deployments import CASES, CYCLE, deployment, grapher_of, missing, small, tiny
+from _deployments import CASES, CYCLE, REGISTRY, deployment, grapher_of, missing, small, tiny
 from _equality import TOLERANCE, check, differing, faults
 from _logits import errors, in_float32
 
 from capture_planner._record import replace
 from capture_planner.model import DataType, Method, Speculative
 from capture_planner.models.huggingface import load_target
-from capture_planner.modes import Chain, GraphMode, Pool
+from capture_planner.modes import Chain, Pool
+from capture_planner.runtime.capture import without_speculation
 
 # Kernel libraries warn while they compile.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 EXAMPLES = max(int(os.environ.get("CAPTURE_PLANNER_GPU_EXAMPLES", "20")) // 5, 1)
 CPU = pytest.param(CASES["reference"], "cpu", id="reference-cpu")
 PLACES = [CPU, *(pytest.param(case, "cuda", id=f"{case.name}-cuda") for case in CASES.values())]
@@ -36,15 +33,6 @@ EXACT = [CPU, *(p for p in PLACES[1:] if DataType.FLOAT32 in p.values[0].dtypes)
 
 everywhere = pytest.mark.parametrize(("case", "place"), PLACES)
 grapher_once = functools.cache(grapher_of)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny products are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def device_for(case, place):
@@ -88,6 +76,14 @@ def test_steps_that_are_launched_ahead_have_the_same_tokens(case, place, poison)
     assert faults(seen) == [], seen
 
 
+@everywhere
+@pytest.mark.parametrize("on_device", [False, True])
+def test_drafts_are_verified_on_the_device_as_on_the_host(case, place, on_device):
+    """Graphs and the same kernels agree, wherever tokens are settled."""
+    seen = check(made_of(case, place, small(case, 3), 7), poison=True, drafts_on_device=on_device)
+    assert faults(seen) == [], seen
+
+
 @pytest.mark.parametrize(("case", "place"), EXACT)
 def test_running_ahead_changes_no_token(case, place):
     """In float32, where another batch does not change the likeliest token."""
@@ -108,24 +104,26 @@ def test_a_shared_pool_changes_no_token_and_takes_no_more(case, place):
 
 
 @pytest.mark.parametrize(("case", "place"), EXACT)
-def test_a_fused_chain_proposes_what_single_steps_propose(case, place):
-    """The same tokens, and the same number of drafts that were right."""
+@pytest.mark.parametrize("kind", ["random", "copy"])
+def test_a_fused_chain_proposes_what_single_steps_propose(case, place, kind):
+    """Every token that the target is given to verify is the same, right or not."""
     found = []
     for chain in Chain:
         spec = small(case, 5)
         spec = replace(
             spec,
             model=replace(spec.model, dtype=DataType.FLOAT32),
-            mode=GraphMode.FULL_AND_PIECEWISE,
             speculative=Speculative(method=Method.EAGLE, num_tokens=5, chain=chain),
         )
-        made = made_of(case, place, spec, 4)
+        made = attrs.evolve(made_of(case, place, spec, 4), kind=kind)
         fused = {entry.draft_steps for role in made.plan.roles for entry in role.entries} - {None, 1}
         assert bool(fused) is (chain is Chain.FUSED)
-        # The head's own proposals: they depend on every step of the chain.
-        answers = {request.name: request.prompt for request in made.requests}
-        run = made.serve(made.plan, answers)
-        found.append((run.tokens, [(step.num_reqs, step.accepted) for step in run.session.steps]))
+        plain = made.serve(without_speculation(made.plan, REGISTRY)).tokens
+        answers = {request.name: request.prompt + plain[request.name] for request in made.requests}
+        run = made.serve(made.plan, answers, watch=True)
+        assert run.tokens == plain
+        assert kind == "random" or sum(step.accepted for step in run.session.steps)
+        found.append(run.watching.fed())
     assert found[0] == found[1]
 
 
@@ -154,8 +152,8 @@ def test_logits_of_other_weights_are_far_off():
     other = load_target(None, made.plan.model, device=device, dtype=torch.float32, seed=made.seed + 1)
     for reference, is_near in ((made.target, True), (other, False)):
         error, _ = errors(made.target, in_float32(reference), run.watching, device)
-        assert (error.worst < TOLERANCE / 1000) is is_near
-        assert (error.median < TOLERANCE) is is_near
+        assert (error.worst < TOLERANCE["float32"]) is is_near
+        assert (error.median < TOLERANCE["bfloat16"]) is is_near
 
 
 def test_a_request_with_another_token_is_found():

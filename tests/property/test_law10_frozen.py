@@ -20,9 +20,8 @@ from capture_planner.contract import Axis, Fill, Lifetime, MetadataField, Paddin
 from capture_planner.errors import GuardError
 from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.fields import tensor_of
 from capture_planner.runtime.capture import warm_values
-from capture_planner.runtime.fields import Extents
+from capture_planner.runtime.fields import Extents, tensor_of
 from capture_planner.runtime.guards import Baked
 from capture_planner.runtime.role import Options
 from capture_planner.spec import Policy, Sizes

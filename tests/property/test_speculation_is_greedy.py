@@ -129,7 +129,8 @@ def pages_for(plan, page_size):
 )
 def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, seed, options):
     """Graphs, eager and plain greedy agree exactly: poisoned before every forward or not, a step ahead of
-    the tokens or not, with drafts prepared on either side."""
+    the tokens or not, with drafts prepared on either side.
+    """
     spec = data.draw(runnable_specs())
     plan = planned(spec)
     if plan is None:

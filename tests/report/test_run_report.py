@@ -186,7 +186,7 @@ def test_memory_adds_up_to_what_the_device_reports(report):
         return
     assert accounts == numbers.accounts
     assert accounts.device == read[-1][2].used - read[0][0].used
-    between = sum(after[0].used - before[2].used for before, after in pairwise(read))
+    between = sum(after[0].beside - before[2].beside for before, after in pairwise(read))
     assert accounts.unexplained == between
     assert accounts.explained + between == accounts.device
     assert data["memory"]["accounts"]["unexplained"] == between

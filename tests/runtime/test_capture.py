@@ -144,11 +144,13 @@ class Device(RecordedGraphs):
         return self.pools[-1]
 
     def reading(self):
-        names = (("others",), ("warm-up", "modules"), ("driver",))[self.turns % 3]
+        names = (("others", "freed"), ("warm-up", "modules"), ("driver",))[self.turns % 3]
         self.turns += 1
         for name in names:
             self.lost[name].append(self.random.randint(-20, 400) if self.random.random() < 0.5 else 0)
-        held = sum(self.lost["warm-up"]) + sum(pool.memory for pool in self.pools)
+        held = sum(sum(self.lost[name]) for name in ("warm-up", "freed")) + sum(
+            pool.memory for pool in self.pools
+        )
         beside = sum(sum(self.lost[name]) for name in ("others", "modules", "driver"))
         return Reading(used=(1 << 30) + held + beside, held=held)
 
@@ -183,7 +185,7 @@ def test_the_ledger_finds_what_each_capture_took(world, share, random):
     assert accounts.graphs + accounts.dropped == sum(pool.memory for pool in device.pools)
     assert accounts.dropped == 0
     assert accounts.driver == sum(lost["driver"])
-    assert accounts.warm_up == sum(lost["warm-up"])
+    assert accounts.warm_up == sum(lost["warm-up"]) + sum(lost["freed"][1:])
     assert accounts.modules == sum(lost["modules"])
     assert accounts.unexplained == sum(lost["others"][1:])
     assert accounts.device == accounts.explained + accounts.unexplained

@@ -1,0 +1,88 @@
+"""Transformers' continuous batching, as it is compared with: the same weights, all tokens, or a reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from tiny import planned, rigged  # noqa: E402
+
+from capture_planner.bench import batching  # noqa: E402
+from capture_planner.bench import throughput as module  # noqa: E402
+from capture_planner.bench.rig import Absence  # noqa: E402
+from capture_planner.bench.throughput import Load  # noqa: E402
+
+
+def test_the_copy_has_the_weights_and_its_own_storage() -> None:
+    """Equal in every tensor; attention is transformers' own."""
+    target = rigged(planned(0)).model
+    copy = batching.copied(target)
+    mine = {name: getattr(module, attribute) for name, module, attribute in target.weights()}
+    state = copy.state_dict()
+    assert state
+    for name, tensor in state.items():
+        assert torch.equal(tensor, mine[name])
+        assert tensor.data_ptr() != mine[name].data_ptr()
+    assert copy.config._attn_implementation == batching.ATTENTION
+
+
+def test_options_are_those_that_this_version_has() -> None:
+    """The two that a comparison stands on are in every version that is supported."""
+    for graphs in (True, False):
+        options = batching.config_of(cuda_graphs=graphs)
+        assert options.use_cuda_graph is graphs
+        assert options.allow_block_sharing is False
+
+
+Lengths = st.lists(st.integers(0, 4), max_size=4)
+
+
+@given(Lengths, st.integers(0, 4), st.integers(1, 4), st.booleans())
+def test_an_answer_counts_only_where_all_of_it_is_there(
+    lengths: list[int], requests: int, wanted: int, breaks: bool
+) -> None:
+    """The library logs what breaks and returns what it has."""
+    done: dict[str, Any] = {
+        str(index): SimpleNamespace(error=None, generated_tokens=[0] * length)
+        for index, length in enumerate(lengths)
+    }
+    if breaks and done:
+        done["0"].error = "out of blocks"
+    whole = len(lengths) == requests and set(lengths) == {wanted} and not breaks
+    if whole:
+        batching._refuse_incomplete(done, requests, wanted)
+    else:
+        with pytest.raises(Absence, match="out of blocks" if breaks and done else "were asked for"):
+            batching._refuse_incomplete(done, requests, wanted)
+
+
+def test_what_the_other_library_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is: our own figure stays, and the sentence names the library."""
+
+    class Broken:
+        def generate_batch(self, **given: object) -> dict[str, object]:
+            raise AttributeError("no such thing")
+
+        def destroy_cached_continuous_batching_manager(self) -> None:
+            """Nothing was made."""
+
+    rig = rigged(planned(0))
+    compared = module._other
+    monkeypatch.setattr(batching, "copied", lambda target: Broken())
+    # All but the comparison runs on the CPU; it alone asks which device this is.
+    monkeypatch.setattr(
+        module, "_other", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)
+    )
+    found = module.throughput(rig, Load(requests=2, prompt=3, output=4), lambda now: None, compare=True)
+    assert found.tokens_per_second > 0
+    assert found.other is None
+    assert found.other_says.startswith("transformers ")
+    assert "AttributeError: no such thing" in found.other_says

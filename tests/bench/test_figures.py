@@ -1,0 +1,275 @@
+"""The figures: each measures what it says, and measuring disturbs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from tiny import MOST, planned, quiet, rigged  # noqa: E402
+
+from capture_planner import registry  # noqa: E402
+from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
+from capture_planner.bench.chain import chain, with_chains, with_single_steps  # noqa: E402
+from capture_planner.bench.decode import bare, decode  # noqa: E402
+from capture_planner.bench.measure import QUICK_LOAD  # noqa: E402
+from capture_planner.bench.preparation import preparation, values_at  # noqa: E402
+from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
+from capture_planner.bench.throughput import Load  # noqa: E402
+from capture_planner.dispatch import Dispatcher  # noqa: E402
+from capture_planner.errors import RunError  # noqa: E402
+from capture_planner.lint import Severity, lint  # noqa: E402
+from capture_planner.modes import GraphMode, Role  # noqa: E402
+from capture_planner.registry import Registered, Registry  # noqa: E402
+
+
+def ignore(now: str) -> None:
+    """Show no progress."""
+
+
+def tokens(rig: Any, disturbed: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Serve three requests to their end, with a window of bare replays after some of the steps."""
+    with rig.runner(rig.plan) as runner:
+        runner.capture()
+        decoding = Decoding(runner, rig.requests(3, 5, 24))
+        for step in range(200):
+            if decoding.serving.done:
+                break
+            if step in disturbed and not decoding.serving.served:
+                bare(rig, runner, decoding.replayed())
+            decoding.serving.step()
+        return {served.name: served.tokens for served in decoding.serving.served}
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_bare_replays_in_the_middle_of_serving_change_no_token(k: int) -> None:
+    """Graphs move their own fields on; what they changed is put back."""
+    rig = rigged(planned(k))
+    plain = tokens(rig, ())
+    assert len(plain) == 3
+    assert all(len(said) == 24 for said in plain.values())
+    assert tokens(rig, (0, 1, 3)) == plain
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_a_decode_is_measured_at_each_size_with_the_graphs_of_the_step(k: int) -> None:
+    """With a drafter a step is its graphs and the draft prefill's and the draft decodes'."""
+    rig = rigged(planned(k))
+    rows = decode(rig, ignore)
+    assert rig.absent == []
+    assert [row.num_reqs for row in rows] == [1, MOST]
+    for row in rows:
+        assert min(row.step, row.bare, row.eager or 0) > 0
+        assert row.host > 0
+        assert [each.role for each in row.graphs] == [role.role for role in rig.plan.roles]
+        decodes = sum((each.entry.draft_steps or 1) * each.times for each in row.graphs[2:])
+        assert decodes == max(0, k - 1)
+
+
+def test_what_is_too_long_is_left_out_and_the_rest_is_measured() -> None:
+    """A KV cache that holds one request: 4 never decode together, and the record says so."""
+    plan = planned(0)
+    rig = rigged(plan)
+    rig = attrs.evolve(rig, pages=attrs.evolve(rig.pages, num_pages=14))
+    rows = decode(rig, ignore)
+    assert [row.num_reqs for row in rows] == [1]
+    (absent,) = rig.absent
+    assert absent.failed
+    assert "give the model or the KV cache" in absent.says
+
+
+@settings(max_examples=20)
+@given(
+    st.sets(st.integers(1, MOST), min_size=1), st.sampled_from([0, 2, 4]), st.sampled_from(list(GraphMode))
+)
+def test_a_trimmed_plan_serves_its_sizes_by_the_same_graphs(sizes: set[int], k: int, mode: GraphMode) -> None:
+    """And is a sound plan: what it does not capture is waived, not forgotten."""
+    whole = planned(k, mode)
+    small = trimmed(whole, tuple(sorted(sizes)))
+    for role in whole.roles:
+        found = {serving_entry(Dispatcher(whole), whole, role.role, size) for size in sizes}
+        assert set(small.role(role.role).entries) == found - {None}
+        for size in sizes:
+            again = serving_entry(Dispatcher(small), whole, role.role, size)
+            assert again == serving_entry(Dispatcher(whole), whole, role.role, size)
+    assert [str(f) for f in lint(small) if f.rule.severity is Severity.ERROR] == []
+
+
+@pytest.mark.parametrize("k", [3, 4])
+def test_chains_and_single_steps_are_the_same_plan_otherwise(k: int) -> None:
+    """Each is made of the other, and both give the same tokens."""
+    plan = planned(k)
+    single = with_single_steps(plan)
+    fused = with_chains(single, registry.load())
+    assert fused is not None
+    assert {entry.draft_steps for entry in single.role(Role.DRAFT_DECODE).entries} == {None}
+    assert {entry.draft_steps for entry in fused.role(Role.DRAFT_DECODE).entries} == {k - 1}
+    assert with_single_steps(fused) == single
+    assert tokens(rigged(fused), ()) == tokens(rigged(single), ())
+
+
+def test_a_chain_is_measured_in_all_three_ways() -> None:
+    """Where there are two or more draft decodes; otherwise the reason is told."""
+    rows = chain(rigged(planned(4)), ignore)
+    assert [(row.num_reqs, row.steps) for row in rows] == [(1, 3), (MOST, 3)]
+    assert all(min(row.fused or 0, row.single, row.eager) > 0 for row in rows)
+    for k, why in ((0, "no drafter"), (2, "at least 3")):
+        with pytest.raises(Absence, match=why):
+            chain(rigged(planned(k)), ignore)
+
+
+class Standing:
+    """The reference backend, with a library's own plan call to compare with, or with one that breaks."""
+
+    def __init__(self, backend: Any, *, breaks_after: int | None = None) -> None:
+        self._backend, self.breaks_after = backend, breaks_after
+        self.calls: list[int] = []
+
+    name = "reference"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def support(self, *given: Any) -> Any:
+        """As the backend does."""
+        return self._backend.support(*given)
+
+    padding = refresh = workspace = support
+
+    def reserve(self, reservation: Any) -> Any:
+        """Reserve, and add the optional method."""
+        executor = self._backend.reserve(reservation)
+        prepare, prepared = executor.prepare, [0]
+
+        def broken(metadata: Any) -> None:
+            prepared[0] += 1
+            if self.breaks_after is not None and prepared[0] > self.breaks_after:
+                raise ValueError("it is broken")
+            prepare(metadata)
+
+        executor.prepare = broken
+        executor.stock = lambda metadata: lambda: self.calls.append(metadata.num_reqs)
+        return executor
+
+
+def standing(**given: Any) -> tuple[Standing, Registry]:
+    """Return the backend, and a registry with it alone."""
+    found = registry.load()["reference"]
+    backend = Standing(found.backend, **given)
+    backend.padding = found.backend.padding  # type: ignore[method-assign]
+    backend.refresh = found.backend.refresh  # type: ignore[method-assign]
+    backend.workspace = found.backend.workspace  # type: ignore[method-assign]
+    made = Registered(backend=backend, distribution=found.distribution, version=found.version)
+    return backend, Registry([made])
+
+
+def test_preparation_is_measured_beside_a_stock_call() -> None:
+    """For each role and size, over as many steps as were asked for; the call is made at each of them."""
+    backend, backends = standing()
+    rig = rigged(planned(2), backends=backends)
+    rows = preparation(rig, ignore)
+    assert rig.absent == []
+    assert {(row.num_reqs, row.role) for row in rows} == {
+        (n, r.role) for n in (1, MOST) for r in rig.plan.roles
+    }
+    for row in rows:
+        assert row.steps == rig.effort.prepared
+        assert 0 < row.prepare < row.stage
+        assert row.stock is not None
+        assert row.of_stock == row.stage / row.stock
+    # One more than is counted: the first call of a library allocates.
+    assert sorted(set(backend.calls)) == [1, MOST]
+    assert len(backend.calls) == len(rows) * (rig.effort.prepared + 1)
+
+
+def test_a_backend_without_a_stock_call_has_none_to_compare_with() -> None:
+    """The reference plans nothing."""
+    rows = preparation(rigged(planned(0)), ignore)
+    assert {row.stock for row in rows} == {None}
+    assert {row.of_stock for row in rows} == {None}
+
+
+@settings(max_examples=30)
+@given(st.integers(1, MOST), st.integers(1, 3), st.integers(0, 80))
+def test_the_values_of_a_growing_decode_are_those_of_a_decode(size: int, query: int, more: int) -> None:
+    """Each token's slot is where the block table has its position; positions end at the length."""
+    made = values_at(RIG, ROLE, size, query, query + more)
+    page = RIG.pages.page_size
+    for row in range(size):
+        positions = made["positions"][row * query : (row + 1) * query].tolist()
+        assert positions == list(range(more, more + query))
+        assert made["seq_lens"][row] == more + query
+        for index, position in enumerate(positions):
+            slot = int(made["block_table"][row, position // page]) * page + position % page
+            assert made["slot_mapping"][row * query + index] == slot
+    assert np.unique(made["slot_mapping"]).size == size * query
+    assert 0 < made["block_table"].min() <= made["block_table"].max() < RIG.pages.num_pages
+
+
+RIG = rigged(planned(0))
+with RIG.runner(RIG.plan) as _runner:
+    ROLE = _runner.parts.roles[Role.TARGET]
+
+
+def test_all_figures_are_measured_or_their_absence_is_explained() -> None:
+    """Of a plan with a chain all are there; transformers needs a GPU, and that is said."""
+    bench = Bench(quick=True, requests=(1, 300), load=QUICK_LOAD, page_size=8)
+    report = measure(planned(4, GraphMode.FULL_AND_PIECEWISE), registry.load(), bench, quiet)
+    assert report.absent == ()
+    assert [row.num_reqs for row in report.decode] == [1, MOST]
+    assert report.capture is not None
+    assert len(report.capture.captured) == report.capture.graphs == report.plan.num_graphs
+    assert report.capture.bare is None
+    assert report.pools is not None
+    assert report.pools.differing == ()
+    assert report.pools.saved > 0
+    assert report.throughput is not None
+    assert report.throughput.other is None
+    assert "GPU" in report.throughput.other_says
+    assert {verdict.figure for verdict in verdicts(report)} == {"decode", "chain"}
+    assert {"device", "torch", "date", "capture-planner"} <= set(report.facts)
+
+
+def test_what_breaks_is_recorded_and_the_rest_is_measured() -> None:
+    """A backend that breaks after some calls costs the long figures, and not the record."""
+    plan = planned(2)
+    _, backends = standing(breaks_after=10)
+    only = ("decode", "capture")
+    report = measure(plan, backends, Bench(quick=True, requests=(1,), only=only, page_size=8), quiet)
+    assert report.capture is not None
+    assert report.decode == ()
+    assert {absent.figure for absent in report.failed} == {"decode"}
+    assert "it is broken" in report.failed[0].says
+
+
+def test_a_plan_without_decode_graphs_is_refused() -> None:
+    """There is nothing to measure, and the sentence says what to do."""
+    with pytest.raises(
+        RunError, match=r"no graph that serves a decode of 1 requests .* name other --requests"
+    ):
+        measure(planned(0, GraphMode.NONE), registry.load(), Bench(quick=True, requests=(1,)), quiet)
+
+
+def test_a_cache_too_small_for_any_request_leaves_its_reason() -> None:
+    """The figure broke, and the record has the sentence."""
+    bench = Bench(quick=True, requests=(1,), only=("decode",), page_size=8, pages=1)
+    report = measure(planned(0), registry.load(), bench, quiet)
+    assert report.decode == ()
+    assert "give it more (--pages)" in report.failed[0].says
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_a_load_is_cut_until_it_fits(prompt: int, output: int) -> None:
+    """Never longer than the model, at least a token each, and as it was where it fits."""
+    load = Load(requests=3, prompt=prompt, output=output).within(RIG)
+    longest = RIG.plan.model.max_model_len
+    assert min(load.prompt, load.output) >= 1
+    assert load.prompt + load.output <= longest
+    assert prompt + output > longest or (load.prompt, load.output) == (prompt, output)
