@@ -6,6 +6,7 @@ checks nothing, and counts memory before the first graph and after the last.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -141,7 +142,9 @@ class BarePool:
     def memory(self) -> int:
         """Bytes of the segments that the allocator holds for this pool."""
         found = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(part["total_size"] for part in found if tuple(part["segment_pool_id"]) == self.handle)
+        return sum(
+            part["total_size"] for part in found if tuple(part["segment_pool_id"]) == tuple(self.handle)
+        )
 
     def poison(self) -> None:
         """Nothing: these graphs are never replayed."""
@@ -186,7 +189,13 @@ class BareGraphs:
         assert isinstance(pool, BarePool), "pools are made here"
         self._open, self._pool = BareGraph(), pool
         self._begin()
-        forward()
+        try:
+            forward()
+        except BaseException:
+            # A capture that is left open would make every later call of the device fail.
+            with contextlib.suppress(RuntimeError):
+                self._end()
+            raise
         self._end()
         return self._open
 

@@ -97,7 +97,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
     Raises ``RunError`` where nothing can be measured: the plan is for another machine or model, has
     errors, or has no graph of a decode.
     """
-    launch._refuse_plan(plan, launch.Choices(any_environment=bench.any_environment, any_plan=bench.any_plan))
+    launch.refuse_plan(plan, launch.Choices(any_environment=bench.any_environment, any_plan=bench.any_plan))
     sizes = served_sizes(plan, bench.requests)
     device = host.device_of(plan.environment)
     model = load_target(
@@ -154,7 +154,7 @@ def _rig(
 ) -> Rig:
     device = host.device_of(plan.environment)
     effort = QUICK if bench.quick else Effort()
-    grapher = launch._grapher(device)
+    grapher = launch.grapher_for(device)
     drafter = None
     if plan.speculative is not None:
         drafter = choose_drafter(

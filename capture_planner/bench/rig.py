@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import statistics
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Protocol
 
@@ -110,10 +112,9 @@ class Rig:
             yield
         except Absence as absence:
             self.absent.append(Absent(figure=figure, says=str(absence)))
-        except (CapturePlannerError, RuntimeError) as error:
-            says = " ".join(f"{type(error).__name__}: {error}".split())
-            self.absent.append(Absent(figure=figure, says=says[:500], failed=True))
-            self.settle()
+        except Exception as error:
+            # Whatever it is: the time on a GPU that the other figures took is not lost with it.
+            self.absent.append(Absent(figure=figure, says=_blame(error), failed=True))
 
     def settle(self) -> None:
         """Wait for the device, and give memory that nobody holds back to it."""
@@ -217,6 +218,15 @@ class Kept:
         """Write it back."""
         for tensor, kept in self._kept:
             tensor.copy_(kept)
+
+
+def _blame(error: Exception) -> str:
+    """Return an error in a line; with its place, where it is none of those that say what to do."""
+    says = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    if isinstance(error, CapturePlannerError):
+        return says
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{says} (in {last.name}, {Path(last.filename).name}:{last.lineno})"
 
 
 def query_len(plan: Plan, num_reqs: int) -> int:

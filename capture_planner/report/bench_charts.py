@@ -151,7 +151,8 @@ def _capture(report: BenchReport) -> Chart | None:
     bare = report.capture.bare
     if bare is not None:
         plot.axhline(bare.seconds / report.capture.graphs, color=INK, linestyle=":", linewidth=1)
-    plot.set_xscale("symlog", base=2, linthresh=1)
+    plot.set_xscale("log", base=2)
+    plot.xaxis.set_major_formatter("{x:g}")
     plot.set_xlabel("tokens of the graph")
     plot.set_ylabel("warm-up and capture")
     plot.yaxis.set_major_formatter(EngFormatter(unit="s"))

@@ -94,14 +94,17 @@ def warm_values(role: RoleRun, entry: Entry) -> Made:
     counts[: tokens % reqs] += 1
     starts = np.zeros(reqs + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
+    lengths = np.minimum(counts, longest).astype(np.int32)
+    # As wide as the lengths say: lists of pages are made from both.
+    pages = -(-int(lengths.max()) // role.page_size)
     positions = np.minimum(np.arange(tokens) - np.repeat(starts[:-1], counts), longest - 1)
     return {
         "input_ids": np.zeros(tokens, dtype=np.int32),
         "positions": positions,
         "slot_mapping": np.full(tokens, NULL_SLOT, dtype=np.int64),
         "query_start_loc": starts,
-        "seq_lens": np.minimum(counts, longest).astype(np.int32),
-        "block_table": np.full((reqs, 1), NULL_PAGE, dtype=np.int32),
+        "seq_lens": lengths,
+        "block_table": np.full((reqs, pages), NULL_PAGE, dtype=np.int32),
         "last_token_indices": starts[1:] - 1,
         "idx_mapping": np.arange(reqs, dtype=np.int32),
         "cu_num_draft_tokens": (starts[1:] - np.arange(1, reqs + 1)).astype(np.int32),

@@ -100,7 +100,7 @@ def launch(
     Raises ``RunError`` where the plan cannot be executed here, on this model or for these requests:
     before anything is captured. An interruption ends in a report of what there is.
     """
-    _refuse_plan(plan, choices)
+    refuse_plan(plan, choices)
     device = host.device_of(plan.environment)
     model = load_target(
         choices.model, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=choices.seed
@@ -115,7 +115,7 @@ def launch(
         vocab_size=model.vocab_size,
         clip=choices.clip,
     )
-    run = _Run(plan, model, registry, requests, choices, progress, _grapher(device))
+    run = _Run(plan, model, registry, requests, choices, progress, grapher_for(device))
     pages = run.pages()
     drafter = run.drafter()
     answers: dict[str, tuple[int, ...]] | None = None
@@ -156,7 +156,7 @@ def _agrees(served: Served, request: Request, answer: tuple[int, ...]) -> bool:
     return served.tokens == (said if served.finished is not None else said[: len(served.tokens)])
 
 
-def _refuse_plan(plan: Plan, choices: Choices) -> None:
+def refuse_plan(plan: Plan, choices: Choices) -> None:
     """Refuse a plan with errors, for another machine, or for more than one device."""
     errors = [str(finding) for finding in lint(plan) if finding.rule.severity is Severity.ERROR]
     if errors and not choices.any_plan:
@@ -189,7 +189,7 @@ def _weights(runner: Runner) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _grapher(device: torch.device) -> Grapher:
+def grapher_for(device: torch.device) -> Grapher:
     """Return what captures on a device."""
     if device.type == "cuda":
         from capture_planner.runtime.cuda import CudaGraphs

@@ -99,7 +99,7 @@ class RoleRun:
         self.dispatcher, self.options = dispatcher, options
         self.graphs: dict[Entry, Graph] = {}
         self.pool: Pool | None = None
-        self._grapher, self._page_size, self._bounds = grapher, page_size, bounds
+        self._grapher, self.page_size, self._bounds = grapher, page_size, bounds
         self._baked: dict[Entry, Baked] = {}
         self._guard: PointerGuard | None = None
         self._group_of = {layer: group for group in groups for layer in group.caches}
@@ -178,7 +178,7 @@ class RoleRun:
 
     def fill(self, values: Made) -> list[Write]:
         """Return what brings the fields to a step's values, padding included."""
-        derive(values, self._derived, self._page_size)
+        derive(values, self._derived, self.page_size)
         return padding.table(self.fields, values, len(values["positions"]))
 
     def stage(self, entry: Entry | None, real: Extents, values: Made) -> Extents:
@@ -199,7 +199,7 @@ class RoleRun:
 
     def follow(self, values: Made) -> None:
         """Bring the fields that follow from the common ones to a draft step that the graph moved to."""
-        derive(values, self._derived, self._page_size)
+        derive(values, self._derived, self.page_size)
         following = [buffer for buffer in self.fields if buffer.field.name in DERIVED]
         self._apply(padding.table(following, values, len(values["positions"])))
 

@@ -113,3 +113,18 @@ def test_captures_that_lack_a_graph_are_not_compared() -> None:
     lost: Captured = attrs.evolve(graph, waiver=waiver)
     with pytest.raises(RunError, match="1 of 2 graphs did not fit"):
         refuse_dropped([graph, lost])
+
+
+def test_a_capture_that_breaks_is_closed() -> None:
+    """What is left open makes every later call of the device fail; the error is the forward's own."""
+    device = Device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capturing.torch, "cuda", device)
+        grapher = BareGraphs()
+
+        def broken() -> None:
+            raise ValueError("not this one")
+
+        with pytest.raises(ValueError, match="not this one"):
+            grapher.capture(broken, grapher.pool())
+    assert device.log == ["begin", "end"]

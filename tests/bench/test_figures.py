@@ -273,3 +273,20 @@ def test_a_load_is_cut_until_it_fits(prompt: int, output: int) -> None:
     assert min(load.prompt, load.output) >= 1
     assert load.prompt + load.output <= longest
     assert prompt + output > longest or (load.prompt, load.output) == (prompt, output)
+
+
+def test_an_error_that_nobody_foresaw_is_recorded_with_its_place() -> None:
+    """And what is measured after it is not lost; an absence is no failure."""
+    rig = rigged(planned(0))
+
+    def surprise() -> None:
+        raise KeyError("nobody knows")
+
+    with rig.trying("decode"):
+        surprise()
+    with rig.trying("chain"):
+        raise Absence("there is none")
+    broken, missing = rig.absent
+    assert (broken.figure, broken.failed, missing.failed) == ("decode", True, False)
+    assert "KeyError: 'nobody knows' (in surprise, test_figures.py:" in broken.says
+    assert missing.says == "there is none"

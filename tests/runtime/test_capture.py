@@ -104,6 +104,8 @@ def test_a_warm_up_batch_fills_its_entry_and_owns_nothing(world):
             assert real == entry.num_tokens or len(counts) == world.plan.limits.max_num_reqs
             assert not values["slot_mapping"].any()
             assert not values["block_table"].any()
+            # Lists of pages are made from lengths and table, so every page of a length is in the table.
+            assert values["block_table"].shape[1] * role.page_size >= values["seq_lens"].max()
             assert (values["seq_lens"] <= world.plan.model.max_model_len).all()
             assert (values["positions"] < world.plan.model.max_model_len).all()
 
