@@ -70,7 +70,7 @@ CASES = {
             backend="triton",
             dtypes=(DataType.FLOAT32, DataType.BFLOAT16),
             page_sizes=(16, 1, 64),
-            heads=((4, 2), (8, 2), (3, 3)),
+            heads=((4, 2), (8, 2), (2, 2)),
         ),
         Case(
             name="flash_attention",

@@ -50,6 +50,12 @@ class CudaPool:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.handle = torch.cuda.graph_pool_handle()
+        # A pool is gone with the last graph of it, and with torch 2.11 nothing can be captured into it
+        # again: this one holds nothing, and stays.
+        self._anchor, touched = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+        self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        touched.zero_()
+        self._anchor.capture_end()
 
     @property
     def memory(self) -> int:

@@ -36,6 +36,8 @@ class Staging:
         self.memory = memory
         """``uint8[bytes]`` on the host, bytes a multiple of 8."""
         self.bytes = memory.numpy()
+        self.filled = 0
+        """Numbers of the table that the last step wrote."""
         self.table = self.bytes.view(np.int64)
         self.of = {name: self.bytes.view(name) for name in ("uint8", "bool", "int32", "int64", "float32")}
 
@@ -48,28 +50,36 @@ class Packed:
     elements: int
 
 
-def pack(writes: Sequence[Write], staging: Staging) -> Packed:
+def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> Packed:
     """Write the table of ``writes`` into ``staging``, and after it their real values.
 
     The table has a row of 9 int64 for each write: destination address, offset of the values in the
     staging in bytes, elements between rows of the destination, real rows, real columns, rows and
     columns to touch, the fill's bits, bytes an element. Values are converted to the buffer's type.
-    Nothing but ``staging`` changes. Writes are no larger than their buffers: ``padding.table`` sees to it.
+    The table has room for ``max_writes``, and rows that no write has touch nothing. Nothing but
+    ``staging`` changes. Writes are no larger than their buffers: ``padding.table`` sees to it.
     """
     rows: list[int] = []
-    at, largest = len(writes) * _COLUMNS * 8, 0
+    at, largest = max_writes * _COLUMNS * 8, 0
     for write in writes:
-        tensor, real, dtype = write.buffer.tensor, write.real, write.buffer.field.dtype
+        buffer, real = write.buffer, write.real
+        tensor, dtype, elements = buffer.tensor, buffer.field.dtype, write.rows * write.columns
         size = tensor.itemsize
-        shape = (0, 0) if real is None else real.shape if real.ndim == 2 else (len(real), 1)
+        if real is None:
+            shape = (0, 0)
+        else:
+            count = real.size
+            staging.of[dtype][at // size : at // size + count] = real.ravel()
+            shape = real.shape if real.ndim == 2 else (count, 1)
         rows += (tensor.data_ptr(), at, tensor.stride(0), *shape)
         rows += (write.rows, write.columns, _bits(write.fill, dtype), size)
-        largest = max(largest, write.rows * write.columns)
+        if elements > largest:
+            largest = elements
         if real is not None:
-            first = at // size
-            staging.of[dtype][first : first + real.size].reshape(real.shape)[...] = real
-            at += -(-real.size * size // _ALIGNMENT) * _ALIGNMENT
+            at += -(-count * size // _ALIGNMENT) * _ALIGNMENT
     staging.table[: len(rows)] = rows
+    staging.table[len(rows) : staging.filled] = 0
+    staging.filled = len(rows)
     return Packed(bytes=at, elements=largest)
 
 
@@ -79,7 +89,11 @@ def _bits(fill: int, dtype: str) -> int:
 
 
 class FusedPadding:
-    """Brings the buffers of a step up to date with one copy and one kernel launch."""
+    """Brings the buffers of a step up to date with one copy and one kernel launch.
+
+    On a GPU these two are a graph themselves, for a few sizes each: launched one by one, they take the
+    host five times as long.
+    """
 
     def __init__(self, device: torch.device, staging_bytes: int, max_writes: int) -> None:
         """Allocate for steps of at most ``max_writes`` writes with ``staging_bytes`` of real values.
@@ -95,7 +109,8 @@ class FusedPadding:
                 "capture_planner.runtime.fused is imported it needs the CPU"
             )
         self.staging_bytes, self.max_writes = staging_bytes, max_writes
-        room = -(-staging_bytes // _ALIGNMENT) * _ALIGNMENT + max_writes * (_COLUMNS * 8 + _ALIGNMENT)
+        rows = max(max_writes, 1)
+        room = -(-staging_bytes // _ALIGNMENT) * _ALIGNMENT + rows * (_COLUMNS * 8 + _ALIGNMENT)
         pinned = device.type == "cuda"
         self._staged = [Staging(torch.zeros(room, dtype=torch.uint8, pin_memory=pinned)) for _ in range(2)]
         # A staging buffer is written again two steps later: its copy must have run by then, or the
@@ -103,6 +118,10 @@ class FusedPadding:
         self._copied = [torch.cuda.Event() for _ in self._staged] if pinned else []  # type: ignore[no-untyped-call]
         self._turn = 0
         self._device = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        if pinned:
+            # Compiled here, with a table that touches nothing: not in a capture.
+            self._launch(1, rows)
 
     def apply(self, writes: Sequence[Write]) -> None:
         """Bring the buffers of ``writes`` up to date, in the order of the current stream.
@@ -121,15 +140,38 @@ class FusedPadding:
         turn = self._turn = 1 - self._turn
         if self._copied:
             self._copied[turn].synchronize()
-        packed = pack(writes, self._staged[turn])
+        packed = pack(writes, self._staged[turn], self.max_writes)
         if not packed.elements:
             return
-        self._device[: packed.bytes].copy_(self._staged[turn].memory[: packed.bytes], non_blocking=True)
-        if self._copied:
-            self._copied[turn].record()
-        grid = (-(-packed.elements // _BLOCK), len(writes))
+        blocks = -(-packed.elements // _BLOCK)
+        if not self._copied:
+            self._copy(turn, packed.bytes)
+            self._launch(blocks, len(writes))
+            return
+        self._graph(turn, packed.bytes, blocks).replay()
+        self._copied[turn].record()
+
+    def _copy(self, turn: int, count: int) -> None:
+        self._device[:count].copy_(self._staged[turn].memory[:count], non_blocking=True)
+
+    def _launch(self, blocks: int, rows: int) -> None:
         # The kernel computes with no floats; Triton 3.9 warns where a launch leaves their rules open.
-        _fill_and_pad[grid](self._device, width=_COLUMNS, block=_BLOCK, enable_fp_fusion=False)
+        _fill_and_pad[blocks, rows](self._device, width=_COLUMNS, block=_BLOCK, enable_fp_fusion=False)
+
+    def _graph(self, turn: int, count: int, blocks: int) -> torch.cuda.CUDAGraph:
+        """Return a graph that copies and covers at least so much, captured when it is first needed."""
+        count = min(1 << (count - 1).bit_length(), len(self._device))
+        key = turn, count, 1 << (blocks - 1).bit_length()
+        if key not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            # The default stream, which may be the current one, captures nothing.
+            with torch.cuda.stream(torch.cuda.Stream(self._device.device)):  # type: ignore[no-untyped-call]
+                graph.capture_begin(capture_error_mode="thread_local")
+                self._copy(turn, count)
+                self._launch(key[2], self.max_writes)
+                graph.capture_end()
+            self._graphs[key] = graph
+        return self._graphs[key]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -145,12 +145,15 @@ def test_the_packed_table_says_where_everything_is(fused, role, run):
     staging = fused.Staging(
         torch.full(((held.memory + 200 * len(role.inputs)) // 8 * 8,), 0xEE, dtype=torch.uint8)
     )
+    most, most_written = len(role.inputs), []
     for step in run:
         values = laws.values_of(role, step)
         writes = table(held, values, step.extents.tokens)
-        packed = fused.pack(writes, staging)
+        packed = fused.pack(writes, staging, most)
         memory = staging.memory.numpy().tobytes()
-        last = 72 * len(writes)
+        last = 72 * most
+        assert not any(memory[72 * len(writes) : 72 * len(most_written)])
+        most_written = max(writes, most_written, key=len)
         for index, write in enumerate(writes):
             tensor, dtype = write.buffer.tensor, np.dtype(write.buffer.field.dtype)
             address, offset, stride, real_rows, real_columns, rows, columns, fill, size = np.frombuffer(
