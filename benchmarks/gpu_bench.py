@@ -32,7 +32,7 @@ from capture_planner.plan import Plan
 from capture_planner.planner import plan as make_plan
 from capture_planner.report.bench import bench_data, bench_page, bench_tables
 from capture_planner.runtime.host import this_environment
-from capture_planner.spec import Limits, Spec
+from capture_planner.spec import Limits, Policy, Sizes, Spec
 
 HIDDEN, VOCABULARY, LONGEST = 1024, 151936, 1024
 DRAFT_VOCABULARY = 32000
@@ -56,9 +56,10 @@ def deployment(backend: str, environment: Environment, drafts: int, num_reqs: in
     """Return the plan of a server of so many requests, all of its graphs included."""
     spec = Spec(
         model=MODEL,
-        limits=Limits(max_num_reqs=num_reqs, max_num_tokens=2048),
+        limits=Limits(max_num_reqs=num_reqs, max_num_tokens=8192),
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend=backend,
+        sizes=Sizes(policy=Policy.VLLM),
         speculative=Speculative(
             method=Method.EAGLE3, num_tokens=drafts, model=DraftModel(vocab_size=DRAFT_VOCABULARY)
         )

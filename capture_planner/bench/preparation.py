@@ -1,13 +1,15 @@
 """Host time of preparing a forward: fill, padding and backends, and the library's own call beside it.
 
-Each role is staged by itself, as the runner stages it where nothing can be taken over from the step
-before, with the values of a decode that grows by a token each time. The device is waited for after each,
-untimed: what is measured is the host's work, not the queue.
+First as the runner does it, in a decode that is served. Then each role is staged by itself, as the
+runner stages it where nothing can be taken over from the step before, with the values of a decode that
+grows by a token each time. The device is waited for after each, untimed: what is measured is the host's
+work, not the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import numpy as np
@@ -21,6 +23,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.capture import warm_values
 from capture_planner.runtime.fields import Extents
 from capture_planner.runtime.role import RoleRun
+from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.step import Made
 
 
@@ -31,23 +34,56 @@ def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, 
     with rig.runner(trimmed(rig.plan, rig.sizes), registry=watch.registry(rig.registry)) as runner:
         runner.capture()
         for size in rig.sizes:
+            steps = min(
+                rig.effort.prepared, rig.plan.model.max_model_len - rig.prompt - query_len(rig.plan, size)
+            )
+            if steps < 1:
+                raise Absence(f"a model of {rig.plan.model.max_model_len} tokens has no room for a decode")
+            served: Mapping[Role, float] = {}
+            with rig.trying("preparation"):
+                served = _served(rig, runner, size, steps)
             for role in runner.parts.roles.values():
                 entry = serving_entry(role.dispatcher, rig.plan, role.role, size)
                 query = 1 if role.role is Role.DRAFT_DECODE else query_len(rig.plan, size)
-                if entry is not None:
+                if entry is not None and role.role in served:
                     with rig.trying("preparation"):
-                        found.append(_measured(rig, role, watch, entry, size, query))
+                        step = served[role.role]
+                        found.append(_measured(rig, role, watch, entry, size, query, steps, step))
             advance(f"{size} requests")
     return tuple(found)
 
 
-def _measured(rig: Rig, role: RoleRun, watch: Watch, entry: Entry, size: int, query: int) -> Preparation:
+def _served(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping[Role, float]:
+    """Return the mean preparation of each role over a decode as it is served."""
+    decoding = rig.decoding(runner, size, steps)
+    try:
+        before = len(runner.session.forwards)
+        for _ in range(steps):
+            if not decoding.step(1):
+                break
+        forwards = runner.session.forwards[before:]
+    finally:
+        decoding.end()
+    spent: dict[Role, list[float]] = {}
+    for forward in forwards:
+        spent.setdefault(forward.role, []).append(forward.preparation / forward.repeats)
+    return {role: statistics.mean(times) for role, times in spent.items()}
+
+
+def _measured(
+    rig: Rig,
+    role: RoleRun,
+    watch: Watch,
+    entry: Entry,
+    size: int,
+    query: int,
+    steps: int,
+    step_seconds: float,
+) -> Preparation:
     first = rig.prompt + query
-    steps = min(rig.effort.prepared, rig.plan.model.max_model_len - first)
-    if steps < 1:
-        raise Absence(f"a model of at most {rig.plan.model.max_model_len} tokens has no room for a decode")
     real = Extents(tokens=size * query, reqs=size, pages=role.fields.capacity.pages)
-    stage = prepare = 0.0
+    stages: list[float] = []
+    prepares: list[float] = []
     stocks: list[float] = []
     # The step before the first is not counted: it fills what the largest graph left, and a library's own
     # call allocates and compiles.
@@ -60,7 +96,8 @@ def _measured(rig: Rig, role: RoleRun, watch: Watch, entry: Entry, size: int, qu
         ended = perf_counter()
         stock = watch.stock()
         if step >= 0:
-            stage, prepare = stage + ended - started, prepare + watch.prepare
+            stages.append(ended - started)
+            prepares.append(watch.prepare)
             stocks += () if stock is None else (stock,)
     _wait(rig)
     return Preparation(
@@ -68,9 +105,10 @@ def _measured(rig: Rig, role: RoleRun, watch: Watch, entry: Entry, size: int, qu
         role=role.role,
         backends=tuple(group.plan.backend for group in role.groups),
         steps=steps,
-        stage=stage / steps,
-        prepare=prepare / steps,
-        stock=sum(stocks) / len(stocks) if stocks else None,
+        step=step_seconds,
+        stage=statistics.median(stages),
+        prepare=statistics.median(prepares),
+        stock=statistics.median(stocks) if stocks else None,
     )
 
 

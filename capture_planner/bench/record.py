@@ -60,23 +60,26 @@ class Decode:
 
 @attrs.frozen(kw_only=True)
 class Preparation:
-    """Host time of preparing one forward of one role: means over the steps of a decode."""
+    """Host time of preparing the forwards of one role in a decode whose lengths grow."""
 
     num_reqs: int
     role: Role
     backends: tuple[str, ...]
     steps: int
+    step: float
+    """As the runner does it, a mean over all steps: values, dispatch, fill, padding and backends. The fields
+    of a drafter are filled together with the target's, and fields that a graph moved on are not filled."""
     stage: float
-    """``RoleRun.stage``: derived fields, fill, padding, and the preparation of all backends."""
+    """Where all fields of the role are made anew, a median: derived fields, fill, padding and backends."""
     prepare: float
-    """The preparation of the backends alone."""
+    """The preparation of the backends alone, a median of the same."""
     stock: float | None = None
-    """The library's own plan call of the same shape; None where the backend has none to compare."""
+    """The library's own plan call of the same shape, a median; None where the backend has none to compare."""
 
     @property
     def of_stock(self) -> float | None:
-        """The whole preparation by the library's own plan call."""
-        return ratio(self.stage, self.stock)
+        """A step's preparation by the library's own plan call."""
+        return ratio(self.step, self.stock)
 
 
 @attrs.frozen(kw_only=True)

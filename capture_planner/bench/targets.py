@@ -75,7 +75,7 @@ def _preparation(rows: tuple[Preparation, ...]) -> Iterator[Verdict]:
                 figure="preparation",
                 what=f"preparation of {MANY} requests",
                 wanted=PREPARATION * 1e6,
-                reached=row.stage * 1e6,
+                reached=row.step * 1e6,
                 at_most=True,
                 unit="us",
             )

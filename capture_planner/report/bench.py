@@ -196,6 +196,7 @@ def _preparation(report: BenchReport) -> Section:
             str(row.num_reqs),
             row.role.value,
             ", ".join(dict.fromkeys(row.backends)),
+            seconds(row.step),
             seconds(row.stage),
             seconds(row.prepare),
             _optional(row.stock),
@@ -204,10 +205,22 @@ def _preparation(report: BenchReport) -> Section:
         )
         for row in report.preparation
     ]
-    columns = ("requests", "role", "backend", "all", "backend's part", "stock call", "all / stock", "steps")
+    columns = (
+        "requests",
+        "role",
+        "backend",
+        "a step",
+        "anew",
+        "backend",
+        "stock call",
+        "step / stock",
+        "steps",
+    )
     notes = (
-        "Host time of one forward, a mean over a decode whose lengths grow. Stock: the library's own plan call "
-        "of the same shape, where the library plans on the host.",
+        "Host time of one forward in a decode whose lengths grow. A step: as the runner does it, a mean over "
+        "all; a graph of one token a request moves its own fields on, and a drafter's fields are filled with "
+        "the target's. Anew: where all fields of the role are made and padded anew. Stock: the library's own "
+        "plan call of the same shape, where the library plans on the host.",
     )
     return _section(report, "preparation", "Preparation", columns, rows, text=3, notes=notes)
 

@@ -89,8 +89,8 @@ def _preparation(report: BenchReport) -> Chart | None:
     for plot, role in zip(axes[0], roles, strict=True):
         rows: list[Preparation] = [row for row in report.preparation if row.role is role]
         series: list[Series] = [
-            ("all", STEP, [row.stage for row in rows]),
-            ("backend's part", GRAPH, [row.prepare for row in rows]),
+            ("a step", STEP, [row.step for row in rows]),
+            ("all anew", GRAPH, [row.stage for row in rows]),
         ]
         if any(row.stock is not None for row in rows):
             series.append(("stock call", EAGER, [row.stock for row in rows]))
@@ -101,7 +101,7 @@ def _preparation(report: BenchReport) -> Chart | None:
         name="preparation",
         section="preparation",
         svg=as_svg(figure, "preparation"),
-        alt="Bars by role and number of requests: host time of a preparation, and of its backend's part.",
+        alt="Bars by role and number of requests: host time of a step's preparation, and anew.",
         caption="Host time before a replay. It should not grow with requests faster than the graph does: on a GPU "
         "it hides behind the graph before it, as long as it is shorter.",
         modes=(),

@@ -8,6 +8,7 @@ memory goes back to the pool for the graphs that follow.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,12 +51,20 @@ class CudaPool:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.handle = torch.cuda.graph_pool_handle()
-        # A pool is gone with the last graph of it, and with torch 2.11 nothing can be captured into it
-        # again: this one holds nothing, and stays.
-        self._anchor, touched = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
-        self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-        touched.zero_()
-        self._anchor.capture_end()
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+
+    def open(self) -> None:
+        """Make it ready for a capture.
+
+        The allocator gives a pool up with the last graph of it, and with torch 2.11 nothing can be
+        captured into that one again: it goes on in a new one.
+        """
+        if not self._graphs:
+            self.handle = torch.cuda.graph_pool_handle()
+
+    def add(self, graph: CudaGraph) -> None:
+        """Take note of a graph that lives in it."""
+        self._graphs.add(graph)
 
     @property
     def memory(self) -> int:
@@ -111,7 +120,6 @@ class CudaGraphs:
         torch.cuda.set_stream(self._stream)
         self._open: CudaGraph | None = None
         self._pool: CudaPool | None = None
-        self._handed: list[torch.Tensor] = []
 
     def reading(self) -> Reading:
         """Wait for the device, give back what no tensor owns, and read its memory."""
@@ -130,6 +138,7 @@ class CudaGraphs:
         if self._open is not None:
             raise CaptureError("a capture began inside another; capture one forward at a time")
         torch.cuda.synchronize()
+        pool.open()
         before, alive = pool.memory, torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         graph = CudaGraph([])
@@ -148,21 +157,19 @@ class CudaGraphs:
                 ) from error
             raise
         finally:
-            for tensor in self._handed:
-                disown(tensor)
-            self._handed.clear()
             self._open = self._pool = None
             if collecting:
                 gc.enable()
         torch.cuda.synchronize()
         graph.memory, graph.alone = pool.memory - before, torch.cuda.max_memory_allocated() - alive
         # A graph that was refused may have left segments: one that fits into them still fits.
-        if pool.limit is not None and graph.memory and pool.memory > pool.limit:
-            held = pool.memory
+        if pool.limit is not None and graph.memory and before + graph.memory > pool.limit:
+            held = before + graph.memory
             del graph
             raise torch.OutOfMemoryError(
                 f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}"
             )
+        pool.add(graph)
         return graph
 
     def split(
@@ -177,7 +184,10 @@ class CudaGraphs:
         self._end()
         self._open.parts.append(between)
         between()
-        self._handed += (*reads, *writes)
+        # From here on ``between`` refers to the memory alone, which the model's own tensors keep as long
+        # as they live: what comes after them in the graph may take it.
+        for tensor in (*reads, *writes):
+            disown(tensor)
         self._begin()
 
     def _begin(self) -> None:

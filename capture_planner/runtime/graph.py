@@ -71,5 +71,7 @@ class Grapher(Protocol):
         Called by the forward while it is captured; ``between`` is run there, and once at this place
         of every replay. ``reads`` and ``writes`` are all the tensors of the graph that it touches: it
         refers to these very tensors, which may be pointed at other memory when the capture ends, or
-        derives from them when it runs; a view of them that was made before would be left behind.
+        derives from them when it runs; a view of them that was made before would be left behind. When
+        this returns they may have given up their memory: whoever goes on with what was written holds a
+        view of it, made before.
         """

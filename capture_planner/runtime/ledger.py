@@ -128,8 +128,11 @@ class Forward:
     padded_reqs: int = 0
     repeats: int = 1
     """Forwards of this kind in the step: draft decodes run k - 1 times, or once as a fused chain."""
+    preparation: float = 0.0
+    """Seconds of the host for values, dispatch, fill, padding and backends; of all repeats together. Where
+    the fields of all roles are filled at once, the target's is that of all."""
     host_seconds: float = 0.0
-    """Values, dispatch, fill, padding, backend preparation and guards; of all repeats together."""
+    """The same, and guards."""
     seconds: float = 0.0
     """All of it, of all repeats together."""
 

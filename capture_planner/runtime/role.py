@@ -74,6 +74,7 @@ class Ran:
 
     dispatch: Dispatch
     extents: Extents
+    preparation: float
     host_seconds: float
     seconds: float
 
@@ -164,17 +165,17 @@ class RoleRun:
 
     def again(self, answer: Dispatch, entry: Entry | None, extents: Extents, started: float) -> Ran:
         """Run what is staged: replay the entry's graph, or run eagerly without one."""
+        prepared = ready = perf_counter()
         if entry is not None and self.options.replay:
             if not self.options.trust:
                 self.check(entry)
-            ready = perf_counter()
+                ready = perf_counter()
             self.graphs[entry].replay()
         else:
-            ready = perf_counter()
             self._forward(extents, entry)
         if entry is not None and entry.num_reqs is None:
             self.body.per_request(extents, None)
-        return Ran(answer, extents, ready - started, perf_counter() - started)
+        return Ran(answer, extents, prepared - started, ready - started, perf_counter() - started)
 
     def fill(self, values: Made) -> list[Write]:
         """Return what brings the fields to a step's values, padding included."""
@@ -289,14 +290,15 @@ class RoleRun:
         scoring: Scoring,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
-
-        def attention() -> None:
+        if not self._splitting:
             self._attend_now(layer, query, keys, values, out, scoring)
+            return out
 
-        if self._splitting:
-            self._grapher.split(attention, reads=(query, keys, values), writes=(out,))
-        else:
-            attention()
+        # The model goes on with its own tensors: the graph gives up its hold on these.
+        q, k, v, o = (tensor.view(tensor.shape) for tensor in (query, keys, values, out))
+        self._grapher.split(
+            lambda: self._attend_now(layer, q, k, v, o, scoring), reads=(q, k, v), writes=(o,)
+        )
         return out
 
     def _attend_now(

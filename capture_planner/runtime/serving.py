@@ -239,7 +239,7 @@ class Serving:
         if entry is not None and entry.draft_steps is not None:
             self._note(index, batch, ran)
             return
-        host, seconds = ran.host_seconds, ran.seconds
+        made, host, seconds = ran.preparation, ran.host_seconds, ran.seconds
         real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=role.fields.capacity.pages)
         for _ in range(steps - 1):
             started = perf_counter()
@@ -248,8 +248,10 @@ class Serving:
                 role.follow(values)
             role.prepare(entry, real, ran.extents, values)
             again = role.again(ran.dispatch, entry, ran.extents, started)
-            host, seconds = host + again.host_seconds, seconds + again.seconds
-        self._note(index, batch, attrs.evolve(ran, host_seconds=host, seconds=seconds), steps)
+            made, host = made + again.preparation, host + again.host_seconds
+            seconds += again.seconds
+        ran = attrs.evolve(ran, preparation=made, host_seconds=host, seconds=seconds)
+        self._note(index, batch, ran, steps)
 
     def _note(self, index: int, batch: Batch, ran: Ran, repeats: int = 1) -> None:
         answer = ran.dispatch
@@ -265,6 +267,7 @@ class Serving:
                 padded_tokens=answer.padded_tokens,
                 padded_reqs=answer.padded_reqs,
                 repeats=repeats,
+                preparation=ran.preparation,
                 host_seconds=ran.host_seconds,
                 seconds=ran.seconds,
             )

@@ -15,8 +15,9 @@ from capture_planner.contract import Attention
 from capture_planner_flashinfer.backend import Path, wrapper
 from capture_planner_flashinfer.wrappers import Array, PageLists, Shape
 
-FLOATS = 128 << 20
-"""Bytes of its float workspace: what FlashInfer recommends, and at least what the group's plan has."""
+FLOATS = 512 << 20
+"""Bytes of its float workspace, and at least what the group's plan has. FlashInfer recommends 128 MiB,
+which 256 requests of 6 tokens overflow (16 query heads of 128, 0.6.9)."""
 
 
 class Stock:
