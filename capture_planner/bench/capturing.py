@@ -201,13 +201,13 @@ class BareGraphs:
 
     def split(
         self,
-        between: Callable[[], object],
+        between: Callable[..., object],
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
         """End a piece, run ``between``, and begin the next."""
         self._end()
-        between()
+        between(*reads, *writes)
         self._begin()
 
     def _begin(self) -> None:

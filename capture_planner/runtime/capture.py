@@ -57,23 +57,27 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, options: Options) ->
     """Capture one entry; the device is read before, between and after, so that growth has one cause."""
     started = perf_counter()
     assert role.pool is not None, "pools are given out before the first capture"
-    held, alone, waiver = role.pool.memory, 0, None
+    memory, alone, waiver = 0, 0, None
     before = warm = grapher.reading()
     try:
         role.warm_up(entry, warm_values(role, entry))
         warm = grapher.reading()
-        alone = role.capture(entry, warm_values(role, entry), role.pool).alone
+        graph = role.capture(entry, warm_values(role, entry), role.pool)
+        memory, alone = graph.memory, graph.alone
     except torch.OutOfMemoryError as error:
         says = " ".join(str(error).split())
         if options.strict:
             raise RunError(f"{role.role.value}: {entry} does not fit into memory: {says}") from error
         waiver = _waiver(role.plan, entry, says)
     after = grapher.reading()
+    if waiver is not None and warm and after:
+        # Nothing but the graph grew in between: this is what it left behind in its pool.
+        memory = max(after.held - warm.held, 0)
     return Captured(
         role=role.role,
         entry=entry,
         seconds=perf_counter() - started,
-        memory=role.pool.memory - held,
+        memory=memory,
         alone=alone,
         readings=(before, warm, after) if before and warm and after else None,
         waiver=waiver,

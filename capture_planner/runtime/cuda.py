@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -37,12 +38,14 @@ def borrowed(pointer: int, size: int) -> torch.Tensor:
     return torch.as_tensor(_Bytes(pointer, size), device="cuda")
 
 
-def disown(tensor: torch.Tensor) -> None:
-    """Leave a tensor where it is, and give up its hold on the memory."""
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that does not keep it. A view would, by its base."""
     storage = tensor.untyped_storage()
-    if storage.nbytes():
-        alias = borrowed(storage.data_ptr(), storage.nbytes()).untyped_storage()
-        tensor.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if not storage.nbytes():
+        return tensor
+    there = borrowed(storage.data_ptr(), storage.nbytes()).untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(there, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class CudaPool:
@@ -139,7 +142,7 @@ class CudaGraphs:
             raise CaptureError("a capture began inside another; capture one forward at a time")
         torch.cuda.synchronize()
         pool.open()
-        before, alive = pool.memory, torch.cuda.memory_allocated()
+        reserved, alive = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         graph = CudaGraph([])
         self._open, self._pool = graph, pool
@@ -161,10 +164,11 @@ class CudaGraphs:
             if collecting:
                 gc.enable()
         torch.cuda.synchronize()
-        graph.memory, graph.alone = pool.memory - before, torch.cuda.max_memory_allocated() - alive
+        graph.memory = torch.cuda.memory_reserved() - reserved
+        graph.alone = torch.cuda.max_memory_allocated() - alive
         # A graph that was refused may have left segments: one that fits into them still fits.
-        if pool.limit is not None and graph.memory and before + graph.memory > pool.limit:
-            held = before + graph.memory
+        if pool.limit is not None and graph.memory and pool.memory > pool.limit:
+            held = pool.memory
             del graph
             raise torch.OutOfMemoryError(
                 f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}"
@@ -174,7 +178,7 @@ class CudaGraphs:
 
     def split(
         self,
-        between: Callable[[], object],
+        between: Callable[..., object],
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
@@ -182,12 +186,8 @@ class CudaGraphs:
         if self._open is None:
             raise CaptureError("a split outside of a capture; only a forward that is captured is split")
         self._end()
-        self._open.parts.append(between)
-        between()
-        # From here on ``between`` refers to the memory alone, which the model's own tensors keep as long
-        # as they live: what comes after them in the graph may take it.
-        for tensor in (*reads, *writes):
-            disown(tensor)
+        between(*reads, *writes)
+        self._open.parts.append(partial(between, *map(alias, (*reads, *writes))))
         self._begin()
 
     def _begin(self) -> None:

@@ -62,16 +62,14 @@ class Grapher(Protocol):
 
     def split(
         self,
-        between: Callable[[], object],
+        between: Callable[..., object],
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """End a piece, run ``between`` outside the graph, and begin the next piece.
+        """End a piece, run ``between(*reads, *writes)`` outside the graph, and begin the next piece.
 
         Called by the forward while it is captured; ``between`` is run there, and once at this place
-        of every replay. ``reads`` and ``writes`` are all the tensors of the graph that it touches: it
-        refers to these very tensors, which may be pointed at other memory when the capture ends, or
-        derives from them when it runs; a view of them that was made before would be left behind. When
-        this returns they may have given up their memory: whoever goes on with what was written holds a
-        view of it, made before.
+        of every replay, on tensors over the same memory as at capture. ``reads`` and ``writes`` are all
+        the tensors of the graph that it touches: a graph keeps where they are and not the tensors, so
+        that their memory is there for what comes after them, and ``between`` must not keep them either.
         """

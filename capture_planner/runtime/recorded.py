@@ -100,7 +100,7 @@ class RecordedGraphs:
 
     def split(
         self,
-        between: Callable[[], object],
+        between: Callable[..., object],
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
@@ -112,7 +112,7 @@ class RecordedGraphs:
         recording = _current()
         if recording is None:
             raise CaptureError(f"a graph can be split only while its forward is captured{_place()}")
-        recording.split(between, (*reads, *writes))
+        recording.split(functools.partial(between, *reads, *writes), (*reads, *writes))
 
 
 @attrs.frozen(eq=False)

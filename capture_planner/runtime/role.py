@@ -294,11 +294,12 @@ class RoleRun:
             self._attend_now(layer, query, keys, values, out, scoring)
             return out
 
-        # The model goes on with its own tensors: the graph gives up its hold on these.
-        q, k, v, o = (tensor.view(tensor.shape) for tensor in (query, keys, values, out))
-        self._grapher.split(
-            lambda: self._attend_now(layer, q, k, v, o, scoring), reads=(q, k, v), writes=(o,)
-        )
+        def attention(
+            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+        ) -> None:
+            self._attend_now(layer, query, keys, values, out, scoring)
+
+        self._grapher.split(attention, reads=(query, keys, values), writes=(out,))
         return out
 
     def _attend_now(

@@ -171,7 +171,9 @@ def standing(**given: Any) -> tuple[Standing, Registry]:
 
 
 def test_preparation_is_measured_beside_a_stock_call() -> None:
-    """For each role and size, over as many steps as were asked for; the call is made at each of them."""
+    """For each role and size, over as many steps as were asked for; the call is made at each of them, and
+    at no step that is served.
+    """
     backend, backends = standing()
     rig = rigged(planned(2), backends=backends)
     rows = preparation(rig, ignore)
@@ -183,7 +185,8 @@ def test_preparation_is_measured_beside_a_stock_call() -> None:
         assert row.steps == rig.effort.prepared
         assert 0 < row.prepare < row.stage
         assert row.stock is not None
-        assert row.of_stock == row.stage / row.stock
+        assert row.step > 0
+        assert row.of_stock == row.step / row.stock
     # One more than is counted: the first call of a library allocates.
     assert sorted(set(backend.calls)) == [1, MOST]
     assert len(backend.calls) == len(rows) * (rig.effort.prepared + 1)

@@ -72,6 +72,7 @@ preparations = st.builds(
     role=st.sampled_from(Role),
     backends=st.lists(words, min_size=1, max_size=2).map(tuple),
     steps=counts,
+    step=seconds,
     stage=seconds,
     prepare=seconds,
     stock=st.none() | seconds,

@@ -487,7 +487,7 @@ def plain(report):
     """A report without its times."""
     return (
         [attrs.evolve(c, seconds=0.0) for c in report.captured],
-        [attrs.evolve(f, seconds=0.0, host_seconds=0.0) for f in report.forwards],
+        [attrs.evolve(f, seconds=0.0, preparation=0, host_seconds=0.0) for f in report.forwards],
         [attrs.evolve(s, seconds=0.0) for s in report.steps],
         [attrs.evolve(d, first_token=None, finished=None) for d in report.served],
     )

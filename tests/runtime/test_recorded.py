@@ -207,7 +207,7 @@ def eagerly(a, b, step, split):
     if seen is not out:
         out.fill_(-float(step.j))
 
-    def between():
+    def between(a, b, seen):
         scale = 2.0 if a.sum().item() > 0 and a.tolist() else 3.0
         seen.copy_(a[:, : seen.shape[1]] * scale)
         seen.view(-1, *seen.shape[1:])[0].add_(b.abs().amax())
@@ -219,7 +219,7 @@ def eagerly(a, b, step, split):
 def eager(program, world):
     """Run a program as it is."""
     with torch.no_grad():
-        run(program, world, lambda between, reads, writes: between())
+        run(program, world, lambda between, reads, writes: between(*reads, *writes))
 
 
 @given(PROGRAMS, st.integers(0, 9), st.booleans())
@@ -310,7 +310,7 @@ class Block(nn.Module):
         if self.split is None:
             self.attend(q, k, v, out)
         else:
-            self.split(lambda: self.attend(q, k, v, out), (q, k, v), (out,))
+            self.split(self.attend, (q, k, v), (out,))
         return self.head(functional.gelu(hidden + out)).argmax(-1)
 
 
@@ -353,7 +353,7 @@ def test_a_graph_holds_no_gradients():
 
     def forward():
         y = weight * 2
-        GRAPHS.split(lambda: made.append(y * weight), (y,), ())
+        GRAPHS.split(lambda y: made.append(y * weight), (y,), ())
         out.copy_(y)
 
     with torch.enable_grad():
@@ -489,8 +489,8 @@ def test_an_exception_passes_through():
 
     def raises():
         y = X + 1
-        GRAPHS.split(lambda: y.add_(1), (y,), (y,))
-        GRAPHS.split(lambda: 1 / 0, (y,), ())
+        GRAPHS.split(lambda y, _: y.add_(1), (y,), (y,))
+        GRAPHS.split(lambda y: 1 / 0, (y,), ())
 
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -533,7 +533,7 @@ def test_what_runs_between_pieces_touches_nothing_but_what_it_names():
         view = y[:4]
         other = X * 3
         touched = {"view": lambda: view, "other": lambda: other, "fine": lambda: y[:4], "before": lambda: X}
-        GRAPHS.split(lambda: touched[derive]().add_(0), (y, UNSEEN), (y,))
+        GRAPHS.split(lambda *_: touched[derive]().add_(0), (y, UNSEEN), (y,))
 
     for derive in ("view", "other"):
         with pytest.raises(CaptureError, match="not among the reads and writes"):
