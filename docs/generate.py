@@ -34,6 +34,8 @@ from pathlib import Path
 from unittest import mock
 
 import attrs
+import gpu_bench_tables
+import gpu_equality_tables
 
 from capture_planner import cli, codec, contract, hookspecs, lint, schema, spec
 from capture_planner.admissible import Domain
@@ -251,6 +253,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "spec": lambda: _reference(spec.Spec),
     "environment": lambda: _reference(Environment),
     "plan": lambda: _reference(Plan, spec.Spec, Environment),
+    **gpu_bench_tables.PARTS,
+    **gpu_equality_tables.PARTS,
 }
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from capture_planner.bench.rig import Absence
 from capture_planner.models.huggingface import HuggingFaceModel
+from capture_planner.words import counted
 
 ATTENTION = "sdpa"
 """The attention that is always there; transformers makes it paged."""
@@ -108,6 +109,6 @@ def _refuse_incomplete(done: dict[str, Any], requests: int, output_tokens: int) 
     lengths = sorted({len(result.generated_tokens) for result in done.values()})
     if len(done) != requests or lengths != [output_tokens]:
         raise Absence(
-            f"transformers' continuous batching answered {len(done)} of {requests} requests, with "
+            f"transformers' continuous batching answered {len(done)} of {counted(requests, 'request')}, with "
             f"{lengths} tokens each, and {output_tokens} were asked for"
         )

@@ -24,6 +24,7 @@ from capture_planner.runtime.capture import warm_values
 from capture_planner.runtime.graph import Pool
 from capture_planner.runtime.ledger import Captured, Reading
 from capture_planner.runtime.runner import Runner
+from capture_planner.words import counted
 
 
 def capture(rig: Rig, advance: Callable[[str], None]) -> Capturing:
@@ -92,7 +93,7 @@ def refuse_dropped(captured: Sequence[Captured]) -> None:
     dropped = [graph for graph in captured if graph.waiver is not None]
     if dropped:
         raise RunError(
-            f"{len(dropped)} of {len(captured)} graphs did not fit into memory, so captures cannot be compared; "
+            f"{len(dropped)} of {counted(len(captured), 'graph')} did not fit into memory, so captures cannot be compared; "
             "give less to the KV cache (--pages)"
         )
 

@@ -1,13 +1,14 @@
 """The draft decodes of one step: as one graph, as a graph of one replayed, and eager.
 
 Only the forwards are timed, on what a real decode staged. What the host does between single steps is
-left out, and the draft decodes of a backend that needs it are slower by that.
+left out of these times, and stands beside them as the ledger has it: single steps are slower where the
+host takes longer than the forward before it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import attrs
@@ -15,7 +16,7 @@ import torch
 
 from capture_planner._record import replace
 from capture_planner.bench.record import Chain
-from capture_planner.bench.rig import Absence, Kept, Rig, served_sizes, trimmed
+from capture_planner.bench.rig import Absence, Kept, Rig, trimmed
 from capture_planner.contract import Attention
 from capture_planner.entry import Entry
 from capture_planner.modes import Refresh, Role
@@ -23,19 +24,34 @@ from capture_planner.plan import Plan
 from capture_planner.registry import Registry
 from capture_planner.runtime.capture import without_graphs
 from capture_planner.runtime.fields import Extents
+from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.runner import Runner
+from capture_planner.words import counted
 
 MOST = 8
 """Most requests at which a chain is measured: where forwards are short, launches are what counts."""
+HOST_STEPS = 8
+"""Steps of a decode that the host's time of a single step is the median of."""
+
+
+@attrs.frozen
+class _Timed:
+    """Seconds of all draft decodes of a step, and of the host for one of them."""
+
+    seconds: float
+    host: float | None
 
 
 def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[Chain, ...]:
-    """Measure at each number of requests up to ``MOST``, and at 1. Raises ``Absence`` without a chain."""
+    """Measure at each number of requests up to ``MOST``. Raises ``Absence`` without a chain."""
     sizes = _sizes(rig.plan)
-    wanted = served_sizes(rig.plan, tuple(n for n in rig.sizes if n <= MOST) or sizes[:1])
-    wanted = tuple(n for n in wanted if n in sizes)
+    wanted = tuple(n for n in rig.sizes if n in sizes)
     if not wanted:
-        raise Absence(f"no chain of two or more draft decodes is scheduled for {list(rig.sizes)} requests")
+        measured = ", ".join(map(str, rig.sizes))
+        raise Absence(
+            f"a chain is measured at up to {MOST} requests, where two or more draft decodes are scheduled, and "
+            f"--requests is {measured}; name one of {', '.join(map(str, sizes))}"
+        )
     single = _measured(rig, with_single_steps(rig.plan), wanted, advance)
     fused_plan = with_chains(rig.plan, rig.registry)
     fused = {} if fused_plan is None else _measured(rig, fused_plan, wanted, advance)
@@ -45,9 +61,10 @@ def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[Chain, ...]:
         Chain(
             num_reqs=size,
             steps=rig.plan.speculative.draft_tokens(size) - 1,
-            fused=fused.get(size),
-            single=single[size],
-            eager=eager[size],
+            fused=fused[size].seconds if size in fused else None,
+            single=single[size].seconds,
+            eager=eager[size].seconds,
+            host=single[size].host,
         )
         for size in wanted
         if size in single and size in eager
@@ -103,21 +120,38 @@ def _with(plan: Plan, entries: object) -> Plan:
 
 def _measured(
     rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]
-) -> dict[int, float]:
-    """Return the median seconds of a chain at each number of requests."""
+) -> dict[int, _Timed]:
+    """Return the median times of a chain at each number of requests."""
     found = {}
     with rig.runner(trimmed(plan, sizes, (Role.DRAFT_DECODE,))) as runner:
         runner.capture()
         for size in sizes:
             with rig.trying("chain"):
-                decoding = rig.decoding(runner, size, 4)
+                decoding = rig.decoding(runner, size, HOST_STEPS)
                 try:
-                    decoding.step(1)
-                    found[size] = _median(rig, runner, _once(runner, plan, size))
+                    before = len(runner.session.forwards)
+                    for _ in range(HOST_STEPS):
+                        if not decoding.step(1):
+                            break
+                    host = _host(rig, runner.session.forwards[before:], size)
+                    found[size] = _Timed(_median(rig, runner, _once(runner, plan, size)), host)
                 finally:
                     decoding.end()
-            advance(f"{size} requests")
+            advance(counted(size, "request"))
     return found
+
+
+def _host(rig: Rig, forwards: Sequence[Forward], size: int) -> float | None:
+    """Return the host's median seconds of one draft decode: preparation and guards, on a GPU the launch too.
+
+    On a CPU a replay is the forward itself, so that it is left out. None where no graph was replayed.
+    """
+    found = [
+        (done.seconds if rig.device.type == "cuda" else done.host_seconds) / done.repeats
+        for done in forwards
+        if done.role is Role.DRAFT_DECODE and done.num_reqs == size and done.entry is not None
+    ]
+    return statistics.median(found) if found else None
 
 
 def _median(rig: Rig, runner: Runner, once: Callable[[], object]) -> float:

@@ -17,6 +17,7 @@ from capture_planner.bench.record import Decode, Replayed
 from capture_planner.bench.rig import Absence, Decoding, Kept, Rig, trimmed
 from capture_planner.runtime.capture import without_graphs
 from capture_planner.runtime.runner import Runner
+from capture_planner.words import counted
 
 WARM = 3
 """Steps before each window: what was ahead before a pause is ahead again."""
@@ -107,7 +108,7 @@ def _graphs(rig: Rig, runner: Runner, size: int, advance: Callable[[str], None])
         decoding.end()
     if not steps:
         raise Absence(_too_short(rig, size))
-    advance(f"{size} requests")
+    advance(counted(size, "request"))
     return _Measured(graphs, steps, replays, host)
 
 
@@ -126,12 +127,12 @@ def _eager(rig: Rig, runner: Runner, size: int, advance: Callable[[str], None]) 
         decoding.end()
     if not found:
         raise Absence(_too_short(rig, size))
-    advance(f"{size} requests, eager")
+    advance(f"{counted(size, 'request')}, eager")
     return statistics.median(found)
 
 
 def _too_short(rig: Rig, size: int) -> str:
     return (
-        f"{size} requests end before a window of {rig.effort.steps} steps does: the model is at most "
+        f"a window of {counted(rig.effort.steps, 'step')} is longer than {counted(size, 'request')} can be: the model is at most "
         f"{rig.plan.model.max_model_len} tokens long; try --quick, whose windows are shorter"
     )

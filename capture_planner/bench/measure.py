@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from capture_planner.bench.clock import clock_of
 from capture_planner.bench.decode import decode
 from capture_planner.bench.pools import pools
 from capture_planner.bench.preparation import preparation
-from capture_planner.bench.record import FIGURES, BenchReport
+from capture_planner.bench.record import FIGURES, Absent, BenchReport
+from capture_planner.bench.refusals import needs, refuse_backends, refuse_few_pages
 from capture_planner.bench.rig import QUICK, Effort, Progress, Rig, served_sizes
 from capture_planner.bench.throughput import Load, throughput
 from capture_planner.contract import Attention
@@ -31,7 +32,6 @@ from capture_planner.runtime import host, launch
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.kv import PageFormat
 
-REQUESTS = (1, 8, 64, 256)
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6
 """Most of a device's free memory that the KV cache takes where nobody says how many pages it has."""
@@ -56,14 +56,14 @@ class Bench:
     model: Path | None = None
     """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
     seed: int = 0
-    requests: tuple[int, ...] = REQUESTS
-    """Numbers of requests; those that no graph serves are left out."""
+    requests: tuple[int, ...] | None = None
+    """Numbers of requests, each of which a graph must serve; None: ``rig.REQUESTS``, as far as they are."""
     page_size: int | None = None
     """Tokens a page; None: 64 on a GPU, 16 on a CPU."""
     pages: int | None = None
-    """Pages of the KV cache; None: what the figures need, as far as there is memory."""
+    """Pages of the KV cache, enough for each figure; None: what they need, as far as there is memory."""
     load: Load = attrs.Factory(Load)
-    """What is served for a throughput."""
+    """What is served for a throughput; lengths that nobody named are cut until they fit the model."""
     only: tuple[str, ...] = FIGURES
     compare: bool = True
     """Compare the throughput with that of transformers."""
@@ -82,24 +82,41 @@ def default_load(
     prompt_tokens: int | None = None,
     output_tokens: int | None = None,
 ) -> Load:
-    """Return what is served where nobody says all of it."""
+    """Return what is served where nobody says all of it; the lengths that are given are never cut."""
     base = QUICK_LOAD if quick else Load()
     return Load(
         requests=load_requests or base.requests,
         prompt=prompt_tokens or base.prompt,
         output=output_tokens or base.output,
+        stated=frozenset(
+            name
+            for name, given in (("prompt", prompt_tokens), ("output", output_tokens))
+            if given is not None
+        ),
     )
 
 
 def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) -> BenchReport:
     """Measure a plan. A figure that breaks is recorded as such, and the others are measured.
 
-    Raises ``RunError`` where nothing can be measured: the plan is for another machine or model, has
-    errors, or has no graph of a decode.
+    An interruption ends in a record of the figures that were measured before it; of the one under way
+    nothing is kept.
+
+    Raises ``RunError`` or ``BackendError`` where what was chosen cannot be measured, and, but for a model
+    that is not the plan's, before a model is loaded: the plan is for another machine, has errors or a
+    backend that does not run here, has no graph of a decode, or the pages do not do.
     """
     launch.refuse_plan(plan, launch.Choices(any_environment=bench.any_environment, any_plan=bench.any_plan))
     sizes = served_sizes(plan, bench.requests)
     device = host.device_of(plan.environment)
+    bench = attrs.evolve(
+        bench,
+        page_size=bench.page_size or (64 if device.type == "cuda" else 16),
+        load=bench.load.within(plan.model.max_model_len) if "throughput" in bench.only else bench.load,
+    )
+    if bench.pages is not None:
+        refuse_few_pages(_needs(plan, bench, sizes), bench.pages, bench.page_size)
+    refuse_backends(plan, registry, device, bench.page_size)
     model = load_target(
         bench.model, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=bench.seed
     )
@@ -117,11 +134,21 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
         "capture": lambda advance: capture(rig, advance),
         "pools": lambda advance: pools(rig, advance),
     }
-    for name, figure in figures.items():
-        if name not in bench.only:
-            continue
-        with rig.trying(name), progress(name, _parts(rig, name)) as advance:
-            found[name] = figure(advance)
+    wanted = [name for name in figures if name in bench.only]
+    ended: list[str] = []
+    interrupted = False
+    try:
+        for name in wanted:
+            with rig.trying(name), progress(name, _parts(rig, name)) as advance:
+                found[name] = figures[name](advance)
+            ended.append(name)
+    except KeyboardInterrupt:
+        interrupted = True
+        rig.absent += [
+            Absent(figure=name, says="interrupted before it was measured")
+            for name in wanted
+            if name not in ended
+        ]
     return BenchReport(
         plan=plan,
         model=model.name if rig.drafter is None else f"{model.name}, drafts by {rig.drafter.name}",
@@ -132,6 +159,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
         clock=rig.clock.name,
         page_size=rig.pages.page_size,
         absent=tuple(rig.absent),
+        interrupted=interrupted,
         **found,
     )
 
@@ -153,7 +181,6 @@ def _rig(
     plan: Plan, registry: Registry, model: HuggingFaceModel, bench: Bench, sizes: tuple[int, ...]
 ) -> Rig:
     device = host.device_of(plan.environment)
-    effort = QUICK if bench.quick else Effort()
     grapher = launch.grapher_for(device)
     drafter = None
     if plan.speculative is not None:
@@ -165,8 +192,8 @@ def _rig(
             length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
             seed=bench.seed + 1,
         )
-    size = bench.page_size or (64 if device.type == "cuda" else 16)
-    pages = bench.pages or _pages(plan, model, device, size, effort, sizes, bench.load)
+    assert bench.page_size is not None, "it was decided before the model was loaded"
+    pages = bench.pages or _pages(plan, model, device, bench, sizes)
     return Rig(
         plan=plan,
         model=model,
@@ -174,28 +201,31 @@ def _rig(
         registry=registry,
         grapher=grapher,
         device=device,
-        pages=PageFormat(page_size=size, num_pages=1 + pages),
+        pages=PageFormat(page_size=bench.page_size, num_pages=1 + pages),
         clock=clock_of(device),
-        effort=effort,
+        effort=_effort(bench),
         sizes=sizes,
     )
 
 
+def _effort(bench: Bench) -> Effort:
+    return QUICK if bench.quick else Effort()
+
+
+def _needs(plan: Plan, bench: Bench, sizes: tuple[int, ...]) -> Iterable[tuple[str, int]]:
+    assert bench.page_size is not None, "it is decided first"
+    return needs(plan, _effort(bench), sizes, bench.load, bench.only, bench.page_size)
+
+
 def _pages(
-    plan: Plan,
-    model: HuggingFaceModel,
-    device: torch.device,
-    size: int,
-    effort: Effort,
-    sizes: tuple[int, ...],
-    load: Load,
+    plan: Plan, model: HuggingFaceModel, device: torch.device, bench: Bench, sizes: tuple[int, ...]
 ) -> int:
     """Return the pages that the longest figure takes, as far as there is memory for them."""
+    size, load = bench.page_size or 1, bench.load
     k = 0 if plan.speculative is None else plan.speculative.num_tokens
-    steps = max(effort.windows * (effort.steps + 3), 2 * effort.prepared) + 128
-    longest = min(plan.model.max_model_len, 128 + steps * (1 + k))
     served = min(load.requests, plan.limits.max_num_reqs)
-    wanted = max(max(sizes) * -(-longest // size), served * -(-(load.prompt + load.output + k) // size), 64)
+    together = served * -(-(load.prompt + load.output + k) // size)
+    wanted = max(64, together, *(pages for _, pages in _needs(plan, bench, sizes)))
     if device.type != "cuda":
         return wanted
     each = Attention.of(plan, Role.TARGET, layers=1, window=None)

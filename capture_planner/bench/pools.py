@@ -9,8 +9,15 @@ from capture_planner.bench.capturing import pools_of, refuse_dropped
 from capture_planner.bench.record import Pools
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.modes import Pool
+from capture_planner.plan import Plan
 
 REQUESTS, PROMPT, OUTPUT = 16, 48, 24
+
+
+def lengths(plan: Plan) -> tuple[int, int]:
+    """Return prompt and output tokens of the requests that are served with both."""
+    third = max(1, plan.model.max_model_len // 3)
+    return min(PROMPT, third), min(OUTPUT, third)
 
 
 def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
@@ -19,8 +26,7 @@ def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
         raise Absence("the plan has no drafter: with one role, both kinds of pool are the same")
     if not rig.plan.num_graphs:
         raise Absence("the plan captures nothing")
-    length = rig.plan.model.max_model_len
-    requests = rig.requests(REQUESTS, min(PROMPT, max(1, length // 3)), min(OUTPUT, max(1, length // 3)))
+    requests = rig.requests(REQUESTS, *lengths(rig.plan))
     memory, tokens = {}, {}
     for pool in Pool:
         with rig.runner(replace(rig.plan, pool=pool)) as runner:

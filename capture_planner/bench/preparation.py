@@ -25,6 +25,7 @@ from capture_planner.runtime.fields import Extents
 from capture_planner.runtime.role import RoleRun
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.step import Made
+from capture_planner.words import counted
 
 
 def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, ...]:
@@ -38,7 +39,9 @@ def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, 
                 rig.effort.prepared, rig.plan.model.max_model_len - rig.prompt - query_len(rig.plan, size)
             )
             if steps < 1:
-                raise Absence(f"a model of {rig.plan.model.max_model_len} tokens has no room for a decode")
+                raise Absence(
+                    f"a model of {counted(rig.plan.model.max_model_len, 'token')} has no room for a decode"
+                )
             served: Mapping[Role, float] = {}
             with rig.trying("preparation"):
                 served = _served(rig, runner, size, steps)
@@ -49,7 +52,7 @@ def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, 
                     with rig.trying("preparation"):
                         step = served[role.role]
                         found.append(_measured(rig, role, watch, entry, size, query, steps, step))
-            advance(f"{size} requests")
+            advance(counted(size, "request"))
     return tuple(found)
 
 

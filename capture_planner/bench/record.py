@@ -93,6 +93,14 @@ class Chain:
     """None where a backend needs the host between draft steps, so that no graph holds a chain."""
     single: float
     eager: float
+    host: float | None = None
+    """Of one single step as the runner does it: preparation, guards and, on a GPU, the launch. None where it
+    was not measured."""
+
+    @property
+    def one(self) -> float:
+        """One single step, replayed in a row."""
+        return self.single / self.steps
 
     @property
     def over_single(self) -> float | None:
@@ -233,6 +241,8 @@ class BenchReport:
     capture: Capturing | None = None
     pools: Pools | None = None
     absent: tuple[Absent, ...] = ()
+    interrupted: bool = False
+    """Whether it was stopped before all figures were measured."""
 
     @property
     def failed(self) -> tuple[Absent, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -31,6 +31,10 @@ from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.workload import Request
+from capture_planner.words import counted
+
+REQUESTS = (1, 8, 64, 256)
+"""Numbers of requests where nobody says which."""
 
 PROMPT = 128
 """Tokens of the prompts that a decode is measured behind, in a model that is long enough."""
@@ -113,6 +117,8 @@ class Rig:
         except Absence as absence:
             self.absent.append(Absent(figure=figure, says=str(absence)))
         except Exception as error:
+            if _was_interrupted(error):
+                raise KeyboardInterrupt from error
             # Whatever it is: the time on a GPU that the other figures took is not lost with it.
             self.absent.append(Absent(figure=figure, says=_blame(error), failed=True))
 
@@ -126,7 +132,7 @@ class Rig:
     @property
     def prompt(self) -> int:
         """Tokens of a prompt before a decode that is measured."""
-        return max(1, min(PROMPT, self.plan.model.max_model_len // 8))
+        return decoding_lengths(self.plan, 1, 1)[0]
 
     def requests(self, count: int, prompt: int, output: int, seed: int = 1) -> tuple[Request, ...]:
         """Return requests of random tokens, all there at once."""
@@ -138,11 +144,15 @@ class Rig:
 
     def decoding(self, runner: Runner, num_reqs: int, steps: int) -> Decoding:
         """Serve until so many requests decode, each with room for about ``steps`` more steps."""
-        k = 0 if self.plan.speculative is None else self.plan.speculative.num_tokens
-        room = self.plan.model.max_model_len - self.prompt
-        filling = -(-num_reqs * self.prompt // max(1, self.plan.limits.max_num_tokens - num_reqs * (1 + k)))
-        output = max(1, min(room, (steps + filling + 8) * (1 + k)))
-        return Decoding(runner, self.requests(num_reqs, self.prompt, output))
+        return Decoding(runner, self.requests(num_reqs, *decoding_lengths(self.plan, num_reqs, steps)))
+
+
+def decoding_lengths(plan: Plan, num_reqs: int, steps: int) -> tuple[int, int]:
+    """Return prompt and output tokens of requests that decode together for about so many steps."""
+    k = 0 if plan.speculative is None else plan.speculative.num_tokens
+    prompt = max(1, min(PROMPT, plan.model.max_model_len // 8))
+    filling = -(-num_reqs * prompt // max(1, plan.limits.max_num_tokens - num_reqs * (1 + k)))
+    return prompt, max(1, min(plan.model.max_model_len - prompt, (steps + filling + 8) * (1 + k)))
 
 
 class Decoding:
@@ -156,8 +166,8 @@ class Decoding:
         while not self._settled:
             if not self.serving.step() or self.serving.served:
                 raise RunError(
-                    f"{self._count} requests of {len(requests[0].prompt)} + {requests[0].max_new_tokens} tokens "
-                    "never decode together: some end before others begin; give the model or the KV cache "
+                    f"{counted(self._count, 'request')} of {len(requests[0].prompt)} + {requests[0].max_new_tokens} "
+                    "tokens never decode together: some end before others begin; give the model or the KV cache "
                     "(--pages) more room, or leave this number out of --requests"
                 )
 
@@ -178,7 +188,7 @@ class Decoding:
             if forward.step == last:
                 if forward.entry is None:
                     raise Absence(
-                        f"the plan has no graph for the {forward.role.value} of {self._count} requests: "
+                        f"the plan has no graph for the {forward.role.value} of {counted(self._count, 'request')}: "
                         f"{forward.reason.value if forward.reason else 'it ran eager'}"
                     )
                 found.append(Replayed(role=forward.role, entry=forward.entry, times=forward.repeats))
@@ -220,6 +230,15 @@ class Kept:
             tensor.copy_(kept)
 
 
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Say whether an error came of cleaning up after Ctrl-C: that is no figure that broke."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _blame(error: Exception) -> str:
     """Return an error in a line; with its place, where it is none of those that say what to do."""
     says = " ".join(f"{type(error).__name__}: {error}".split())[:500]
@@ -240,20 +259,32 @@ def serving_entry(dispatcher: Dispatcher, plan: Plan, role: Role, num_reqs: int)
     return dispatcher.dispatch(role, num_reqs, num_reqs * query, query).entry
 
 
-def served_sizes(plan: Plan, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the numbers of requests among ``wanted`` whose decode is served by a graph.
+def served_sizes(plan: Plan, stated: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the numbers of requests to measure: those stated, or ``REQUESTS`` as far as graphs serve them.
 
-    Raises ``RunError`` where there is none.
+    Raises ``RunError`` where one that was stated is above the plan's limit or has no graph, and where
+    there is none.
     """
     dispatcher, most = Dispatcher(plan), plan.limits.max_num_reqs
-    clipped = sorted({min(size, most) for size in wanted})
-    found = tuple(n for n in clipped if serving_entry(dispatcher, plan, Role.TARGET, n) is not None)
-    if not found:
+    if stated is not None and max(stated) > most:
         raise RunError(
-            f"the plan has no graph that serves a decode of {', '.join(map(str, clipped))} requests "
-            f"(at most {most}); there is nothing to measure: plan decode graphs, or name other --requests"
+            f"--requests names {max(stated)}, and the plan is for {counted(most, 'request')} at most; name "
+            "fewer, or plan for more (limits.max_num_reqs)"
+        )
+    wanted = sorted({min(size, most) for size in stated or REQUESTS})
+    found = tuple(n for n in wanted if serving_entry(dispatcher, plan, Role.TARGET, n) is not None)
+    missing = [size for size in wanted if size not in found]
+    if not found or (stated and missing):
+        says = counted(missing[0], "request") if len(missing) == 1 else f"{_listed(missing)} requests"
+        raise RunError(
+            f"the plan has no graph that serves a decode of {says} (at most {most}); there is nothing to "
+            "measure: plan decode graphs, or name other --requests"
         )
     return found
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def trimmed(plan: Plan, sizes: tuple[int, ...], roles: tuple[Role, ...] = tuple(Role)) -> Plan:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from capture_planner.bench.record import BenchReport, Chain, Preparation, Verdict
 from capture_planner.modes import Role
+from capture_planner.words import counted
 
 STEP_OF_BARE = 1.08
 """Most that a decode step may take of its bare graphs."""
@@ -40,7 +41,7 @@ def _decode(report: BenchReport) -> Iterator[Verdict]:
     for row in report.decode:
         yield Verdict(
             figure="decode",
-            what=f"step of {row.num_reqs} requests by its bare graphs",
+            what=f"step of {counted(row.num_reqs, 'request')} by its bare graphs",
             wanted=STEP_OF_BARE,
             reached=row.overhead,
             at_most=True,
@@ -65,7 +66,7 @@ def _preparation(rows: tuple[Preparation, ...]) -> Iterator[Verdict]:
         if row.of_stock is not None:
             yield Verdict(
                 figure="preparation",
-                what=f"preparation of {row.num_reqs} requests by a stock plan call",
+                what=f"preparation of {counted(row.num_reqs, 'request')} by a stock plan call",
                 wanted=OF_STOCK,
                 reached=row.of_stock,
                 at_most=True,
@@ -89,7 +90,8 @@ def _chain(row: Chain) -> Iterator[Verdict]:
         ):
             yield Verdict(
                 figure="chain",
-                what=f"chain of {row.steps} draft decodes, {row.num_reqs} requests: times faster than {name}",
+                what=f"chain of {counted(row.steps, 'draft decode')}, {counted(row.num_reqs, 'request')}: "
+                f"times faster than {name}",
                 wanted=wanted,
                 reached=reached,
                 at_most=False,

@@ -11,6 +11,7 @@ import attrs
 from capture_planner.bench import batching
 from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Absence, Rig
+from capture_planner.errors import RunError
 from capture_planner.words import counted
 
 
@@ -21,18 +22,32 @@ class Load:
     requests: int = 64
     prompt: int = 128
     output: int = 128
+    stated: frozenset[str] = frozenset()
+    """Which of ``prompt`` and ``output`` somebody named: those are never cut."""
 
-    def within(self, rig: Rig) -> Load:
-        """Return the load, its lengths cut in half as often as it takes to fit into the model."""
+    def within(self, longest: int) -> Load:
+        """Return the load with what nobody named cut until it fits a model of ``longest`` tokens.
+
+        Raises ``RunError`` where what was named does not fit.
+        """
         prompt, output = self.prompt, self.output
-        while prompt + output > rig.plan.model.max_model_len and max(prompt, output) > 1:
+        if "prompt" in self.stated or "output" in self.stated:
+            if "output" not in self.stated:
+                output = max(1, min(output, longest - prompt))
+            if "prompt" not in self.stated:
+                prompt = max(1, min(prompt, longest - output))
+            if prompt + output > longest:
+                raise RunError(
+                    f"requests of {prompt} + {counted(output, 'token')} do not fit: the model is at most "
+                    f"{counted(longest, 'token')} long; name fewer (--prompt-tokens, --output-tokens)"
+                )
+        while prompt + output > longest and max(prompt, output) > 1:
             prompt, output = max(1, prompt // 2), max(1, output // 2)
         return attrs.evolve(self, prompt=prompt, output=output)
 
 
 def throughput(rig: Rig, load: Load, advance: Callable[[str], None], *, compare: bool) -> Throughput:
     """Serve the load by the whole plan; then, unless ``compare`` is False, by transformers."""
-    load = load.within(rig)
     found = []
     with rig.runner(rig.plan) as runner:
         runner.capture(memory=rig.plan.budget.memory)

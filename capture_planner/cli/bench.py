@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from capture_planner.cli.common import (
     refuse_missing,
     refuse_unwritable,
 )
+from capture_planner.cli.run import INTERRUPTED
 from capture_planner.codec import dumps_json
 from capture_planner.plan import Plan
 
@@ -79,18 +82,22 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.option(
     "--requests",
     type=Numbers(),
-    default="1,8,64,256",
-    show_default=True,
-    help="Numbers of requests that decode together, at most the plan's; those that no graph serves are "
-    "left out.",
+    help="Numbers of requests that decode together, each served by a graph; left out: 1,8,64,256, as far as "
+    "the plan goes.",
 )
 @click.option(
     "--load-requests", type=click.IntRange(1, 1 << 16), help="Requests of the throughput; left out: 64."
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1, 1 << 20), help="Tokens of their prompts; left out: 128."
+    "--prompt-tokens",
+    type=click.IntRange(1, 1 << 20),
+    help="Tokens of their prompts; left out: 128, or what fits.",
 )
-@click.option("--output-tokens", type=click.IntRange(1, 1 << 20), help="Tokens they ask for; left out: 128.")
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(1, 1 << 20),
+    help="Tokens they ask for; left out: 128, or what fits.",
+)
 @click.option(
     "--compare/--no-compare",
     default=True,
@@ -122,10 +129,10 @@ def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> N
 
     A decode step against its graphs alone and against eager; the host's part of a step; a draft chain
     in one graph; tokens per second; the capture of the plan; a shared pool. Times are medians, by CUDA
-    events where there is a GPU. A spec without --environment is planned for this machine.
+    events where there is a GPU. A spec without --environment is planned for this machine. Ctrl-C ends in
+    a record of the figures that were measured.
     """
-    for option in ("output", "page"):
-        refuse_unwritable(f"--{option}", given[option])
+    _refuse_places({"the plan": Path(plan_file)}, given)
     _refuse_unused(given)
     refuse_missing()
     report = _measure(_plan(plan_file, environment), given)
@@ -138,9 +145,38 @@ def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> N
     if given["page"] is not None:
         codec.write(str(given["page"]), bench_page(report))
         click.echo(f"written to {given['page']}", err=form == "json")
+    if report.interrupted:
+        click.get_current_context().exit(INTERRUPTED)
     if report.failed:
         # What broke is in the record; what was measured is whole, and was written.
         click.get_current_context().exit(1)
+
+
+def _refuse_places(taken: dict[str, Path], given: dict[str, Any]) -> None:
+    """Refuse files that cannot be written, or that would overwrite each other or what is measured."""
+    for option in ("output", "page"):
+        name, file = f"--{option}", given[option]
+        refuse_unwritable(name, file)
+        if file is None:
+            continue
+        try:
+            same = [other for other, path in taken.items() if path.resolve() == file.resolve()]
+            _try_to_write(file.resolve())
+        except (OSError, RuntimeError) as error:
+            says = getattr(error, "strerror", None) or error
+            raise click.UsageError(f"{name} {file} cannot be written: {says}.") from None
+        if same:
+            raise click.UsageError(f"{name} {file} is the file of {same[0]} too; name another.")
+        taken[name] = file
+
+
+def _try_to_write(target: Path) -> None:
+    """Raise ``OSError`` where ``codec.write`` would not get its file into place; leave nothing behind."""
+    if not target.exists() or target.is_file():
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            return
+    if not os.access(target, os.W_OK):
+        raise PermissionError(None, "Permission denied")
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:

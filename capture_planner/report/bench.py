@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.console import RenderableType
 
-from capture_planner.bench.record import BenchReport, Capturing, Throughput, Verdict
+from capture_planner.bench.record import BenchReport, Capturing, Chain, Throughput, Verdict
 from capture_planner.bench.targets import verdicts
 from capture_planner.entry import Entry
 from capture_planner.report.page import rendered
@@ -20,6 +20,9 @@ from capture_planner.words import counted
 
 if TYPE_CHECKING:
     from capture_planner.report.drawing import Chart
+
+
+STOPPED = "the bench was stopped before all figures were measured"
 
 
 def bench_tables(report: BenchReport) -> RenderableType:
@@ -49,10 +52,11 @@ def bench_page(report: BenchReport) -> str:
 
 
 def _alert(report: BenchReport) -> str | None:
-    if not report.failed:
-        return None
-    broken = dict.fromkeys(absent.figure for absent in report.failed)
-    return f"INCOMPLETE: something broke in {', '.join(broken)}"
+    says = [f"INTERRUPTED: {STOPPED}"] if report.interrupted else []
+    if report.failed:
+        broken = dict.fromkeys(absent.figure for absent in report.failed)
+        says.append(f"INCOMPLETE: something broke in {', '.join(broken)}")
+    return "; ".join(says) or None
 
 
 def bench_sections(report: BenchReport) -> tuple[Section, ...]:
@@ -83,7 +87,10 @@ def _what(report: BenchReport) -> Section:
     return Section(
         name="bench",
         title=f"Bench of {plan.model.name}",
-        warnings=tuple(f"{absent.figure} broke: {absent.says}" for absent in report.failed),
+        warnings=(
+            *((f"interrupted: {STOPPED}",) if report.interrupted else ()),
+            *(f"{absent.figure} broke: {absent.says}" for absent in report.failed),
+        ),
         grid=Grid(columns=("", ""), rows=tuple(facts)),
     )
 
@@ -241,10 +248,24 @@ def _chain(report: BenchReport) -> Section:
     columns = ("requests", "draft decodes", "one graph", "single steps", "eager", "over single", "over eager")
     notes: tuple[str, ...] = (
         "Forwards alone: what the host does between single steps is not in these times.",
+        *(_bound(row) for row in report.chain),
     )
     if any(row.fused is None for row in report.chain):
         notes += ("No chain in one graph: a backend needs the host between draft steps.",)
     return _section(report, "chain", "Draft chain", columns, rows, notes=notes)
+
+
+def _bound(row: Chain) -> str:
+    """Say what bounds the gain over single steps."""
+    says = f"Of {counted(row.num_reqs, 'request')} a single step takes the device {seconds(row.one)}"
+    if row.host is None:
+        return f"{says}; what it takes the host was not measured."
+    gain = (
+        "while the host is the faster one, a chain saves only launches."
+        if row.host < row.one
+        else "the host is the slower one, and a chain saves its time as well."
+    )
+    return f"{says} and the host {seconds(row.host)}: {gain}"
 
 
 def _throughput(report: BenchReport) -> Section:
@@ -303,7 +324,8 @@ def _pools(report: BenchReport) -> Section:
     same = (
         f"{counted(found.requests, 'request')} served with both: the same tokens"
         if not found.differing
-        else f"{len(found.differing)} of {found.requests} requests differ: {', '.join(found.differing[:5])}"
+        else f"{len(found.differing)} of {counted(found.requests, 'request')} differ: "
+        f"{', '.join(found.differing[:5])}"
     )
     line = f"one for all roles {size(found.shared)}, one each {size(found.per_role)}: sharing saves {size(found.saved)}"
     return Section(
@@ -321,7 +343,7 @@ def bench_data(report: BenchReport) -> dict[str, Any]:
     ``page_size``: what was measured, where and with what. A key for each figure: ``decode``,
     ``preparation`` and ``chain`` are lists, a row for each number of requests; ``throughput``,
     ``capture`` and ``pools`` are one record each; what was not measured is empty or null, and
-    ``absent`` says why. ``targets``: each with what was reached.
+    ``absent`` says why; ``interrupted``, whether somebody stopped it. ``targets``: each with what was reached.
     """
     return {
         "model": report.model,
@@ -335,7 +357,7 @@ def bench_data(report: BenchReport) -> dict[str, Any]:
         "decode": [_plain(row) | {"overhead": row.overhead, "gain": row.gain} for row in report.decode],
         "preparation": [_plain(row) | {"of_stock": row.of_stock} for row in report.preparation],
         "chain": [
-            _plain(row) | {"over_single": row.over_single, "over_eager": row.over_eager}
+            _plain(row) | {"one": row.one, "over_single": row.over_single, "over_eager": row.over_eager}
             for row in report.chain
         ],
         "throughput": report.throughput and _plain(report.throughput) | {"gain": report.throughput.gain},
@@ -343,6 +365,7 @@ def bench_data(report: BenchReport) -> dict[str, Any]:
         and _plain(report.capture)
         | {"of_seconds": report.capture.of_seconds, "of_memory": report.capture.of_memory},
         "pools": report.pools and _plain(report.pools) | {"saved": report.pools.saved},
+        "interrupted": report.interrupted,
         "absent": [_plain(absent) for absent in report.absent],
         "targets": [
             _plain(verdict) | {"holds": verdict.holds, "missed_by": verdict.missed_by}

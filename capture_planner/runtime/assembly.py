@@ -161,6 +161,7 @@ def assemble(
             bounds=bounds,
             options=options,
             apply=apply,
+            updates=updates,
         )
         for role in plan.roles
     }

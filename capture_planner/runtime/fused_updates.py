@@ -10,7 +10,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from capture_planner.runtime.contract import NULL_SLOT
+from capture_planner.runtime.contract import NULL_SLOT, LayerCache
 from capture_planner.runtime.updates import DraftState, Moving, Verified
 
 _BLOCK = 128
@@ -21,6 +21,28 @@ class FusedUpdates:
 
     def __init__(self) -> None:
         self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See ``Updates``."""
+        tokens, heads, dim = keys.shape
+        if not tokens:
+            return
+        keys, values = (each if each.stride(2) == 1 else each.contiguous() for each in (keys, values))
+        _store[(tokens,)](
+            keys,
+            values,
+            slots,
+            cache.keys,
+            cache.values,
+            keys.stride(0),
+            keys.stride(1),
+            values.stride(0),
+            values.stride(1),
+            heads * dim,
+            dim,
+            width=triton.next_power_of_2(heads * dim),
+            **_ONE_WARP | {"num_warps": 4},
+        )
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """See ``Updates``."""
@@ -117,13 +139,41 @@ class FusedUpdates:
         return self._addresses[key]
 
 
-# The kernels compute with no floats; Triton 3.9 warns where a launch leaves their rules open. One warp:
-# a scalar that a program both reads and writes must not be overtaken by another warp of its own.
+# The kernels compute with no floats, and at most copy them; Triton 3.9 warns where a launch leaves their
+# rules open. One warp: a scalar that a program both reads and writes must not be overtaken by another
+# warp of its own.
 _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 def _grid(rows: int) -> tuple[int]:
     return (-(-rows // _BLOCK),)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    elements: tl.tensor,
+    dim: tl.tensor,
+    width: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, width)
+    inside = place < elements
+    head = (place // dim).to(tl.int64)
+    within = place % dim
+    row = tl.load(slots + token) * elements + place
+    key = tl.load(keys + token * key_token + head * key_head + within, mask=inside)
+    tl.store(key_cache + row, key.to(key_cache.dtype.element_ty), mask=inside)
+    value = tl.load(values + token * value_token + head * value_head + within, mask=inside)
+    tl.store(value_cache + row, value.to(value_cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -53,15 +53,6 @@ def allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device, wh
         raise RunError(f"there is no memory for {what}: {size:,} bytes; give it less") from error
 
 
-def write(cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Put keys and values ``[T, num_kv_heads, head_dim]`` into ``slots int64[T]``.
-
-    Padded tokens all name the null slot; which of them stays there does not matter.
-    """
-    cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-    cache.values.flatten(0, 1).index_copy_(0, slots, values)
-
-
 class PagePool:
     """The pages that nobody has, handed out last returned first, so that reuse comes soon."""
 

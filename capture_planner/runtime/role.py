@@ -19,7 +19,7 @@ from capture_planner.entry import Batch, Entry
 from capture_planner.errors import BackendError, CapturePlannerError
 from capture_planner.modes import GraphMode, Refresh, Role
 from capture_planner.plan import GroupPlan, RolePlan
-from capture_planner.runtime import kv, padding
+from capture_planner.runtime import padding
 from capture_planner.runtime.bodies import Body
 from capture_planner.runtime.contract import Executor, LayerCache, Metadata, Scoring
 from capture_planner.runtime.fields import Extents, FieldBuffer, Fields, Held, poison, tensor_of
@@ -27,6 +27,7 @@ from capture_planner.runtime.graph import Graph, Grapher, Pool
 from capture_planner.runtime.guards import Baked, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.padding import Bounds, Write
 from capture_planner.runtime.step import DERIVED, Array, Made, derive
+from capture_planner.runtime.updates import TorchUpdates, Updates
 
 
 @attrs.frozen(kw_only=True)
@@ -95,6 +96,7 @@ class RoleRun:
         bounds: Bounds,
         options: Options,
         apply: Callable[[Sequence[Write]], None] = padding.apply,
+        updates: Updates | None = None,
     ) -> None:
         self.plan, self.body, self.fields, self.groups = plan, body, fields, tuple(groups)
         self.dispatcher, self.options = dispatcher, options
@@ -107,7 +109,7 @@ class RoleRun:
         self._metadata: dict[str, Metadata] = {}
         self._derived = sorted({buffer.field.name for buffer in fields} | self._host_names())
         self._frozen = {group.plan.name: _frozen_scalars(group.plan) for group in groups}
-        self._splitting, self._apply = False, apply
+        self._splitting, self._apply, self._updates = False, apply, updates or TorchUpdates()
 
     def _host_names(self) -> set[str]:
         return {field.name for group in self.groups for field in group.plan.padding.fields}
@@ -315,7 +317,8 @@ class RoleRun:
         group = self._group_of[layer]
         metadata = self._metadata[group.plan.name]
         rows = metadata.num_tokens
-        kv.write(group.caches[layer], self.fields["slot_mapping"][:rows], keys[:rows], values[:rows])
+        slots = self.fields["slot_mapping"][:rows]
+        self._updates.store(group.caches[layer], slots, keys[:rows], values[:rows])
         if rows < out.shape[0]:
             out[rows:].zero_()
         try:

@@ -76,6 +76,7 @@ class Runner:
             device=self.device,
             options=self.options,
         )
+        self._serving: Serving | None = None
         self._dispatch_by(without_graphs(plan))
 
     def __enter__(self) -> Runner:
@@ -91,8 +92,10 @@ class Runner:
     ) -> None:
         """Capture every entry; what does not fit into memory is waived from here on.
 
-        ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager.
+        ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises
+        ``RunError`` while requests are served: captures write the fields that their steps go on from.
         """
+        self._refuse_while_serving("capture")
         if not self.options.replay:
             self._dispatch_by(self.plan)
             return
@@ -155,7 +158,12 @@ class Runner:
         answers: Answers | None = None,
         progress: Callable[[Served], None] | None = None,
     ) -> Serving:
-        """Begin to serve, for whoever steps by hand; ``serve`` does it to the end."""
+        """Begin to serve, for whoever steps by hand; ``serve`` does it to the end.
+
+        Raises ``RunError`` while others are served (there is one KV cache), and for a request that
+        cannot be: without a prompt, longer than the model, or than all pages together.
+        """
+        self._refuse_while_serving("start")
         scheduler = Scheduler(
             requests,
             limits=self.plan.limits,
@@ -163,15 +171,11 @@ class Runner:
             pages=self.pages,
             max_model_len=self.plan.model.max_model_len,
         )
-        self._refuse_too_many_pages(scheduler, requests)
-        return Serving(self, scheduler, answers or {}, progress)
+        self._serving = serving = Serving(self, scheduler, answers or {}, progress)
+        return serving
 
-    def _refuse_too_many_pages(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
-        most = self.pages.num_pages - 1
-        for request in requests:
-            needed = scheduler.pages_needed(request)
-            if needed > most:
-                raise RunError(
-                    f"the request {request.name} needs {needed} pages of {self.pages.page_size} tokens, and "
-                    f"the KV cache has {most}; give it more (--pages)"
-                )
+    def _refuse_while_serving(self, what: str) -> None:
+        if self._serving is not None and not (self._serving.done or self._serving.is_over):
+            raise RunError(
+                f"{what} was called while requests are served; finish them, or cut them off (Serving.cut_off)"
+            )

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from capture_planner.errors import RunError
 from capture_planner.model import Speculative
 from capture_planner.runtime.kv import PageFormat, PagePool
 from capture_planner.runtime.workload import Request
@@ -109,7 +110,7 @@ class Scheduler:
         self._pages, self._max_model_len = pages, max_model_len
         self._lookahead = 0 if speculative is None else speculative.num_tokens
         self._pool = PagePool(pages.num_pages)
-        self._arriving = deque(sorted(requests, key=lambda request: request.arrival))
+        self._arriving = deque(sorted(map(self._admissible, requests), key=lambda each: each.arrival))
         self._waiting: deque[tuple[Request, float]] = deque()
         self._free = list(range(limits.max_num_reqs - 1, -1, -1))
         self._running: list[Live] = []
@@ -142,8 +143,24 @@ class Scheduler:
             self._waiting.append((self._arriving.popleft(), clock))
 
     def submit(self, request: Request, clock: float) -> None:
-        """Queue a request that is there now."""
-        self._waiting.append((request, clock))
+        """Queue a request that is there now; raises ``RunError`` for one that can never be served."""
+        self._waiting.append((self._admissible(request), clock))
+
+    def _admissible(self, request: Request) -> Request:
+        """Return a request, or refuse it: it would be in the way of all behind it for ever."""
+        length, longest, most = request.length, self._max_model_len, self._pages.num_pages - 1
+        if not request.prompt or length > longest:
+            raise RunError(
+                f"the request {request.name} has {len(request.prompt)} tokens and asks for "
+                f"{request.max_new_tokens}; the plan's model has room for {longest}, and needs one to begin with"
+            )
+        needed = self.pages_needed(request)
+        if needed > most:
+            raise RunError(
+                f"the request {request.name} needs {needed} pages of {self._pages.page_size} tokens, and "
+                f"the KV cache has {most}; give it more (--pages)"
+            )
+        return request
 
     def pages_needed(self, request: Request) -> int:
         """Return the pages that a request can ever need, drafts after its last token included."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from capture_planner.entry import Batch, Entry
+from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.runtime.fields import SAMPLED_COUNTS, SAMPLED_ROWS, Extents
 from capture_planner.runtime.ledger import Forward, Served, Step
@@ -27,6 +28,7 @@ from capture_planner.runtime.step import (
     Made,
     draft_decode_values,
     draft_prefill_values,
+    go_on,
     move_on,
     target_values,
 )
@@ -72,10 +74,14 @@ class Serving:
         self._answers, self._progress = answers, progress
         self._session, self._parts = runner.session, runner.parts
         self._under_way: Launched | None = None
-        self._goes_on: tuple[Scheduled, Made] | None = None
+        self._goes_on: tuple[Array, Made, int] | None = None
+        """Whose decodes the last graph brought to their next token, with what values, and for how many more
+        tokens the block table on the device has pages."""
         self._count = len(self._session.steps)
         self._last_end = perf_counter()
         self.served: list[Served] = []
+        self.is_over = False
+        """Whether it was cut off."""
 
     @property
     def done(self) -> bool:
@@ -84,22 +90,27 @@ class Serving:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Launch a step, and complete it or, running ahead, the one before; False: there was nothing."""
+        """Launch a step, and complete it or, running ahead, the one before; False: there was nothing.
+
+        Raises ``RunError`` after it was cut off.
+        """
+        if self.is_over:
+            raise RunError("this serving was cut off; start another")
         started = perf_counter()
         scheduled, admitted = self.scheduler.schedule()
         for live in admitted:
             if self._runner.drafter is not None:
                 self._runner.drafter.learn(live.place, self._answers.get(live.request.name, ()))
-        before, self._under_way = self._under_way, None
         now = None if scheduled is None else self._launch(scheduled, started)
         if self._parts.target.ahead:
-            self._under_way, now = now, before
+            now, self._under_way = self._under_way, now
         if now is not None:
             self._complete(now)
         return now is not None or self._under_way is not None
 
     def cut_off(self) -> None:
-        """Take down the requests that were not finished, where serving stopped early."""
+        """Take down the requests that were not finished, where serving stops early; nothing is run after."""
+        self.is_over = True
         for live in self.scheduler.unfinished:
             self._finish(live, cut_off=True)
 
@@ -114,8 +125,9 @@ class Serving:
             proposed = self._all_on_device(index, scheduled, batch, values, begun)
         else:
             entry = self._target(index, batch, values, begun, filled=goes_on)
-            if self._parts.target.goes_on and entry is not None and entry.query_len == 1:
-                self._goes_on = scheduled, values
+            if not goes_on and self._parts.target.goes_on and entry is not None and entry.query_len == 1:
+                room = values["block_table"].shape[1] * self._runner.pages.page_size
+                self._goes_on = scheduled.places, values, room - int(values["seq_lens"].max())
         return Launched(
             index=index,
             scheduled=scheduled,
@@ -130,10 +142,10 @@ class Serving:
         """Return a step's values, and whether the graph of the last one brought the fields to them."""
         last, self._goes_on = self._goes_on, None
         if last is not None and not scheduled.prompts and scheduled.query_len == 1:
-            before, values = last
-            pages = self._runner.pages.pages(int(values["seq_lens"].max()) + 1)
-            if pages <= values["block_table"].shape[1] and np.array_equal(before.places, scheduled.places):
-                move_on(values, self._runner.pages.page_size, self._runner.plan.model.max_model_len)
+            places, values, room = last
+            if room and np.array_equal(places, scheduled.places):
+                go_on(values)
+                self._goes_on = places, values, room - 1
                 return values, True
         return target_values(scheduled, self.scheduler.places, self._runner.pages), False
 

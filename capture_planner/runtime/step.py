@@ -112,6 +112,17 @@ def move_on(made: Made, page_size: int, max_model_len: int) -> None:
     made["seq_lens"] = (made["seq_lens"] + moved).astype(np.int32)
 
 
+def go_on(made: Made) -> None:
+    """Bring the host's copy of a decode to its next token, as its graph did on the device.
+
+    Ids and slots are known there alone then, so they are taken out: no backend plans by them.
+    """
+    made["positions"] = made["positions"] + 1
+    made["seq_lens"] = made["seq_lens"] + np.int32(1)
+    made.pop("slot_mapping", None)
+    made.pop("input_ids", None)
+
+
 def _page_counts(made: Mapping[str, Array], page_size: int) -> Array:
     return -(-made["seq_lens"] // page_size)
 

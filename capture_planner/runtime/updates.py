@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from capture_planner.errors import RunError
-from capture_planner.runtime.contract import NULL_SLOT
+from capture_planner.runtime.contract import NULL_SLOT, LayerCache
 from capture_planner.runtime.fields import Fields, Held
 
 LENGTHS = ("seq_lens", "kv_lens")
@@ -111,7 +111,13 @@ class Verified:
 
 
 class Updates(Protocol):
-    """What is done to the fields and to the state of the drafts inside a forward."""
+    """What is done to caches, to fields and to the state of the drafts inside a forward."""
+
+    def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put keys and values ``[T, num_kv_heads, head_dim]`` into ``slots int64[T]``.
+
+        Padded tokens all name the null slot; which of them stays there does not matter.
+        """
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """Return ``int64[T]``: the ids, and where one is negative the answer ``-1 - id`` of ``answers``."""
@@ -147,6 +153,11 @@ class Updates(Protocol):
 
 class TorchUpdates:
     """With torch operators."""
+
+    def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See ``Updates``."""
+        cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
+        cache.values.flatten(0, 1).index_copy_(0, slots, values)
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """See ``Updates``."""

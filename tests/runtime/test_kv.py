@@ -10,7 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from capture_planner.contract import Attention
 from capture_planner.runtime.contract import NULL_PAGE, NULL_SLOT
-from capture_planner.runtime.kv import PageFormat, PagePool, layer_cache, write
+from capture_planner.runtime.kv import PageFormat, PagePool, layer_cache
+from capture_planner.runtime.updates import TorchUpdates
 
 CPU = torch.device("cpu")
 
@@ -101,7 +102,7 @@ def test_rows_are_written_where_their_slots_say_and_nowhere_else(page_size, num_
     torch.manual_seed(seed)
     keys, values = (torch.randn(count, 2, 3).to(dtype) for _ in range(2))
     wanted_keys, wanted_values = cache.keys.clone(), cache.values.clone()
-    write(cache, torch.tensor(slots + [NULL_SLOT] * padding, dtype=torch.int64), keys, values)
+    TorchUpdates().store(cache, torch.tensor(slots + [NULL_SLOT] * padding, dtype=torch.int64), keys, values)
     for row, slot in enumerate(slots):
         wanted_keys[slot // page_size, slot % page_size] = keys[row]
         wanted_values[slot // page_size, slot % page_size] = values[row]

@@ -136,9 +136,56 @@ def test_values_that_are_read_are_not_those_of_the_next_step():
     assert arrived().tolist() == [0, 1, 2]
 
 
-def test_more_pages_than_there_are_is_refused(deployment):
-    """Before anything is scheduled."""
+def test_nothing_is_captured_and_nobody_else_served_meanwhile(deployment):
+    """Both write what the steps under way go on from; when those are over, or cut off, it is in order."""
+    with runner_of(deployment, run_ahead=True) as runner:
+        serving = runner.start()
+        serving.scheduler.submit(request("r", (1, 2, 3), 9), 0.0)
+        for _ in range(4):
+            serving.step()
+        for what in (runner.capture, runner.start):
+            with pytest.raises(RunError, match="called while requests are served"):
+                what()
+        serving.cut_off()
+        with pytest.raises(RunError, match="was cut off"):
+            serving.step()
+        runner.capture()
+        again = {done.name: done.tokens for done in runner.serve([request("r", (1, 2, 3), 9)])}
+    assert again == answers(deployment, [request("r", (1, 2, 3), 9)])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "says"),
+    [((), 4, "needs one to begin with"), ((1,) * 500, 20, "has room for 512"), ((1,) * 400, 9, "103 pages")],
+)
+def test_a_request_that_can_never_be_served_is_refused(deployment, prompt, tokens, says):
+    """It would never get a place, and be in the way of all behind it."""
     with runner_of(deployment) as runner:
         runner.pages = PageFormat(page_size=4, num_pages=100)
-        with pytest.raises(RunError, match="needs 128 pages"):
-            runner.start([request("long", (1,) * 500, 12)])
+        asked = request("long", prompt, tokens)
+        with pytest.raises(RunError, match=says):
+            runner.start([asked])
+        serving = runner.start()
+        with pytest.raises(RunError, match=f"the request long .*{says}"):
+            serving.scheduler.submit(asked, 0.0)
+        assert serving.done
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_step_that_cannot_be_launched_loses_none_before_it(deployment, ahead, monkeypatch):
+    """Where a backend breaks, what was under way is still read when the next step is."""
+    asked = request("r", (1, 2, 3), 6)
+    with runner_of(deployment, run_ahead=ahead) as runner:
+        serving = runner.start()
+        serving.scheduler.submit(asked, 0.0)
+        for _ in range(3):
+            serving.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(serving.scheduler, "schedule", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                serving.step()
+        while serving.step():
+            pass
+        (done,) = serving.served
+    assert done.tokens == answers(deployment, [asked])["r"]
+    assert [step.index for step in runner.session.steps] == list(range(6))

@@ -14,6 +14,7 @@ import capture_planner
 from capture_planner.contract import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.errors import RunError
 from capture_planner.runtime import padding
+from capture_planner.runtime.contract import LayerCache
 from capture_planner.runtime.fields import Extents, FieldBuffer
 from capture_planner.runtime.speculative import settle
 from capture_planner.runtime.step import draft_decode_values, draft_prefill_values, target_values
@@ -212,3 +213,22 @@ def test_lengths_of_another_type_are_refused():
     held = Held(kv_lens=FieldBuffer("own.kv_lens", wide, torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(RunError, match=r"own\.kv_lens is declared int64"):
         Moving.of(held, 16, 64)
+
+
+@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@given(st.integers(0, 5), st.integers(1, 3), st.sampled_from([1, 3, 8]), st.booleans(), st.data())
+def test_keys_and_values_go_to_their_slots(fused, tokens, heads, dim, transposed, data):
+    """Wherever they lie: heads side by side, or one product of keys and values cut in two."""
+    slots = data.draw(st.lists(st.integers(0, 11), min_size=tokens, max_size=tokens, unique=True))
+    both = torch.randn(tokens, 2 * heads * dim)
+    keys, values = (part.unflatten(-1, (heads, dim)) for part in both.chunk(2, dim=-1))
+    if transposed:
+        keys = keys.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    found = []
+    for updates in (fused, TORCH):
+        cache = LayerCache(keys=torch.zeros(3, 4, heads, dim), values=torch.ones(3, 4, heads, dim))
+        updates.store(cache, torch.tensor(slots, dtype=torch.int64), keys, values)
+        found.append((cache.keys, cache.values))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for number, slot in enumerate(slots):
+        assert torch.equal(found[0][0].flatten(0, 1)[slot], keys[number])

@@ -1,0 +1,343 @@
+"""The tables of the GPU bench, and the figures of the README.
+
+A figure that the newest file does not have is shown as *not measured*: nothing is taken from an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from gpu_results import (
+    MIBI,
+    NO_VALUE,
+    NOT_MEASURED,
+    bench,
+    campaigns,
+    mib,
+    ms,
+    of,
+    percent,
+    reports,
+    scaled,
+    share,
+    singular,
+    table,
+    times,
+    us,
+)
+
+FIGURES = {
+    "decode": "decode step by bare graphs",
+    "preparation": "preparation",
+    "chain": "draft chain",
+    "throughput": "throughput",
+    "capture": "capture",
+    "pools": "pools",
+}
+BOUNDS = {
+    "decode": "by what a step does beside its graphs: [Decode step](#decode-step), column *host*",
+    "preparation": "by the runner's own work on values, dispatch and padding. What the backend takes of it is "
+    "the column *backend* under [Preparation](#preparation)",
+    "chain": "by the GPU's work: [The draft chain](#the-draft-chain)",
+    "throughput": "by the GPU's work: [Throughput](#throughput) has what bare replays would give",
+    "capture": "by what the runner adds to a bare loop: [Capture](#capture)",
+}
+
+
+# Where it was measured -------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """Where, when and with what."""
+    measured = bench()
+    where, hardware = measured["provenance"], measured["provenance"]["hardware"]
+    facts: dict[str, str] = next((r["facts"] for r in reports().values() if "facts" in r), {})
+    named = {
+        "GPU": hardware.get("gpu", "unknown"),
+        "driver": facts.get("driver", "unknown"),
+        "CUDA of torch": hardware.get("cuda", "unknown"),
+        "host": f"{hardware['cpu']}, {hardware['cores']} cores, {where['system']}",
+        "Python": where["python"],
+        "packages": _versions(where["packages"]),
+    }
+    sources = [measured, *{c["file"]["name"]: c["file"] for c in campaigns().values()}.values()]
+    lines = [table(("what", "which"), named.items(), text=2), ""]
+    lines.append(table(("result", "date (UTC)", "command"), map(_source, sources), text=3))
+    for file in sources[1:]:
+        gpu, packages = file["provenance"]["hardware"].get("gpu"), file["provenance"]["packages"]
+        if gpu != hardware.get("gpu") or packages != where["packages"]:
+            lines += [
+                "",
+                f"`{file['name']}` is of other versions or another GPU: {gpu}, {_versions(packages)}.",
+            ]
+    return "\n".join(lines)
+
+
+def _versions(packages: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in packages.items())
+
+
+def _source(file: dict[str, Any]) -> tuple[str, str, str]:
+    link = f"[{file['name']}](../benchmarks/results/{file['name']})"
+    date = datetime.fromisoformat(file["provenance"]["date"])
+    return link, f"{date:%Y-%m-%d %H:%M}", f"`{file['provenance']['command']}`"
+
+
+# Targets ---------------------------------------------------------------------------------------
+
+
+def targets() -> str:
+    """Each target with what each backend reached."""
+    measured = reports()
+    backends = sorted({backend for backend, _ in measured})
+    wanted: dict[tuple[int, str], dict[str, Any]] = {}
+    reached: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for (backend, k), report in measured.items():
+        for target in report.get("targets", ()):
+            wanted.setdefault((k, target["what"]), target)
+            reached[k, target["what"], backend] = target
+    rows = []
+    for (k, what), target in sorted(wanted.items(), key=_order):
+        limit = f"at {'most' if target['at_most'] else 'least'} {target['wanted']:g} {target['unit']}".strip()
+        cells = []
+        for backend in backends:
+            mine = reached.get((k, what, backend))
+            other = NO_VALUE if measured.get((backend, k), {}).get(target["figure"]) else NOT_MEASURED
+            cells.append(other if mine is None else _verdict(mine))
+        rows.append((str(k), singular(what), limit, *cells))
+    met = sum(target["holds"] for target in reached.values())
+    lines = [f"{met} of the {len(reached)} targets that were measured are met.", ""]
+    lines += [table(("K", "target", "wanted", *backends), rows, text=3), *_absences(measured)]
+    return "\n".join(lines)
+
+
+def _order(item: tuple[tuple[int, str], dict[str, Any]]) -> int:
+    return list(FIGURES).index(item[1]["figure"])
+
+
+def _verdict(target: dict[str, Any]) -> str:
+    value = times(target["reached"])
+    return f"{value}, met" if target["holds"] else f"**{value}, missed by {_missed_by(target)}**"
+
+
+def _missed_by(target: dict[str, Any]) -> str:
+    return percent(100 * target["missed_by"])
+
+
+def _absences(measured: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
+    """Return a sentence for each figure that is not there, and for each plan that has none."""
+    ks, backends = sorted({k for _, k in measured}), sorted({backend for backend, _ in measured})
+    lines = []
+    for backend in backends:
+        for k in ks:
+            report = measured.get((backend, k))
+            if report is None:
+                lines.append(f"- {backend}, K={k}: not in this run.")
+                continue
+            if "error" in report:
+                lines.append(f"- {backend}, K={k}: {report['error']}")
+            lines += [f"- {backend}, K={k}, {a['figure']}: {a['says']}" for a in report.get("absent", ())]
+    return ["", *lines] if lines else []
+
+
+def missed() -> str:
+    """What is missed, by how much, and what bounds it."""
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for (backend, _), report in reports().items():
+        for target in report.get("targets", ()):
+            if not target["holds"]:
+                found.setdefault(target["figure"], []).append((backend, target))
+    lines = []
+    for figure in FIGURES:
+        if figure in found:
+            each = [
+                f"{backend}, {singular(target['what'])}: missed by {_missed_by(target)}"
+                for backend, target in found[figure]
+            ]
+            lines += [f"- **{FIGURES[figure]}**, bounded {BOUNDS[figure]}.", *(f"  - {one}" for one in each)]
+    return "\n".join(lines) or "Nothing that was measured is missed."
+
+
+# Figures ---------------------------------------------------------------------------------------
+
+
+def decode() -> str:
+    """A decode step against its graphs alone and eager."""
+    columns = ("backend", "requests", "step, ms", "bare, ms", "eager, ms", "host, us", "step / bare")
+    rows = [
+        (
+            backend,
+            row["num_reqs"],
+            *(ms(row[name]) for name in ("step", "bare", "eager")),
+            us(row["host"]),
+            times(row["overhead"]),
+            times(row["gain"]),
+        )
+        for backend, figure in of("decode", 0)
+        for row in figure
+    ]
+    return table((*columns, "eager / bare"), rows)
+
+
+def preparation() -> str:
+    """Host time of a preparation: without a drafter, then of all roles."""
+    columns = ("requests", "step", "anew", "backend", "stock plan", "step / stock")
+    parts = []
+    for k in sorted({k for _, k in reports()}):
+        rows = [
+            (
+                backend,
+                row["role"],
+                row["num_reqs"],
+                *(us(row[name]) for name in ("step", "stage", "prepare", "stock")),
+                times(row["of_stock"]),
+            )
+            for backend, figure in of("preparation", k)
+            for row in figure
+        ]
+        parts += [f"K={k}, microseconds of the host:", "", table(("backend", "role", *columns), rows, 2), ""]
+    return "\n".join(parts).rstrip()
+
+
+def chain() -> str:
+    """The draft decodes of a step."""
+    columns = ("requests", "decodes", "one graph", "a decode of it", "single steps", "eager")
+    rows = [
+        (
+            backend,
+            row["num_reqs"],
+            row["steps"],
+            us(row["fused"]),
+            us(None if row["fused"] is None else row["fused"] / row["steps"]),
+            us(row["single"]),
+            us(row["eager"]),
+            times(row["over_single"]),
+            times(row["over_eager"]),
+        )
+        for backend, figure in of("chain")
+        for row in figure
+    ]
+    return table(("backend", *columns, "single / one graph", "eager / best"), rows)
+
+
+def throughput() -> str:
+    """Tokens per second, beside transformers' and what bare replays would give."""
+    rows, says = [], set()
+    bare = {(backend, row["num_reqs"]): row["bare"] for backend, figure in of("decode", 0) for row in figure}
+    for backend, found in of("throughput"):
+        step = bare.get((backend, found["num_requests"]))
+        most = None if step is None else found["num_requests"] / step
+        ours = found["tokens_per_second"]
+        rows.append(
+            (
+                backend,
+                f"{found['num_requests']} of {found['prompt_tokens']} + {found['output_tokens']}",
+                *(scaled(value, 1, 0) for value in (ours, found["other"])),
+                times(found["gain"]),
+                scaled(most, 1, 0),
+                NO_VALUE if most is None else share(ours, most),
+            )
+        )
+        says.add(found["other_says"])
+    columns = ("backend", "requests", "tokens/s", "transformers", "ratio", "bare replays", "reached of that")
+    return "\n".join([f"Beside it: {'; '.join(sorted(says))}.", "", table(columns, rows, 2)])
+
+
+def capture() -> str:
+    """Seconds and bytes of a capture, beside a bare loop."""
+    columns = ("graphs", "first, s", "again, s", "bare loop, s", "ratio")
+    memory = ("MiB a graph", "bare loop, MiB", "ratio", "driver, MiB")
+    rows = []
+    for (backend, k), report in reports().items():
+        found = report.get("capture")
+        if found is None:
+            continue
+        each = [
+            None if cost is None else (cost["pool"] + cost["driver"]) / found["graphs"]
+            for cost in (found["ours"], found["bare"])
+        ]
+        bare = found["bare"]
+        rows.append(
+            (
+                backend,
+                k,
+                found["graphs"],
+                *(scaled(s, 1, 2) for s in (found["first_seconds"], found["ours"]["seconds"])),
+                scaled(None if bare is None else bare["seconds"], 1, 2),
+                times(found["of_seconds"]),
+                *(scaled(size, 1 / MIBI, 2) for size in each),
+                times(found["of_memory"]),
+                mib(found["ours"]["driver"]),
+            )
+        )
+    return table(("backend", "K", *columns, *memory), rows)
+
+
+def pools() -> str:
+    """One pool for all roles against one each."""
+    rows = [
+        (
+            backend,
+            *(mib(found[name]) for name in ("shared", "per_role", "saved")),
+            share(found["saved"], found["per_role"]),
+            found["requests"],
+            len(found["differing"]),
+        )
+        for backend, found in of("pools")
+    ]
+    columns = ("backend", "shared, MiB", "one a role, MiB", "saved, MiB", "saved", "requests", "that differ")
+    return table(columns, rows)
+
+
+# Headline --------------------------------------------------------------------------------------
+
+
+def headline() -> str:
+    """The figures of the README."""
+    measured, seen = bench(), campaigns()
+    backends = sorted({backend for backend, _ in reports()})
+    steps, loads = dict(of("decode", 0)), dict(of("throughput"))
+    decoded = {
+        backend: max((row for row in figure if row["num_reqs"] <= 64), key=lambda row: int(row["num_reqs"]))
+        for backend, figure in steps.items()
+    }
+    sizes = sorted({row["num_reqs"] for row in decoded.values()})
+    chains = {backend: figure[0] for backend, figure in of("chain")}
+    lines: dict[str, Callable[[str], str]] = {
+        f"decode step of {' or '.join(map(str, sizes))} requests": lambda b: f"{ms(decoded[b]['step'])} ms",
+        "the same, by a bare replay of its graph": lambda b: times(decoded[b]["overhead"]),
+        "the same without graphs, by a bare replay": lambda b: times(decoded[b]["gain"]),
+        "generated tokens per second": lambda b: scaled(loads[b]["tokens_per_second"], 1, 0),
+        "the same, by transformers' continuous batching": lambda b: times(loads[b]["gain"]),
+        "draft decodes of K=5: eager by graphs": lambda b: times(chains[b]["over_eager"]),
+        "random steps; requests that differ from the same kernels": lambda b: (
+            f"{seen[b]['steps']:,}; {seen[b]['differ from the same kernels']} of {seen[b]['requests']:,}"
+        ),
+    }
+    rows = [(name, *(_or_absent(cell, backend) for backend in backends)) for name, cell in lines.items()]
+    date = datetime.fromisoformat(measured["provenance"]["date"])
+    gpu = measured["provenance"]["hardware"].get("gpu", "an unknown GPU")
+    return f"{gpu}, {date:%Y-%m-%d}:\n\n{table(('figure', *backends), rows)}"
+
+
+def _or_absent(cell: Callable[[str], str], backend: str) -> str:
+    try:
+        return cell(backend)
+    except KeyError:
+        return NOT_MEASURED
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "gpu-machine": machine,
+    "gpu-targets": targets,
+    "gpu-missed": missed,
+    "gpu-decode": decode,
+    "gpu-preparation": preparation,
+    "gpu-chain": chain,
+    "gpu-throughput": throughput,
+    "gpu-capture": capture,
+    "gpu-pools": pools,
+    "gpu-headline": headline,
+}

@@ -1,0 +1,165 @@
+"""The tables of the equality campaign on a GPU: what was served, and what differs from what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpu_results import campaigns, mib, share, table
+
+ROLES = ("target", "draft_prefill", "draft_decode")
+
+
+def served() -> str:
+    """What each backend served, and how many requests differ from the same kernels without a graph."""
+    columns = (
+        "backend",
+        "deployments",
+        "steps",
+        "forwards",
+        "from graphs",
+        "graphs",
+        "requests",
+        "tokens",
+        "drafts kept",
+        "that differ",
+    )
+    rows = [
+        (
+            backend,
+            seen["deployments"],
+            *(f"{seen[name]:,}" for name in ("steps", "forwards")),
+            share(sum(seen["from graphs"].values()), seen["forwards"]),
+            *(f"{seen[name]:,}" for name in ("graphs", "requests", "tokens", "accepted")),
+            seen["differ from the same kernels"],
+        )
+        for backend, seen in campaigns().items()
+    ]
+    return "\n".join([table(columns, rows), *_faults()])
+
+
+def _faults() -> list[str]:
+    """Return what a campaign found wrong, and which were short of steps."""
+    found = []
+    for backend, seen in campaigns().items():
+        found += [f"- {backend}: {fault}" for fault in seen["faults"]]
+        found += [f"- {backend}: {seen['short of steps']}"] if "short of steps" in seen else []
+    return ["", *found] if found else ["", "No campaign found a fault, and none was short of its steps."]
+
+
+def kinds() -> str:
+    """What the deployments were."""
+    names = ("models", "pools", "chains", "drafters", "page sizes")
+    rows = [
+        (backend, _combinations(seen), *(_counted(seen[name]) for name in names))
+        for backend, seen in campaigns().items()
+    ]
+    columns = ("backend", "K, and modes as asked for", "models", "pools", "chains", "drafters", "page sizes")
+    more = [
+        (
+            backend,
+            *(f"{seen['from graphs'].get(f'{role} {mode}', 0):,}" for role, mode in _modes()),
+            seen["fused chains"],
+            seen["schedules of k"],
+            seen["poisoned"],
+            seen["ran ahead"],
+        )
+        for backend, seen in campaigns().items()
+    ]
+    others = ("graphs of chains", "schedules of K", "poisoned", "ran ahead")
+    counted = table(("backend", *(f"{role} {mode}" for role, mode in _modes()), *others), more)
+    return "\n".join([table(columns, rows, text=len(columns)), "", "Forwards from graphs:", "", counted])
+
+
+def _modes() -> list[tuple[str, str]]:
+    """Return the roles and modes that any backend had a forward of."""
+    found = {name for seen in campaigns().values() for name in seen["from graphs"]}
+    return sorted(((role, mode) for role, _, mode in (name.partition(" ") for name in found)), key=_by_role)
+
+
+def _by_role(pair: tuple[str, str]) -> tuple[int, str]:
+    return ROLES.index(pair[0]), pair[1]
+
+
+def _combinations(seen: Mapping[str, Any]) -> str:
+    """Return the K and the modes of one campaign; which pairs are missing, where some are."""
+    pairs = {tuple(each.split(" as ")[0].split(" ", 1)) for each in seen["K and mode"]}
+    ks, modes = sorted({k for k, _ in pairs}, key=int), sorted({mode for _, mode in pairs})
+    missing = sorted(f"{k} {mode}" for k in ks for mode in modes if (k, mode) not in pairs)
+    without = f"; without {', '.join(missing)}" if missing else ""
+    return f"{', '.join(ks)}; {', '.join(modes)}{without}"
+
+
+def _counted(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+
+
+def kernels() -> str:
+    """How far tokens differ from those of other kernels, which sum in another order."""
+    names = {"plain": "plain greedy decoding", "eager": "eager steps"}
+    rows = [
+        (
+            backend,
+            dtype,
+            names[name],
+            each["requests"],
+            each["differ"],
+            each["not by a tie"],
+            f"{each['widest gap']:.1e}",
+        )
+        for backend, seen in campaigns().items()
+        for name, dtypes in seen["other kernels"].items()
+        for dtype, each in dtypes.items()
+    ]
+    columns = ("backend", "dtype", "against", "requests", "that differ", "not by a tie", "widest gap")
+    return table(columns, rows, text=3)
+
+
+def logits() -> str:
+    """Errors of logits, those of the dtype alone beside them."""
+    rows = [
+        (
+            backend,
+            model,
+            f"{each['rows']:,}",
+            *(_relative(each[name]) for name in ("median", "worst", "worst of the dtype alone")),
+        )
+        for backend, seen in campaigns().items()
+        for model, each in seen["logits"].items()
+    ]
+    columns = ("backend", "model", "rows", "median", "worst", "worst of the dtype alone")
+    return table(columns, rows, text=2)
+
+
+def _relative(error: float) -> str:
+    """Return an error that is relative to a norm: in %, or where it is tiny as a power of ten."""
+    return f"{100 * error:.2f} %" if error >= 1e-4 else f"{error:.1e}" if error else "0"
+
+
+def pools() -> str:
+    """Bytes of shared pools against one a role, over the deployments that were served with both."""
+    rows = []
+    for backend, seen in campaigns().items():
+        both = seen["shared against dedicated pools"]
+        shared, per_role = (sum(each["bytes"][pool] for each in both) for pool in ("shared", "per_role"))
+        differ = sum(each["differ"] for each in both)
+        rows.append(
+            (
+                backend,
+                len(both),
+                *(mib(size) for size in (shared, per_role, per_role - shared)),
+                share(per_role - shared, per_role),
+                differ,
+            )
+        )
+    sizes = ("shared, MiB", "one a role, MiB", "saved, MiB", "saved")
+    return table(("backend", "deployments", *sizes, "requests that differ"), rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "gpu-equality": served,
+    "gpu-deployments": kinds,
+    "gpu-kernels": kernels,
+    "gpu-logits": logits,
+    "gpu-equality-pools": pools,
+}
