@@ -246,8 +246,9 @@ class Backend(Protocol):
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
         """Say whether the metadata can be refreshed inside a graph.
 
-        Called for draft decodes only. A chain of draft steps becomes one graph where every group
-        of the role answers ``IN_GRAPH``.
+        The planner asks for draft decodes alone: a chain of draft steps becomes one graph where every
+        group of the role answers ``IN_GRAPH``. The runner asks for every role: decodes of such a role
+        go on to their next token without the host.
         """
 
     def workspace(

@@ -5,7 +5,7 @@ A figure that the newest file does not have is shown as *not measured*: nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -28,6 +28,8 @@ from gpu_results import (
     us,
 )
 
+MANY = 64
+"""Requests of the headline's decode step, or the most below them that were measured."""
 FIGURES = {
     "decode": "decode step by bare graphs",
     "preparation": "preparation",
@@ -123,7 +125,7 @@ def _verdict(target: dict[str, Any]) -> str:
 
 
 def _missed_by(target: dict[str, Any]) -> str:
-    return percent(100 * target["missed_by"])
+    return percent(target["missed_by"])
 
 
 def _absences(measured: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
@@ -203,16 +205,15 @@ def preparation() -> str:
 
 def chain() -> str:
     """The draft decodes of a step."""
-    columns = ("requests", "decodes", "one graph", "a decode of it", "single steps", "eager")
+    columns = ("requests", "decodes", "one graph", "single steps", "eager", "one step", "host")
     rows = [
         (
             backend,
             row["num_reqs"],
             row["steps"],
-            us(row["fused"]),
-            us(None if row["fused"] is None else row["fused"] / row["steps"]),
-            us(row["single"]),
-            us(row["eager"]),
+            *(us(row[name]) for name in ("fused", "single", "eager")),
+            us(row["single"] / row["steps"]),
+            us(row.get("host")),
             times(row["over_single"]),
             times(row["over_eager"]),
         )
@@ -220,6 +221,31 @@ def chain() -> str:
         for row in figure
     ]
     return table(("backend", *columns, "single / one graph", "eager / best"), rows)
+
+
+def bound() -> str:
+    """What one single step of a draft chain takes the GPU, and what it takes the host."""
+    rows = [row for _, figure in of("chain") for row in figure]
+    if not rows:
+        return "No draft chain was measured."
+    says = f"One single step takes the GPU {_range(row['single'] / row['steps'] for row in rows)}"
+    known = [row for row in rows if row.get("host") is not None]
+    if not known:
+        return f"{says}. What it takes the host is not in this run; a profile had about 50 us."
+    slow = sum(row["host"] >= row["single"] / row["steps"] for row in known)
+    hides = (
+        "so it hides behind the step before"
+        if not slow
+        else f"in {slow} of {len(known)} cases more than the GPU, which then waits for it in a run"
+    )
+    return f"{says}, and the host {_range(row['host'] for row in known)}: {hides}."
+
+
+def _range(seconds: Iterable[float]) -> str:
+    """Return the least and the most of some times."""
+    found = list(seconds)
+    least, most = us(min(found)), us(max(found))
+    return f"{least} us" if least == most else f"{least} to {most} us"
 
 
 def throughput() -> str:
@@ -241,14 +267,14 @@ def throughput() -> str:
             )
         )
         says.add(found["other_says"])
-    columns = ("backend", "requests", "tokens/s", "transformers", "ratio", "bare replays", "reached of that")
+    columns = ("backend", "requests", "tokens/s", "transformers", "ratio", "bare replays", "reached of these")
     return "\n".join([f"Beside it: {'; '.join(sorted(says))}.", "", table(columns, rows, 2)])
 
 
 def capture() -> str:
     """Seconds and bytes of a capture, beside a bare loop."""
-    columns = ("graphs", "first, s", "again, s", "bare loop, s", "ratio")
-    memory = ("MiB a graph", "bare loop, MiB", "ratio", "driver, MiB")
+    columns = ("graphs", "first, s", "again, s", "bare loop, s", "again / bare")
+    memory = ("MiB a graph", "bare, MiB a graph", "MiB / bare", "driver, MiB")
     rows = []
     for (backend, k), report in reports().items():
         found = report.get("capture")
@@ -300,8 +326,9 @@ def headline() -> str:
     backends = sorted({backend for backend, _ in reports()})
     steps, loads = dict(of("decode", 0)), dict(of("throughput"))
     decoded = {
-        backend: max((row for row in figure if row["num_reqs"] <= 64), key=lambda row: int(row["num_reqs"]))
+        backend: max(rows, key=lambda row: int(row["num_reqs"]))
         for backend, figure in steps.items()
+        if (rows := [row for row in figure if row["num_reqs"] <= MANY])
     }
     sizes = sorted({row["num_reqs"] for row in decoded.values()})
     chains = {backend: figure[0] for backend, figure in of("chain")}
@@ -336,6 +363,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-decode": decode,
     "gpu-preparation": preparation,
     "gpu-chain": chain,
+    "gpu-chain-bound": bound,
     "gpu-throughput": throughput,
     "gpu-capture": capture,
     "gpu-pools": pools,

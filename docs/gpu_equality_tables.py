@@ -49,12 +49,13 @@ def _faults() -> list[str]:
 
 def kinds() -> str:
     """What the deployments were."""
-    names = ("models", "pools", "chains", "drafters", "page sizes")
-    rows = [
-        (backend, _combinations(seen), *(_counted(seen[name]) for name in names))
-        for backend, seen in campaigns().items()
-    ]
-    columns = ("backend", "K, and modes as asked for", "models", "pools", "chains", "drafters", "page sizes")
+    names = ("models", "page sizes", "pools", "chains", "drafters")
+    rows = [(backend, *(_counted(seen[name]) for name in names)) for backend, seen in campaigns().items()]
+    of_combinations: dict[str, list[str]] = {}
+    for backend, seen in campaigns().items():
+        of_combinations.setdefault(_combinations(seen), []).append(backend)
+    lines = [f"- {', '.join(backends)}: {found}" for found, backends in of_combinations.items()]
+    columns = ("backend", *names)
     more = [
         (
             backend,
@@ -68,7 +69,10 @@ def kinds() -> str:
     ]
     others = ("graphs of chains", "schedules of K", "poisoned", "ran ahead")
     counted = table(("backend", *(f"{role} {mode}" for role, mode in _modes()), *others), more)
-    return "\n".join([table(columns, rows, text=len(columns)), "", "Forwards from graphs:", "", counted])
+    shown = table(columns, rows, text=len(columns))
+    return "\n".join(
+        [*lines, "", shown, "", "Forwards from graphs, and deployments that were special:", "", counted]
+    )
 
 
 def _modes() -> list[tuple[str, str]]:
@@ -87,11 +91,11 @@ def _combinations(seen: Mapping[str, Any]) -> str:
     ks, modes = sorted({k for k, _ in pairs}, key=int), sorted({mode for _, mode in pairs})
     missing = sorted(f"{k} {mode}" for k in ks for mode in modes if (k, mode) not in pairs)
     without = f"; without {', '.join(missing)}" if missing else ""
-    return f"{', '.join(ks)}; {', '.join(modes)}{without}"
+    return f"K of {', '.join(ks)}, each in {', '.join(modes)}{without}"
 
 
 def _counted(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+    return "; ".join(f"{name}: {found[name]}" for name in sorted(found, key=lambda name: (len(name), name)))
 
 
 def kernels() -> str:
@@ -105,7 +109,7 @@ def kernels() -> str:
             each["requests"],
             each["differ"],
             each["not by a tie"],
-            f"{each['widest gap']:.1e}",
+            f"{each['widest gap']:.1e}" if each["widest gap"] else "0",
         )
         for backend, seen in campaigns().items()
         for name, dtypes in seen["other kernels"].items()

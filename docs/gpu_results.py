@@ -73,33 +73,41 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], text: int = 
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def scaled(value: float | None, scale: float, digits: int, unit: str = "") -> str:
-    return NO_VALUE if value is None else f"{value * scale:,.{digits}f}{unit}"
+def scaled(value: float | None, scale: float, digits: int) -> str:
+    """Return a value times ``scale``."""
+    return NO_VALUE if value is None else f"{value * scale:,.{digits}f}"
 
 
 def ms(seconds: float | None) -> str:
+    """Return seconds as milliseconds."""
     return scaled(seconds, 1e3, 2)
 
 
 def us(seconds: float | None) -> str:
+    """Return seconds as microseconds."""
     return scaled(seconds, 1e6, 1)
 
 
 def mib(size: float | None) -> str:
+    """Return bytes as MiB."""
     return scaled(size, 1 / MIBI, 1)
 
 
 def times(value: float | None) -> str:
+    """Return a ratio."""
     return scaled(value, 1, 3 if value is not None and value < 10 else 1)
 
 
-def percent(share: float) -> str:
-    return f"{share:.2g} %" if share < 1 else f"{share:.0f} %"
+def percent(part: float) -> str:
+    """Return a share in %; what is there and rounds to nothing is not shown as 0."""
+    return f"{100 * part:.1f} %" if part >= 0.0005 or not part else "under 0.1 %"
 
 
 def share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}".replace("%", " %") if whole else NO_VALUE
+    """Return ``part / whole`` in %."""
+    return percent(part / whole) if whole else NO_VALUE
 
 
 def singular(text: str) -> str:
+    """Return a sentence that is right for one request, too."""
     return re.sub(r"\b1 requests", "1 request", text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import pytest
 
 from capture_planner import cli
 from capture_planner.cli.bench import FIGURES
+from capture_planner.errors import RunError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -162,14 +165,44 @@ def test_progress_is_shown_where_it_is_wanted(run: Run, shown: bool) -> None:
     assert ("capture" in ran.err) == shown
 
 
-def test_what_broke_ends_in_exit_code_1_and_a_whole_record(run: Run) -> None:
-    """A KV cache of one page: each figure says why it is not there."""
-    ran = run("plan.yaml", "--only", "decode,capture", "--pages", "1", "--output", "bench.json", "--quick")
+def break_figure(monkeypatch: pytest.MonkeyPatch, figure: str, error: BaseException) -> None:
+    """Let ``figure`` end in an error."""
+
+    def broken(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("capture_planner.bench.measure"), figure, broken)
+
+
+def test_what_broke_ends_in_exit_code_1_and_a_whole_record(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figure says why it is not there, and the others are."""
+    break_figure(monkeypatch, "decode", RunError("the request r0 was lost"))
+    ran = run("plan.yaml", "--only", "decode,capture", "--output", "bench.json", "--quick")
     assert ran.code == 1
-    assert "decode broke: RunError: the request r0 needs" in " ".join(ran.out.split())
+    assert "decode broke: RunError: the request r0 was lost" in " ".join(ran.out.split())
     data = json.loads(Path("bench.json").read_text("utf-8"))
     assert data["capture"]["graphs"] > 0
     assert {(absent["figure"], absent["failed"]) for absent in data["absent"]} == {("decode", True)}
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_an_interruption_ends_in_exit_code_130_and_a_whole_record(
+    run: Run, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Tables, JSON and page are written as ever, and say that it was interrupted."""
+    break_figure(monkeypatch, "capture", KeyboardInterrupt())
+    files = ("--output", "bench.json", "--page", "bench.html")
+    ran = run("plan.yaml", "--only", "decode,capture,pools", "--quick", *files, "--format", form)
+    assert ran.code == 130
+    data = json.loads(Path("bench.json").read_text("utf-8"))
+    assert data["interrupted"]
+    assert data["decode"]
+    assert [absent["figure"] for absent in data["absent"]] == ["capture", "pools"]
+    assert "INTERRUPTED: the bench was stopped" in Path("bench.html").read_text("utf-8")
+    if form == "json":
+        assert json.loads(ran.out) == data
+    else:
+        assert "interrupted: the bench was stopped" in ran.out
 
 
 @pytest.mark.parametrize(
@@ -180,6 +213,13 @@ def test_what_broke_ends_in_exit_code_1_and_a_whole_record(run: Run) -> None:
         (("plan.yaml", "--requests", "0"), "each is at least 1"),
         (("plan.yaml", "--output", "nowhere/b.json"), "--output nowhere/b.json: there is no such folder"),
         (("plan.yaml", "--page", "."), "--page . is a folder; name a file"),
+        (("plan.yaml", "--output", "/proc/x"), "--output /proc/x cannot be written: "),
+        (("plan.yaml", "--output", "dangling"), "--output dangling cannot be written: "),
+        (("plan.yaml", "--output", "b", "--page", "./b"), "--page b is the file of --output too"),
+        (("plan.yaml", "--page", "plan.yaml"), "--page plan.yaml is the file of the plan too"),
+        (("plan.yaml", "--pages", "1"), "decode of 1 request needs 4 pages of 16 tokens, and --pages is 1"),
+        (("plan.yaml", "--requests", "1,3"), "--requests names 3, and the plan is for 2 requests at most"),
+        (("plan.yaml", "--prompt-tokens", "64"), "--prompt-tokens 64: too long for a model of 64 tokens"),
         (("plan.yaml", "--only", "decode", "--load-requests", "3"), "--load-requests goes with throughput"),
         (("plan.yaml", "--only", "decode", "--no-compare"), "--no-compare goes with throughput"),
         (("plan.yaml", "--environment", "cpu"), "--environment goes with a spec"),
@@ -191,6 +231,7 @@ def test_what_broke_ends_in_exit_code_1_and_a_whole_record(run: Run) -> None:
 )
 def test_what_cannot_be_measured_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:
     """In a sentence, before anything is measured."""
+    Path("dangling").symlink_to("nowhere/b.json")
     Path("none.yaml").write_text(SPEC.replace("FULL_AND_PIECEWISE", "NONE"), "utf-8")
     source = ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml"
     Path("h100.yaml").write_text(source.read_text("utf-8"), "utf-8")
@@ -199,6 +240,14 @@ def test_what_cannot_be_measured_is_refused(run: Run, arguments: tuple[str, ...]
     ran = run(*arguments)
     assert (ran.code, ran.out) == (1, "")
     assert says in ran.err
+    assert not Path("b").exists()
+
+
+def test_a_device_can_be_written_to(run: Run) -> None:
+    """What is no regular file is left where it is; a trial leaves nothing behind."""
+    before = set(Path().iterdir())
+    assert run("plan.yaml", "--only", "capture", "--output", os.devnull, "--page", "b.html").code == 0
+    assert set(Path().iterdir()) - before == {Path("b.html")}
 
 
 def test_the_lint_and_the_environment_are_asked_as_in_run(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -11,11 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
+import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from capture_planner import codec, contract, hookspecs, lint
+from capture_planner.bench.record import Verdict
 from capture_planner.cli import cli
 from capture_planner.environment import Environment
 from capture_planner.modes import Reason
@@ -33,7 +39,8 @@ def _generate() -> ModuleType:
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
-    found.loader.exec_module(module)
+    with mock.patch.object(sys, "path", [str(ROOT / "docs"), *sys.path]):  # as for a script
+        found.loader.exec_module(module)
     return module
 
 
@@ -49,6 +56,51 @@ def page(name: str) -> str:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_page_is_up_to_date_and_its_examples_run(path: Path) -> None:
     assert path.read_text("utf-8") == generate.render(path), "run: tox -e write-docs"
+
+
+def _written(folder: Path, script: str, results: dict[str, Any], date: str, name: str) -> None:
+    file = folder / f"{script}-{name}.json"
+    file.write_text(json.dumps({"provenance": {"date": date}, **results}), "utf-8")
+
+
+@given(order=st.permutations(range(4)))
+def test_the_newest_result_counts_whatever_its_name(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int]
+) -> None:
+    """A page shows the last measurement of each backend, and the last bench."""
+    results, folder = importlib.import_module("gpu_results"), tmp_path_factory.mktemp("results")
+    for day, name in enumerate(order):
+        date = f"2026-11-2{day}T07:00:00+00:00"
+        _written(folder, "gpu_bench", {"results": {}}, date, f"{name}")
+        results_of = {"results": [{"backend": f"b{day % 2}", "steps": day}, {"backend": "c", "skipped": ""}]}
+        _written(folder, "gpu_equality", results_of, date, f"{name}")
+    assert results.bench(folder)["provenance"]["date"].startswith("2026-11-23")
+    assert {name: seen["steps"] for name, seen in results.campaigns(folder).items()} == {"b0": 2, "b1": 3}
+
+
+@given(
+    reached=st.floats(0.1, 100),
+    wanted=st.floats(0.1, 100),
+    at_most=st.booleans(),
+    absent=st.sampled_from(["plan", "figure", "nothing"]),
+)
+def test_a_target_is_shown_as_met_missed_or_not_measured(
+    reached: float, wanted: float, at_most: bool, absent: str
+) -> None:
+    """The table and the list of what is missed follow the verdict; what is not there is never left out."""
+    tables, results = (importlib.import_module(name) for name in ("gpu_bench_tables", "gpu_results"))
+    verdict = Verdict(figure="decode", what="a step", wanted=wanted, reached=reached, at_most=at_most)
+    shown = {name: getattr(verdict, name) for name in ("holds", "missed_by", *attrs.asdict(verdict))}
+    made = {"one, K=0": {"decode": [{}], "targets": [shown]}, "two, K=5": {}}
+    if absent != "plan":
+        made["two, K=0"] = {"decode": [] if absent == "figure" else [{}], "targets": []}
+    with mock.patch.object(results, "bench", return_value={"results": made}):
+        table, missed = tables.targets(), tables.missed()
+    (row,) = (line for line in table.splitlines() if "a step" in line)
+    assert (", met |" in row, "missed by" in row) == (verdict.holds, not verdict.holds)
+    assert ("one, a step: missed by" in missed) == (not verdict.holds)
+    assert row.endswith("| - |" if absent == "nothing" else "| not measured |")
+    assert ("- two, K=0: not in this run." in table) == (absent == "plan")
 
 
 def _yaml_blocks() -> Iterator[Any]:

@@ -93,8 +93,8 @@ def refuse_dropped(captured: Sequence[Captured]) -> None:
     dropped = [graph for graph in captured if graph.waiver is not None]
     if dropped:
         raise RunError(
-            f"{len(dropped)} of {counted(len(captured), 'graph')} did not fit into memory, so captures cannot be compared; "
-            "give less to the KV cache (--pages)"
+            f"{len(dropped)} of {counted(len(captured), 'graph')} did not fit into memory, so captures "
+            "cannot be compared; give less to the KV cache (--pages)"
         )
 
 

@@ -133,6 +133,6 @@ def _eager(rig: Rig, runner: Runner, size: int, advance: Callable[[str], None]) 
 
 def _too_short(rig: Rig, size: int) -> str:
     return (
-        f"a window of {counted(rig.effort.steps, 'step')} is longer than {counted(size, 'request')} can be: the model is at most "
-        f"{rig.plan.model.max_model_len} tokens long; try --quick, whose windows are shorter"
+        f"a window of {counted(rig.effort.steps, 'step')} is longer than a decode of {counted(size, 'request')}: the "
+        f"model is at most {rig.plan.model.max_model_len} tokens long; try --quick, whose windows are shorter"
     )

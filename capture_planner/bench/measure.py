@@ -109,14 +109,14 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
     launch.refuse_plan(plan, launch.Choices(any_environment=bench.any_environment, any_plan=bench.any_plan))
     sizes = served_sizes(plan, bench.requests)
     device = host.device_of(plan.environment)
+    page_size = bench.page_size or (64 if device.type == "cuda" else 16)
     bench = attrs.evolve(
         bench,
-        page_size=bench.page_size or (64 if device.type == "cuda" else 16),
         load=bench.load.within(plan.model.max_model_len) if "throughput" in bench.only else bench.load,
     )
     if bench.pages is not None:
-        refuse_few_pages(_needs(plan, bench, sizes), bench.pages, bench.page_size)
-    refuse_backends(plan, registry, device, bench.page_size)
+        refuse_few_pages(_needs(plan, bench, sizes, page_size), bench.pages, page_size)
+    refuse_backends(plan, registry, device, page_size)
     model = load_target(
         bench.model, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=bench.seed
     )
@@ -124,7 +124,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
         raise RunError(
             f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
         )
-    rig = _rig(plan, registry, model, bench, sizes)
+    rig = _rig(plan, registry, model, bench, sizes, page_size)
     found: dict[str, Any] = {}
     figures: dict[str, Callable[[Callable[[str], None]], Any]] = {
         "decode": lambda advance: decode(rig, advance),
@@ -144,11 +144,11 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
             ended.append(name)
     except KeyboardInterrupt:
         interrupted = True
-        rig.absent += [
+        rig.absent.extend(
             Absent(figure=name, says="interrupted before it was measured")
             for name in wanted
             if name not in ended
-        ]
+        )
     return BenchReport(
         plan=plan,
         model=model.name if rig.drafter is None else f"{model.name}, drafts by {rig.drafter.name}",
@@ -178,7 +178,12 @@ def _parts(rig: Rig, figure: str) -> int:
 
 
 def _rig(
-    plan: Plan, registry: Registry, model: HuggingFaceModel, bench: Bench, sizes: tuple[int, ...]
+    plan: Plan,
+    registry: Registry,
+    model: HuggingFaceModel,
+    bench: Bench,
+    sizes: tuple[int, ...],
+    page_size: int,
 ) -> Rig:
     device = host.device_of(plan.environment)
     grapher = launch.grapher_for(device)
@@ -192,8 +197,7 @@ def _rig(
             length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
             seed=bench.seed + 1,
         )
-    assert bench.page_size is not None, "it was decided before the model was loaded"
-    pages = bench.pages or _pages(plan, model, device, bench, sizes)
+    pages = bench.pages or _pages(plan, model, device, bench, sizes, page_size)
     return Rig(
         plan=plan,
         model=model,
@@ -201,7 +205,7 @@ def _rig(
         registry=registry,
         grapher=grapher,
         device=device,
-        pages=PageFormat(page_size=bench.page_size, num_pages=1 + pages),
+        pages=PageFormat(page_size=page_size, num_pages=1 + pages),
         clock=clock_of(device),
         effort=_effort(bench),
         sizes=sizes,
@@ -212,20 +216,24 @@ def _effort(bench: Bench) -> Effort:
     return QUICK if bench.quick else Effort()
 
 
-def _needs(plan: Plan, bench: Bench, sizes: tuple[int, ...]) -> Iterable[tuple[str, int]]:
-    assert bench.page_size is not None, "it is decided first"
-    return needs(plan, _effort(bench), sizes, bench.load, bench.only, bench.page_size)
+def _needs(plan: Plan, bench: Bench, sizes: tuple[int, ...], page_size: int) -> Iterable[tuple[str, int]]:
+    return needs(plan, _effort(bench), sizes, bench.load, bench.only, page_size)
 
 
 def _pages(
-    plan: Plan, model: HuggingFaceModel, device: torch.device, bench: Bench, sizes: tuple[int, ...]
+    plan: Plan,
+    model: HuggingFaceModel,
+    device: torch.device,
+    bench: Bench,
+    sizes: tuple[int, ...],
+    size: int,
 ) -> int:
     """Return the pages that the longest figure takes, as far as there is memory for them."""
-    size, load = bench.page_size or 1, bench.load
+    load = bench.load
     k = 0 if plan.speculative is None else plan.speculative.num_tokens
     served = min(load.requests, plan.limits.max_num_reqs)
     together = served * -(-(load.prompt + load.output + k) // size)
-    wanted = max(64, together, *(pages for _, pages in _needs(plan, bench, sizes)))
+    wanted = max(64, together, *(pages for _, pages in _needs(plan, bench, sizes, size)))
     if device.type != "cuda":
         return wanted
     each = Attention.of(plan, Role.TARGET, layers=1, window=None)

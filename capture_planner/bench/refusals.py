@@ -5,6 +5,7 @@ A large model takes minutes to make, and whoever typed the wrong thing should kn
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -20,7 +21,7 @@ from capture_planner.errors import RunError
 from capture_planner.models.contract import Drafter, TargetModel
 from capture_planner.plan import Plan
 from capture_planner.registry import Registry
-from capture_planner.runtime.assembly import _caches, _refuse_backend, _reserve, capacity_of
+from capture_planner.runtime.assembly import caches_of, capacity_of, refuse_backend, reserved_groups
 from capture_planner.runtime.fields import Fields
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.words import counted
@@ -33,7 +34,16 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     Raises ``RunError`` for one that only plans or declares other fields by now, ``BackendError`` for one
     that is not installed, and what its ``reserve`` raises.
     """
-    pages = PageFormat(page_size=page_size, num_pages=2)
+    try:
+        _reserve_all(plan, registry, device, PageFormat(page_size=page_size, num_pages=2))
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            # How many pages there are is decided by what is free, and cached blocks are not.
+            torch.cuda.empty_cache()
+
+
+def _reserve_all(plan: Plan, registry: Registry, device: torch.device, pages: PageFormat) -> None:
     shapes = {
         role.role.is_drafter: SimpleNamespace(
             num_layers=sum(group.layers for group in role.groups),
@@ -44,11 +54,11 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     model = cast(TargetModel, shapes[False])
     for role in plan.roles:
         for group in role.groups:
-            _refuse_backend(plan, role, group, registry[group.backend])
-    caches = _caches(plan, model, cast("Drafter | None", shapes.get(True)), pages, device)
+            refuse_backend(plan, role, group, registry[group.backend])
+    caches = caches_of(plan, model, cast("Drafter | None", shapes.get(True)), pages, device)
     for role in plan.roles:
         fields = Fields(role, capacity_of(plan, pages), device)
-        for group_run in _reserve(plan, role, model, caches, fields, registry, pages, device):
+        for group_run in reserved_groups(plan, role, model, caches, fields, registry, pages, device):
             group_run.executor.release()
 
 

@@ -37,9 +37,11 @@ class Load:
             if "prompt" not in self.stated:
                 prompt = max(1, min(prompt, longest - output))
             if prompt + output > longest:
+                lengths = {"prompt": prompt, "output": output}
+                named = [f"--{name}-tokens {lengths[name]}" for name in lengths if name in self.stated]
                 raise RunError(
-                    f"requests of {prompt} + {counted(output, 'token')} do not fit: the model is at most "
-                    f"{counted(longest, 'token')} long; name fewer (--prompt-tokens, --output-tokens)"
+                    f"{' and '.join(named)}: too long for a model of {counted(longest, 'token')}, prompt and "
+                    "output together; name fewer"
                 )
         while prompt + output > longest and max(prompt, output) > 1:
             prompt, output = max(1, prompt // 2), max(1, output // 2)

@@ -138,13 +138,15 @@ def assemble(
         )
     for role in plan.roles:
         for group in role.groups:
-            _refuse_backend(plan, role, group, registry[group.backend])
-    caches = _caches(plan, model, drafter, pages, device)
+            refuse_backend(plan, role, group, registry[group.backend])
+    caches = caches_of(plan, model, drafter, pages, device)
     reserved: dict[Role, list[GroupRun]] = {}
     try:
         for role in plan.roles:
             mine = reserved.setdefault(role.role, [])
-            mine.extend(_reserve(plan, role, model, caches, fields[role.role], registry, pages, device))
+            mine.extend(
+                reserved_groups(plan, role, model, caches, fields[role.role], registry, pages, device)
+            )
     except BaseException:
         for group_run in itertools.chain.from_iterable(reserved.values()):
             group_run.executor.release()
@@ -210,7 +212,7 @@ def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:
     )
 
 
-def _caches(
+def caches_of(
     plan: Plan, model: TargetModel, drafter: Drafter | None, pages: kv.PageFormat, device: torch.device
 ) -> dict[bool, tuple[LayerCache, ...]]:
     """Make the cache of each layer, of the target and (key True) of the drafter, which both its
@@ -227,7 +229,7 @@ def _caches(
     return made
 
 
-def _reserve(
+def reserved_groups(
     plan: Plan,
     role: RolePlan,
     model: TargetModel,
@@ -310,7 +312,7 @@ def layers_of(role: RolePlan, windows: Sequence[int | None]) -> list[list[int]]:
     return found
 
 
-def _refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
+def refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
     """Refuse a backend that executes nothing, or declares other fields than when the plan was made."""
     if not isinstance(registered.backend, Runnable):
         raise RunError(

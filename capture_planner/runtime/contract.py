@@ -104,7 +104,12 @@ class Metadata:
     """Device fields, cut to these extents: ``query_start_loc int32[num_reqs + 1]``,
     ``seq_lens int32[num_reqs]``, ``block_table int32[num_reqs, pages]``, and what else is declared."""
     host: Mapping[str, np.ndarray[Any, Any]]
-    """The same values on the host, padding included, for whoever plans there."""
+    """The same values on the host, padding included, for whoever plans there.
+
+    Where every group answers ``refresh`` with ``IN_GRAPH``, steps may follow each other without the host:
+    then token ids and slots are not among them in a decode whose fields its graph moved on, and the
+    lengths of a draft decode are those that it would have if all drafts had been kept.
+    """
 
     @property
     def is_full(self) -> bool:

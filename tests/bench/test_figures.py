@@ -17,17 +17,18 @@ from tiny import MOST, planned, quiet, rigged  # noqa: E402
 
 from capture_planner import registry  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
+from capture_planner.bench.chain import _host as host_of_one  # noqa: E402
 from capture_planner.bench.chain import chain, with_chains, with_single_steps  # noqa: E402
 from capture_planner.bench.decode import bare, decode  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD  # noqa: E402
 from capture_planner.bench.preparation import preparation, values_at  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
-from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.dispatch import Dispatcher  # noqa: E402
 from capture_planner.errors import RunError  # noqa: E402
 from capture_planner.lint import Severity, lint  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
 from capture_planner.registry import Registered, Registry  # noqa: E402
+from capture_planner.runtime.ledger import Forward  # noqa: E402
 
 
 def ignore(now: str) -> None:
@@ -85,6 +86,16 @@ def test_what_is_too_long_is_left_out_and_the_rest_is_measured() -> None:
     assert "give the model or the KV cache" in absent.says
 
 
+def test_a_step_that_is_partly_eager_is_left_out_with_its_forward() -> None:
+    """It has no bare graphs to stand beside; the sentence counts as people do."""
+    plan = planned(2)
+    rig = rigged(trimmed(plan, (1, MOST), (Role.TARGET, Role.DRAFT_PREFILL)))
+    assert decode(rig, ignore) == ()
+    assert [absent.failed for absent in rig.absent] == [False, False]
+    for absent, size in zip(rig.absent, ("1 request", f"{MOST} requests"), strict=True):
+        assert f"no graph for the draft_decode of {size}: " in absent.says
+
+
 @settings(max_examples=20)
 @given(
     st.sets(st.integers(1, MOST), min_size=1), st.sampled_from([0, 2, 4]), st.sampled_from(list(GraphMode))
@@ -119,7 +130,9 @@ def test_a_chain_is_measured_in_all_three_ways() -> None:
     """Where there are two or more draft decodes; otherwise the reason is told."""
     rows = chain(rigged(planned(4)), ignore)
     assert [(row.num_reqs, row.steps) for row in rows] == [(1, 3), (MOST, 3)]
-    assert all(min(row.fused or 0, row.single, row.eager) > 0 for row in rows)
+    for row in rows:
+        assert min(row.fused or 0, row.single, row.eager, row.host or 0) > 0
+        assert row.one * row.steps == pytest.approx(row.single)
     for k, why in ((0, "no drafter"), (2, "at least 3")):
         with pytest.raises(Absence, match=why):
             chain(rigged(planned(k)), ignore)
@@ -221,9 +234,43 @@ with RIG.runner(RIG.plan) as _runner:
     ROLE = _runner.parts.roles[Role.TARGET]
 
 
+def test_the_host_of_a_single_step_is_that_of_the_ledger() -> None:
+    """Of one draft decode, at its number of requests, by a graph; on a CPU without the replay itself."""
+    rig = rigged(planned(4))
+
+    def forward(host: float, **more: Any) -> Forward:
+        role, size = more.pop("role", Role.DRAFT_DECODE), more.pop("num_reqs", 2)
+        entry = more.pop("entry", rig.plan.role(Role.DRAFT_DECODE).entries[0])
+        return Forward(
+            step=0,
+            role=role,
+            num_reqs=size,
+            num_tokens=size,
+            query_len=1,
+            entry=entry,
+            reason=None,
+            repeats=3,
+            host_seconds=host,
+            seconds=host + 30,
+        )
+
+    forwards = [forward(host) for host in (3.0, 6.0, 9.0)]
+    others = [forward(99.0, role=Role.TARGET), forward(99.0, num_reqs=1), forward(99.0, entry=None)]
+    assert host_of_one(rig, [*others, *forwards, *others], 2) == 2
+    assert host_of_one(attrs.evolve(rig, device=torch.device("cuda")), forwards, 2) == 12
+    assert host_of_one(rig, others, 2) is None
+
+
+def test_a_chain_is_not_measured_at_a_number_that_nobody_named() -> None:
+    """Numbers above the most are no reason to measure another; the sentence names those that do."""
+    rig = attrs.evolve(rigged(planned(4)), sizes=(64,))
+    with pytest.raises(Absence, match=r"up to 8 requests, .* --requests is 64; name one of 1, 2, 3, 4"):
+        chain(rig, ignore)
+
+
 def test_all_figures_are_measured_or_their_absence_is_explained() -> None:
     """Of a plan with a chain all are there; transformers needs a GPU, and that is said."""
-    bench = Bench(quick=True, requests=(1, 300), load=QUICK_LOAD, page_size=8)
+    bench = Bench(quick=True, load=QUICK_LOAD, page_size=8)
     report = measure(planned(4, GraphMode.FULL_AND_PIECEWISE), registry.load(), bench, quiet)
     assert report.absent == ()
     assert [row.num_reqs for row in report.decode] == [1, MOST]
@@ -255,27 +302,9 @@ def test_what_breaks_is_recorded_and_the_rest_is_measured() -> None:
 def test_a_plan_without_decode_graphs_is_refused() -> None:
     """There is nothing to measure, and the sentence says what to do."""
     with pytest.raises(
-        RunError, match=r"no graph that serves a decode of 1 requests .* name other --requests"
+        RunError, match=r"no graph that serves a decode of 1 request .* name other --requests"
     ):
         measure(planned(0, GraphMode.NONE), registry.load(), Bench(quick=True, requests=(1,)), quiet)
-
-
-def test_a_cache_too_small_for_any_request_leaves_its_reason() -> None:
-    """The figure broke, and the record has the sentence."""
-    bench = Bench(quick=True, requests=(1,), only=("decode",), page_size=8, pages=1)
-    report = measure(planned(0), registry.load(), bench, quiet)
-    assert report.decode == ()
-    assert "give it more (--pages)" in report.failed[0].says
-
-
-@given(st.integers(1, 500), st.integers(1, 500))
-def test_a_load_is_cut_until_it_fits(prompt: int, output: int) -> None:
-    """Never longer than the model, at least a token each, and as it was where it fits."""
-    load = Load(requests=3, prompt=prompt, output=output).within(RIG)
-    longest = RIG.plan.model.max_model_len
-    assert min(load.prompt, load.output) >= 1
-    assert load.prompt + load.output <= longest
-    assert prompt + output > longest or (load.prompt, load.output) == (prompt, output)
 
 
 def test_an_error_that_nobody_foresaw_is_recorded_with_its_place() -> None:

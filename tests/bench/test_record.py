@@ -78,7 +78,13 @@ preparations = st.builds(
     stock=st.none() | seconds,
 )
 chains = st.builds(
-    record.Chain, num_reqs=counts, steps=counts, fused=st.none() | seconds, single=seconds, eager=seconds
+    record.Chain,
+    num_reqs=counts,
+    steps=counts,
+    fused=st.none() | seconds,
+    single=seconds,
+    eager=seconds,
+    host=st.none() | seconds,
 )
 throughputs = st.builds(
     record.Throughput,
@@ -121,6 +127,7 @@ reports = st.builds(
     capture=st.none() | capturings,
     pools=st.none() | pools,
     absent=lists(absences),
+    interrupted=st.booleans(),
 )
 
 
@@ -158,6 +165,9 @@ def test_the_data_of_a_report_is_json_and_has_its_numbers(report: BenchReport) -
     assert [row["step"] for row in data["decode"]] == [row.step for row in report.decode]
     assert [row["overhead"] for row in data["decode"]] == [row.step / row.bare for row in report.decode]
     assert [row["fused"] for row in data["chain"]] == [row.fused for row in report.chain]
+    assert [row["host"] for row in data["chain"]] == [row.host for row in report.chain]
+    assert [row["one"] for row in data["chain"]] == [row.single / row.steps for row in report.chain]
+    assert data["interrupted"] == report.interrupted
     assert (data["capture"] is None) == (report.capture is None)
     assert [each["holds"] for each in data["targets"]] == [each.holds for each in verdicts(report)]
     assert [each["says"] for each in data["absent"]] == [each.says for each in report.absent]
@@ -211,6 +221,7 @@ def test_the_page_of_any_report_is_whole_and_alone(report: BenchReport) -> None:
         if is_there
     }
     assert ("INCOMPLETE" in text) == bool(report.failed)
+    assert ("INTERRUPTED" in text) == report.interrupted
     assert text.count("missed by") == sum(not verdict.holds for verdict in verdicts(report))
     assert "Bench of tiny-llama: report of a bench" in unescape(text)
 
@@ -225,6 +236,12 @@ def test_the_tables_of_any_report_can_be_printed(report: BenchReport) -> None:
     shown = capture.get()
     assert "\x1b" not in shown
     assert shown.count("missed by") == sum(not verdict.holds for verdict in verdicts(report))
+    assert ("interrupted: the bench was stopped" in shown) == report.interrupted
+    bounds = [row.host is not None and row.host < row.one for row in report.chain]
+    assert shown.count("a chain saves only launches") == sum(bounds)
+    slower = sum(row.host is not None for row in report.chain) - sum(bounds)
+    assert shown.count("a chain saves its time as well") == slower
+    assert re.search(r"(?<!\d)1 (requests|draft decodes|windows|steps)\b", shown) is None
     for figure in {absent.figure for absent in report.failed}:
         assert f"{figure} broke: " in shown
     if report.pools is not None:

@@ -1,0 +1,276 @@
+"""What is refused before a model is loaded, and what an interruption keeps."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from tiny import MOST, planned, quiet, rigged  # noqa: E402
+
+from capture_planner import registry  # noqa: E402
+from capture_planner._record import replace  # noqa: E402
+from capture_planner.bench import Bench, measure  # noqa: E402
+from capture_planner.bench.measure import QUICK_LOAD, default_load  # noqa: E402
+from capture_planner.bench.record import FIGURES  # noqa: E402
+from capture_planner.bench.refusals import needs, refuse_backends  # noqa: E402
+from capture_planner.bench.rig import QUICK, REQUESTS, served_sizes  # noqa: E402
+from capture_planner.bench.throughput import Load  # noqa: E402
+from capture_planner.errors import BackendError, RunError  # noqa: E402
+from capture_planner.registry import Registry  # noqa: E402
+
+CPU = torch.device("cpu")
+PLANS = {k: planned(k) for k in (0, 2, 4)}
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no model be loaded."""
+
+    def load(*given: object, **named: object) -> NoReturn:
+        raise AssertionError("a model was loaded")
+
+    # By its name: the package has a function that is named as the module.
+    monkeypatch.setattr(importlib.import_module("capture_planner.bench.measure"), "load_target", load)
+
+
+# Numbers of requests and lengths.
+
+
+@given(st.sampled_from([0, 2]), st.none() | st.sets(st.integers(1, 300), min_size=1))
+def test_numbers_of_requests_are_measured_as_stated_or_refused(k: int, stated: set[int] | None) -> None:
+    """Only what nobody stated is cut to the plan's limit."""
+    wanted = None if stated is None else tuple(sorted(stated))
+    if stated is not None and max(stated) > MOST:
+        with pytest.raises(RunError, match=f"--requests names {max(stated)}, and the plan is for {MOST} req"):
+            served_sizes(PLANS[k], wanted)
+        return
+    assert served_sizes(PLANS[k], wanted) == (wanted or tuple(sorted({min(n, MOST) for n in REQUESTS})))
+
+
+def test_a_number_without_a_graph_is_refused() -> None:
+    """Where it was stated: a plan with graphs for 1 and 2 requests serves no decode of 3 by one."""
+    plan = planned(0)
+    target = plan.roles[0]
+    few = replace(target, entries=tuple(entry for entry in target.entries if entry.num_tokens <= 2))
+    plan = replace(plan, roles=(few, *plan.roles[1:]))
+    assert served_sizes(plan, None) == (1,)
+    with pytest.raises(RunError, match="serves a decode of 3 requests"):
+        served_sizes(plan, (1, 3))
+    with pytest.raises(RunError, match="serves a decode of 3, 4 requests"):
+        served_sizes(plan, (1, 3, 4))
+
+
+@given(
+    st.integers(2, 300),
+    st.integers(1, 500),
+    st.integers(1, 500),
+    st.sets(st.sampled_from(["prompt", "output"])),
+)
+def test_a_load_is_cut_until_it_fits_and_never_what_was_stated(
+    longest: int, prompt: int, output: int, stated: set[str]
+) -> None:
+    """At least a token each, as it was where it fits; what is stated stays, or is refused by name."""
+    load = Load(requests=3, prompt=prompt, output=output, stated=frozenset(stated))
+    least = sum(n if name in stated else 1 for name, n in (("prompt", prompt), ("output", output)))
+    if least > longest:
+        with pytest.raises(RunError, match="too long for a model of") as refused:
+            load.within(longest)
+        assert all(
+            (f"--{name}-tokens" in str(refused.value)) == (name in stated) for name in ("prompt", "output")
+        )
+        return
+    found = load.within(longest)
+    assert min(found.prompt, found.output) >= 1
+    assert found.prompt + found.output <= longest
+    assert found == load or prompt + output > longest
+    assert all(getattr(found, name) == getattr(load, name) for name in stated)
+
+
+@given(st.none() | st.integers(1, 99), st.none() | st.integers(1, 99), st.booleans())
+def test_what_is_stated_of_a_load_is_marked(prompt: int | None, output: int | None, quick: bool) -> None:
+    """The rest is the default's."""
+    load = default_load(quick=quick, prompt_tokens=prompt, output_tokens=output)
+    base = QUICK_LOAD if quick else Load()
+    assert (load.prompt, load.output) == (prompt or base.prompt, output or base.output)
+    assert load.stated == {n for n, given in (("prompt", prompt), ("output", output)) if given is not None}
+
+
+# Pages.
+
+
+@settings(max_examples=4)
+@given(st.sampled_from([0, 2, 4]), st.sampled_from(["decode", "preparation", "chain", "throughput", "pools"]))
+def test_each_figure_needs_the_pages_that_are_said(k: int, figure: str) -> None:
+    """With so many nothing breaks for want of them, and with one fewer it is refused."""
+    plan, load = PLANS[k], Load(requests=2, prompt=9, output=5)
+    least = max((number for _, number in needs(plan, QUICK, (1, MOST), load, (figure,), 8)), default=1)
+    bench = Bench(quick=True, load=load, only=(figure,), page_size=8, pages=least)
+    assert measure(plan, registry.load(), bench, quiet).failed == ()
+    if least > 1:
+        with pytest.raises(RunError, match=rf"{figure}.* needs {least} pages of 8 tokens, and --pages is"):
+            measure(plan, registry.load(), attrs.evolve(bench, pages=least - 1), quiet)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"pages": 1},
+        {"requests": (300,)},
+        {"load": Load(prompt=95, output=2, stated=frozenset({"prompt", "output"}))},
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_model_is_loaded(chosen: Any) -> None:
+    """It can be known from the plan."""
+    with pytest.raises(RunError):
+        measure(PLANS[2], registry.load(), Bench(quick=True, **chosen), quiet)
+
+
+# Backends.
+
+
+class Elsewhere:
+    """The reference backend, whose library is not here."""
+
+    name = "reference"
+
+    def __init__(self, backend: Any, error: Exception) -> None:
+        self.support, self.padding = backend.support, backend.padding
+        self.refresh, self.workspace = backend.refresh, backend.workspace
+        self._error = error
+
+    def reserve(self, reservation: Any) -> NoReturn:
+        """Raise."""
+        raise self._error
+
+
+class Counting(Elsewhere):
+    """The reference backend, with what was reserved and released."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend, BackendError(""))
+        self._backend = backend
+        self.reserved: list[Any] = []
+        self.released = 0
+
+    def reserve(self, reservation: Any) -> Any:
+        """Reserve, and count."""
+        executor = self._backend.reserve(reservation)
+        self.reserved.append(reservation)
+
+        def release() -> None:
+            self.released += 1
+
+        executor.release = release
+        return executor
+
+
+def registered(made: Callable[[Any], Any]) -> tuple[Any, Registry]:
+    """Return a backend in place of the reference, and a registry with it alone."""
+    found = registry.load()["reference"]
+    backend = made(found.backend)
+    return backend, Registry([attrs.evolve(found, backend=backend)])
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    "error", [BackendError("its library is not installed"), ValueError("is not installed")]
+)
+def test_a_backend_that_does_not_run_here_is_refused_before_a_model_is_loaded(error: Exception) -> None:
+    """It is asked: what its ``reserve`` raises is told."""
+    _, backends = registered(lambda backend: Elsewhere(backend, error))
+    with pytest.raises(BackendError, match="is not installed"):
+        measure(PLANS[0], backends, Bench(quick=True), quiet)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_backend_that_is_missing_or_only_plans_is_refused_before_a_model_is_loaded() -> None:
+    """By the sentences of ``run``."""
+    with pytest.raises(BackendError, match="no backend named 'reference' is installed"):
+        measure(PLANS[0], Registry(), Bench(quick=True), quiet)
+
+    def planning(backend: Any) -> Any:
+        found = Elsewhere(backend, BackendError(""))
+        kept = {name: getattr(found, name) for name in ("support", "padding", "refresh", "workspace")}
+        return type("Planning", (), kept | {"name": "reference"})()
+
+    _, backends = registered(planning)
+    with pytest.raises(RunError, match="plans and does not execute"):
+        measure(PLANS[0], backends, Bench(quick=True), quiet)
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_every_group_is_reserved_once_as_the_plan_has_it_and_released(k: int) -> None:
+    """With the plan's entries and workspace, and a cache of one page for each of its layers."""
+    backend, backends = registered(Counting)
+    refuse_backends(PLANS[k], backends, CPU, 8)
+    groups = [(role, group) for role in PLANS[k].roles for group in role.groups]
+    assert backend.released == len(backend.reserved) == len(groups)
+    for (role, group), reservation in zip(groups, backend.reserved, strict=True):
+        assert (reservation.role, reservation.group, reservation.entries) == (
+            role.role,
+            group.name,
+            role.entries,
+        )
+        assert reservation.workspace.numel() == group.workspace.device
+        assert len(reservation.caches) == group.layers
+        assert {cache.keys.shape[:2] for cache in reservation.caches.values()} == {(2, 8)}
+
+
+# Interruptions.
+
+
+@given(
+    st.permutations(FIGURES).flatmap(lambda names: st.tuples(st.just(names), st.integers(0, len(names) - 1)))
+)
+@settings(max_examples=4)
+def test_an_interruption_keeps_the_figures_before_it(case: tuple[list[str], int]) -> None:
+    """Whichever are measured and wherever it comes: the others are absent, and nothing broke."""
+    names, count = case
+    only = tuple(name for name in FIGURES if name in names[: count + 1])
+    stopped = only[count // 2]
+
+    @contextmanager
+    def stopping(what: str, total: int) -> Iterator[Callable[[str], None]]:
+        def advance(now: str) -> None:
+            if what == stopped:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    bench = Bench(
+        quick=True, requests=(1,), load=Load(requests=1, prompt=3, output=3), only=only, page_size=8
+    )
+    report = measure(PLANS[4], registry.load(), bench, stopping)
+    place = only.index(stopped)
+    assert report.interrupted
+    assert report.failed == ()
+    assert all(getattr(report, name) for name in only[:place])
+    assert not any(getattr(report, name) for name in only[place:])
+    assert [absent.figure for absent in report.absent] == list(only[place:])
+    assert {absent.says for absent in report.absent} == {"interrupted before it was measured"}
+
+
+def test_what_breaks_while_cleaning_up_after_an_interruption_is_one() -> None:
+    """No figure broke, and no other one is begun."""
+    rig = rigged(PLANS[0])
+
+    def cleaning() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise BackendError("it cannot be released")
+
+    with pytest.raises(KeyboardInterrupt), rig.trying("decode"):
+        cleaning()
+    assert rig.absent == []
