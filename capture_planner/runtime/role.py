@@ -107,6 +107,7 @@ class RoleRun:
         self._guard: PointerGuard | None = None
         self._group_of = {layer: group for group in groups for layer in group.caches}
         self._metadata: dict[str, Metadata] = {}
+        self._described: tuple[Entry | None, Extents, Extents, int] | None = None
         self._derived = sorted({buffer.field.name for buffer in fields} | self._host_names())
         self._frozen = {group.plan.name: _frozen_scalars(group.plan) for group in groups}
         self._splitting, self._apply, self._updates = False, apply, updates or TorchUpdates()
@@ -209,11 +210,23 @@ class RoleRun:
     def prepare(self, entry: Entry | None, real: Extents, extents: Extents, values: Made) -> None:
         """Give every group the metadata of a step, at the extents that attention sees."""
         full = entry is not None and entry.num_reqs is not None
-        seen = extents if full else real
+        # What describes a full graph's step is read from fields and values when it is asked for.
+        described = self._described is not None and self._described == (entry, real, extents, id(values))
+        if not (full and described):
+            self._describe(entry, real, extents if full else real, values, full)
+            self._described = (entry, real, extents, id(values))
+        for group in self.groups:
+            try:
+                group.executor.prepare(self._metadata[group.plan.name])
+            except Exception as error:
+                raise self._blamed(group, entry, "prepare", error) from error
+
+    def _describe(self, entry: Entry | None, real: Extents, seen: Extents, values: Made, full: bool) -> None:
+        """Make the metadata of each group."""
         query = _longest_query(entry, values, full)
         length = self._bounds.positions if full else int(values["seq_lens"].max(initial=0))
         for group in self.groups:
-            metadata = Metadata(
+            self._metadata[group.plan.name] = Metadata(
                 entry=entry,
                 num_reqs=seen.reqs,
                 num_tokens=seen.tokens,
@@ -222,11 +235,6 @@ class RoleRun:
                 fields=self.fields.views(group.plan.name, seen),
                 host=_HostFields(self.fields.by_group[group.plan.name], values, seen, real.tokens),
             )
-            self._metadata[group.plan.name] = metadata
-            try:
-                group.executor.prepare(metadata)
-            except Exception as error:
-                raise self._blamed(group, entry, "prepare", error) from error
 
     def check(self, entry: Entry) -> None:
         """Compare what the entry's graph baked in with what is there now; raises ``GuardError``."""

@@ -9,6 +9,7 @@ that core's recorded graphs hold them.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -336,6 +337,8 @@ def old_kernel(
     kv_layout: str = "HND", backend: str = "auto", q_len_per_req: int = 1, mask: Any = None,
 ) -> None:  # fmt: skip
     """``trtllm_batch_decode_with_kv_cache`` of 0.6.9: counters are the head of the workspace."""
+    # With more blocks a sequence, each of them writes the output, and any may be last (flashinfer#4161).
+    assert backend != "xqa" or os.environ.get("XQA_NB_SUB_SEQ") == "1"
     size = SEMAPHORES if backend == "xqa" else 132 * 4 + 16
     assert (kv_layout, bmm2_scale) == ("NHD", 1.0)
     assert query.is_contiguous()

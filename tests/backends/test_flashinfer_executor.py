@@ -6,6 +6,7 @@ Graphs are core's recorded graphs. The checks are those that tests/gpu/test_flas
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path as FilePath
@@ -17,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 from capture_planner_flashinfer import FlashInfer, kernels, wrappers
-from capture_planner_flashinfer.backend import Path, parts
+from capture_planner_flashinfer.backend import PACKAGE, Path, parts, splits
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.entry import Entry
+from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 
 sys.path.insert(0, str(FilePath(__file__).parent))
@@ -206,3 +208,32 @@ def test_page_lists_of_an_eager_step(rows: Any, page_size: int) -> None:
         assert max(len(mine) - 1, 0) * page_size + lists.last_page_len[row] == length
         assert min(length, 1) <= lists.last_page_len[row] <= page_size
     assert lists.qo_indptr.tolist() == starts.tolist()
+
+
+@pytest.mark.parametrize("already", [None, "3"])
+def test_a_sequence_has_one_block_where_several_would_all_write(
+    monkeypatch: pytest.MonkeyPatch, library: Any, already: str | None
+) -> None:
+    """Before 0.7.1, and for the launch alone: what the user set is there again after it."""
+    monkeypatch.delenv("XQA_NB_SUB_SEQ", raising=False)
+    if already is not None:
+        monkeypatch.setenv("XQA_NB_SUB_SEQ", already)
+    seen, launch = [], library.decode.trtllm_batch_decode_with_kv_cache
+
+    def watched(**options: Any) -> None:
+        seen.append(os.environ.get("XQA_NB_SUB_SEQ"))
+        launch(**options)
+
+    library.decode.trtllm_batch_decode_with_kv_cache = watched
+    rig = rig_of(SETTINGS[Path.XQA])
+    rig.replay(rig.entries[0], rig.batch([40, 5], [4, 4], 1, 0.0))
+    assert set(seen) == {"1"}
+    assert os.environ.get("XQA_NB_SUB_SEQ") == already
+
+
+def test_xqa_may_split_sequences_since_it_merges_them_safely() -> None:
+    """From 0.7.1 on the last block alone writes; a version that is not known is taken for an old one."""
+    device = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=1 << 36, multiprocessors=132)
+    for version, expected in (("0.6.9", False), ("0.7.0.post1", False), ("0.7.1", True), ("0.7.2", True)):
+        assert splits(Environment(name="e", device=device, packages={PACKAGE: version})) is expected
+    assert not splits(Environment(name="e", device=device))

@@ -84,6 +84,15 @@ def _shares_window(model: Attention, environment: Environment) -> bool:
     return model.window is not None and model.max_query_len > 1 and old
 
 
+def splits(environment: Environment) -> bool:
+    """Say whether XQA may split a sequence over several blocks.
+
+    Before 0.7.1 each of them writes the output, and one that is late overwrites what the last one merged
+    (flashinfer#4161; seen on an H100 with 0.6.9, one row of 2466).
+    """
+    return (environment.package(PACKAGE) or ()) >= (0, 7, 1)
+
+
 def path(model: Attention, environment: Environment) -> Path:
     """Return the kernels that serve a group: those that need no host plan where there are any."""
     return kernel(model, environment) or wrapper(model)

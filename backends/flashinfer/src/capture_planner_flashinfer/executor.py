@@ -18,7 +18,7 @@ from capture_planner.errors import BackendError, RunError
 from capture_planner.model import DataType
 from capture_planner.modes import GraphMode
 from capture_planner.runtime.contract import Metadata, Reservation, Scoring
-from capture_planner_flashinfer.backend import KV_LENS, PACKAGE, Parts, Path, parts, path, refusal
+from capture_planner_flashinfer.backend import KV_LENS, PACKAGE, Parts, Path, parts, path, refusal, splits
 from capture_planner_flashinfer.kernels import Kernel
 from capture_planner_flashinfer.stock import Stock
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
@@ -77,6 +77,7 @@ class FlashInferExecutor:
                 cut.counters,
                 _full(reservation.entries),
                 self._shape.window_left,
+                splits=splits(reservation.environment),
             )
         pages = -(-attention.max_model_len // reservation.page_size)
         self._stock = Stock(library, attention, self._shape, cut.floats, pages, reservation.device)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from capture_planner.runtime.contract import LayerCache, Metadata, Scoring
 from capture_planner_flashinfer.backend import Path
 
 _COUNTERS = "multi_ctas_kv_counter_buffer"
+
+_BLOCKS = "XQA_NB_SUB_SEQ"
+"""Where XQA looks, at each launch, for how many blocks a sequence has; it takes no argument for it."""
 
 
 class Kernel:
@@ -28,8 +33,14 @@ class Kernel:
         counters: int,
         entries: Sequence[Entry],
         window_left: int,
+        *,
+        splits: bool,
     ) -> None:
-        """Keep ``workspace uint8[counters + floats]``, and make the masks of the entries."""
+        """Keep ``workspace uint8[counters + floats]``, and make the masks of the entries.
+
+        ``splits``: whether XQA may give a sequence several blocks; see ``backend.splits``.
+        """
+        self._variables = {} if splits or path is not Path.XQA else {_BLOCKS: "1"}
         self._launch = library.decode.trtllm_batch_decode_with_kv_cache
         self._path, self._window_left = path, window_left
         self._counters = workspace[:counters]
@@ -65,6 +76,19 @@ class Kernel:
         options = dict(self._options)
         if query_len in self._masks:
             options["mask"] = self._masks[query_len][: metadata.num_reqs]
+        with _environment(self._variables):
+            self._call(query, cache, out, scoring, metadata, query_len, options)
+
+    def _call(
+        self,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        scoring: Scoring,
+        metadata: Metadata,
+        query_len: int,
+        options: dict[str, Any],
+    ) -> None:
         self._launch(
             # They read queries as if they were dense.
             query=query.contiguous(),
@@ -81,6 +105,21 @@ class Kernel:
             q_len_per_req=query_len,
             **options,
         )
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _masks(entries: Sequence[Entry], device: torch.device) -> dict[int, torch.Tensor]:
