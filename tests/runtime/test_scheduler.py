@@ -225,7 +225,7 @@ def cases(draw, roomy=False):
         limits=Limits(max_num_reqs=max_num_reqs, max_num_tokens=tokens),
         speculative=speculative,
         requests=requests,
-        pages=PageFormat(page_size=draw(st.integers(1, 7)), num_pages=1 << 20),
+        pages=PageFormat(page_size=draw(st.integers(1, 7)), num_pages=1024),
         max_model_len=max_model_len,
         chance=draw(st.sampled_from((0.0, 0.3, 0.8, 1.0))),
         seed=chosen.randrange(1 << 32),
