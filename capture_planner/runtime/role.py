@@ -22,11 +22,12 @@ from capture_planner.plan import GroupPlan, RolePlan
 from capture_planner.runtime import padding
 from capture_planner.runtime.bodies import Body
 from capture_planner.runtime.contract import Executor, LayerCache, Metadata, Scoring
-from capture_planner.runtime.fields import Extents, FieldBuffer, Fields, Held, poison, tensor_of
+from capture_planner.runtime.fields import Extents, Fields, Held, poison, tensor_of
 from capture_planner.runtime.graph import Graph, Grapher, Pool
 from capture_planner.runtime.guards import Baked, PointerGuard, refuse_unpadded_requests
+from capture_planner.runtime.host_fields import HostFields
 from capture_planner.runtime.padding import Bounds, Write
-from capture_planner.runtime.step import DERIVED, Array, Made, derive
+from capture_planner.runtime.step import DERIVED, Made, derive
 from capture_planner.runtime.updates import TorchUpdates, Updates
 
 
@@ -233,7 +234,7 @@ class RoleRun:
                 max_query_len=query,
                 max_seq_len=length,
                 fields=self.fields.views(group.plan.name, seen),
-                host=_HostFields(self.fields.by_group[group.plan.name], values, seen, real.tokens),
+                host=HostFields(self.fields.by_group[group.plan.name], values, seen, real.tokens),
             )
 
     def check(self, entry: Entry) -> None:
@@ -382,28 +383,3 @@ def _longest_query(entry: Entry | None, values: Made, full: bool) -> int:
     if full and entry is not None:
         return entry.query_len or entry.num_tokens
     return int(np.diff(values["query_start_loc"]).max(initial=0))
-
-
-class _HostFields(Mapping[str, Array]):
-    """A step's fields on the host, as one group declares them, padded when they are asked for."""
-
-    def __init__(
-        self, buffers: Mapping[str, FieldBuffer], values: Made, seen: Extents, num_tokens: int
-    ) -> None:
-        self._buffers, self._values, self._seen, self._num_tokens = buffers, values, seen, num_tokens
-
-    def __getitem__(self, name: str) -> Array:
-        value, buffer = self._values[name], self._buffers.get(name)
-        if buffer is None:
-            return value
-        rows = self._seen.rows(buffer.field)
-        if rows <= len(value):
-            return value[:rows]
-        fill = padding.fill_of(buffer, value, self._num_tokens)
-        return np.concatenate((value, np.full((rows - len(value), *value.shape[1:]), fill, value.dtype)))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)

@@ -32,6 +32,7 @@ from capture_planner.runtime.step import (
     move_on,
     target_values,
 )
+from capture_planner.runtime.transfer import OnItsWay, on_its_way
 from capture_planner.runtime.updates import Verified
 
 if TYPE_CHECKING:
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 Answers = Mapping[str, tuple[int, ...]]
 """What the target says to each request, prompt included, by the request's name."""
-
-OnItsWay = Callable[[], Array]
-"""Waits for values that a device still works out, and returns them."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -378,24 +376,6 @@ class Serving:
         if not cut_off:
             self.scheduler.finish(live)
         return served
-
-
-def on_its_way(tensor: torch.Tensor) -> OnItsWay:
-    """Begin to bring a small tensor to the host, and return what waits for it."""
-    if tensor.device.type == "cpu":
-        here = tensor.numpy().copy()
-        return lambda: here
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    pinned.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-
-    def arrived() -> Array:
-        copied.synchronize()
-        found: Array = pinned.numpy()
-        return found
-
-    return arrived
 
 
 def _batch(role: Role, scheduled: Scheduled) -> Batch:

@@ -14,8 +14,8 @@ from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.recorded import RecordedGraphs
 from capture_planner.runtime.role import Options
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving import on_its_way
 from capture_planner.runtime.step import LOOKAHEAD
+from capture_planner.runtime.transfer import on_its_way
 from capture_planner.runtime.workload import Request
 from capture_planner.spec import Limits, Spec
 from capture_planner.testing.runs import CPU
