@@ -203,6 +203,20 @@ def preparation() -> str:
     return "\n".join(parts).rstrip()
 
 
+def preparation_whole() -> str:
+    """Host time of all forwards of a step with a drafter, by as many stock calls."""
+    rows = []
+    for k in sorted({k for _, k in reports()} - {0}):
+        forwards = {"target": 1, "draft_prefill": 1, "draft_decode": k - 1}
+        for backend, figure in of("preparation", k):
+            for num_reqs in sorted({row["num_reqs"] for row in figure}):
+                found = [row for row in figure if row["num_reqs"] == num_reqs and row["stock"] is not None]
+                if len(found) == len(forwards):
+                    ours, stock = (sum(r[n] * forwards[r["role"]] for r in found) for n in ("step", "stock"))
+                    rows.append((backend, k, num_reqs, us(ours), us(stock), times(ours / stock)))
+    return table(("backend", "K", "requests", "all forwards", "as many stock plans", "ratio"), rows)
+
+
 def chain() -> str:
     """The draft decodes of a step."""
     columns = ("requests", "decodes", "one graph", "single steps", "eager", "one step", "host")
@@ -362,6 +376,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-missed": missed,
     "gpu-decode": decode,
     "gpu-preparation": preparation,
+    "gpu-preparation-whole": preparation_whole,
     "gpu-chain": chain,
     "gpu-chain-bound": bound,
     "gpu-throughput": throughput,
