@@ -154,12 +154,21 @@ class RoleRun:
             batch.active_loras,
         )
 
-    def run(self, batch: Batch, values: Made, started: float, *, filled: bool = False) -> Ran:
+    def run(
+        self,
+        batch: Batch,
+        values: Made,
+        started: float,
+        *,
+        filled: bool = False,
+        answer: Dispatch | None = None,
+    ) -> Ran:
         """Run one forward of a batch with its real values, which were begun at ``started``.
 
-        ``filled``: the fields on the device hold them already, padding included.
+        ``filled``: the fields on the device hold them already, padding included. ``answer`` overrides the
+        dispatcher's.
         """
-        answer = self.dispatch(batch)
+        answer = answer or self.dispatch(batch)
         entry = answer.entry
         real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages)
         if not filled and self.options.poison:

@@ -18,7 +18,8 @@ import torch
 from capture_planner.entry import Batch, Entry
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
-from capture_planner.runtime.fields import SAMPLED_COUNTS, SAMPLED_ROWS, Extents
+from capture_planner.runtime.chain import run_chain
+from capture_planner.runtime.fields import SAMPLED_COUNTS, SAMPLED_ROWS
 from capture_planner.runtime.ledger import Forward, Served, Step
 from capture_planner.runtime.role import Ran
 from capture_planner.runtime.scheduler import Live, Scheduled, Scheduler
@@ -29,7 +30,6 @@ from capture_planner.runtime.step import (
     draft_decode_values,
     draft_prefill_values,
     go_on,
-    move_on,
     target_values,
 )
 from capture_planner.runtime.transfer import OnItsWay, on_its_way
@@ -241,27 +241,12 @@ class Serving:
 
     def _draft_decodes(self, index: int, scheduled: Scheduled, values: Made, *, filled: bool) -> None:
         """Run the draft decodes: one fused chain, or one graph again and again."""
-        pages, steps = self._runner.pages, scheduled.draft_tokens - 1
+        steps = scheduled.draft_tokens - 1
         role = self._parts.roles[Role.DRAFT_DECODE]
-        begun, batch = perf_counter(), _decodes(scheduled)
-        ran = role.run(batch, values, begun, filled=filled)
-        entry = ran.dispatch.entry
-        if entry is not None and entry.draft_steps is not None:
-            self._note(index, batch, ran)
-            return
-        made, host, seconds = ran.preparation, ran.host_seconds, ran.seconds
-        real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=role.fields.capacity.pages)
-        for _ in range(steps - 1):
-            started = perf_counter()
-            move_on(values, pages.page_size, self._runner.plan.model.max_model_len)
-            if not filled:
-                role.follow(values)
-            role.prepare(entry, real, ran.extents, values)
-            again = role.again(ran.dispatch, entry, ran.extents, started)
-            made, host = made + again.preparation, host + again.host_seconds
-            seconds += again.seconds
-        ran = attrs.evolve(ran, preparation=made, host_seconds=host, seconds=seconds)
-        self._note(index, batch, ran, steps)
+        batch = _decodes(scheduled)
+        longest = self._runner.plan.model.max_model_len
+        ran, forwards = run_chain(role, batch, values, steps, max_model_len=longest, filled=filled)
+        self._note(index, batch, ran, forwards)
 
     def _note(self, index: int, batch: Batch, ran: Ran, repeats: int = 1) -> None:
         answer = ran.dispatch

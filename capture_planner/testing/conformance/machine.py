@@ -1,0 +1,254 @@
+"""The stateful model: any scene, and any order of arrivals, departures, moves, reloads and steps.
+
+Every rule only draws what is done next and hands it to the stage, which does it and checks it; what was
+done is kept as a case, so that the smallest failing one can be written down and done again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import attrs
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from capture_planner.modes import GraphMode
+from capture_planner.testing.conformance.finding import Violation, broke
+from capture_planner.testing.conformance.scene import (
+    Arrive,
+    Case,
+    Depart,
+    Forward,
+    Move,
+    Reload,
+    Scene,
+    Serve,
+    Shape,
+    Step,
+    dumps,
+)
+from capture_planner.testing.conformance.stage import Stage, Tested
+from capture_planner.testing.conformance.world import Live
+
+Done = TypeVar("Done")
+
+MOST_REQS, MOST_DRAFTS = 5, 5
+
+
+@st.composite
+def scenes(
+    draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))
+) -> Scene:
+    """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule."""
+    num_reqs = draw(st.integers(1, MOST_REQS))
+    k = draw(st.sampled_from(drafts))
+    num_tokens = draw(st.integers(max(num_reqs, 1 + k), 24 + num_reqs))
+    explicit = draw(st.integers(0, 3)) > 0
+    some = st.sets(st.integers(1, num_tokens), min_size=1, max_size=2)
+    few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
+    schedule: tuple[tuple[int, int, int], ...] = ()
+    if k > 1 and num_reqs > 1 and draw(st.booleans()):
+        middle = draw(st.integers(1, num_reqs - 1))
+        fewer = draw(st.sampled_from([less for less in (*drafts, 0) if less < k]))
+        schedule = ((1, middle, k), (middle + 1, num_reqs, fewer))
+        if draw(st.booleans()):
+            schedule = ((1, middle, fewer), (middle + 1, num_reqs, k))
+    return Scene(
+        shape=draw(st.sampled_from(shapes)),
+        mode=draw(st.sampled_from([mode for mode in GraphMode if mode is not GraphMode.NONE])),
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        layers=draw(st.integers(1, 2)),
+        size_tokens=tuple(sorted(draw(some) | {num_tokens})) if explicit else (),
+        size_reqs=tuple(sorted(draw(few) | {num_reqs})) if explicit else (),
+        drafts=k,
+        schedule=schedule,
+        eagle3=draw(st.booleans()),
+        fused=draw(st.booleans()),
+        per_role=draw(st.booleans()),
+        ahead=draw(st.booleans()),
+        seed=draw(st.integers(0, 7)),
+    )
+
+
+@attrs.define
+class Log:
+    """What a campaign did, and its last failure, which Hypothesis has made the smallest."""
+
+    examples: int = 0
+    steps: Counter[str] = attrs.Factory(Counter)
+    forwards: Counter[str] = attrs.Factory(Counter)
+    """By role and by what ran: the mode of a graph, or NONE."""
+    violation: Violation | None = None
+
+
+class ConformanceMachine(RuleBasedStateMachine):
+    """Subclass it with ``tested`` and ``shapes``; Hypothesis runs it like any state machine."""
+
+    tested: ClassVar[Tested]
+    shapes: ClassVar[Sequence[Shape]]
+    drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
+    log: ClassVar[Log]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[Step] = []
+        self._stage: Stage | None = None
+        self._scene: Scene | None = None
+        self.log.examples += 1
+
+    @initialize(data=st.data())
+    def set_up(self, data: st.DataObject) -> None:
+        """Reserve, and capture all entries of a random plan."""
+        self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
+        self._stage = self._watched(lambda: Stage(self.tested, self._scene_now()))
+        for _ in range(data.draw(st.integers(1, self._scene_now().num_reqs), label="requests")):
+            self._arrive(data)
+
+    # Hypothesis draws the rules that come first by name most often: this one is the point of it all.
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data(), uniform=st.booleans())
+    def advance(self, data: st.DataObject, uniform: bool) -> None:
+        """One step: a uniform decode, or any batch."""
+        (self._decode if uniform else self._mixed)(data)
+
+    @precondition(lambda self: len(self._live()) < self._scene_now().num_reqs)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        """A request comes: anywhere in its prompt or past it, sharing a prefix or not."""
+        self._arrive(data)
+
+    def _arrive(self, data: st.DataObject) -> None:
+        scene, stage = self._scene_now(), self._stage_now()
+        lengths = _lengths(scene)
+        prompt = data.draw(st.one_of(lengths, st.just(1 + scene.drafts)), label="prompt")
+        shares = data.draw(st.sampled_from([None, *stage.live]), label="shares")
+        computed = data.draw(st.one_of(st.just(prompt), st.just(0), lengths), label="computed")
+        self._do(Arrive(prompt=prompt, computed=computed, shares=shares))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def depart(self, data: st.DataObject) -> None:
+        """A request leaves; its pages are poisoned, and soon another's."""
+        self._do(Depart(request=self._one(data).number))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """The block table of a request is shuffled."""
+        self._do(Move(request=self._one(data).number))
+
+    @rule(seed=st.integers(8, 15))
+    def reload(self, seed: int) -> None:
+        """Weights are reloaded in place."""
+        self._do(Reload(seed=seed))
+
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        """Requests are served to their end; some are as long as the model, some one token longer."""
+        scene = self._scene_now()
+        one = st.tuples(_lengths(scene), st.integers(1, 6), st.integers(0, 3))
+        self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
+
+    def teardown(self) -> None:
+        """Release the backend."""
+        if self._stage is not None:
+            for key, count in self._stage.watch.ran.items():
+                self.log.forwards[key] += count
+            self._stage.close()
+
+    def _decode(self, data: st.DataObject) -> None:
+        """Run a uniform decode of as many requests as are past their prompt, or of some of them."""
+        stage = self._stage_now()
+        rows = self._some(data, [live for live in stage.live.values() if live.computed >= live.prompt])
+        while rows:
+            k = stage.draft_tokens(len(rows))
+            if stage.admits([(live, 1 + k, 0) for live in rows]):
+                break
+            rows = rows[1:]
+        if rows:
+            kept = st.integers(0, k)
+            self._do(
+                Forward(rows=tuple((live.number, 1 + k, data.draw(kept, label="kept")) for live in rows))
+            )
+
+    def _mixed(self, data: st.DataObject) -> None:
+        """Run prompts in chunks, decodes of any length, and rows without a token beside them."""
+        scene, rows = self._scene_now(), []
+        left = scene.num_tokens
+        for live in self._some(data, list(self._stage_now().live.values())):
+            most = live.prompt - live.computed if live.computed < live.prompt else 1 + scene.drafts
+            most = min(most, left, scene.shape.longest - live.computed)
+            if most < 0:
+                break
+            count = data.draw(st.one_of(st.just(most), st.integers(0, most)), label="tokens")
+            kept = data.draw(st.integers(0, max(count - 1, 0)), label="kept")
+            rows.append((live.number, count, kept))
+            left -= count
+        if sum(count for _, count, _ in rows) >= len(rows) > 0:
+            self._do(Forward(rows=tuple(rows)))
+
+    # Beside.
+
+    def _live(self) -> list[Live]:
+        return [] if self._stage is None else list(self._stage.live.values())
+
+    def _one(self, data: st.DataObject) -> Live:
+        return data.draw(st.sampled_from(self._live()), label="request")
+
+    @staticmethod
+    def _some(data: st.DataObject, live: list[Live]) -> list[Live]:
+        """Draw all, one, or any of them, in any order."""
+        if not live:
+            return []
+        count = data.draw(st.one_of(st.just(len(live)), st.integers(1, len(live))), label="rows")
+        return list(data.draw(st.permutations(live), label="order"))[:count]
+
+    def _do(self, step: Step) -> None:
+        self._steps.append(step)
+        self.log.steps[type(step).__name__.lower()] += 1
+        self._watched(lambda: self._stage_now().do(step))
+
+    def _watched(self, act: Callable[[], Done]) -> Done:
+        try:
+            return act()
+        except Exception as error:
+            case = dumps(Case(scene=self._scene_now(), steps=tuple(self._steps)))
+            self.log.violation = as_violation(error, case)
+            raise self.log.violation from error
+
+    def _scene_now(self) -> Scene:
+        assert self._scene is not None, "a scene is drawn first"
+        return self._scene
+
+    def _stage_now(self) -> Stage:
+        assert self._stage is not None, "a stage is set up first"
+        return self._stage
+
+
+def as_violation(error: Exception, case: str) -> Violation:
+    """Return the violation that an error of a case is, with the case in it."""
+    finding = error.finding if isinstance(error, Violation) else broke(error)
+    return Violation(attrs.evolve(finding, case=case))
+
+
+def _lengths(scene: Scene) -> SearchStrategy[int]:
+    """Return lengths of sequences, the interesting ones often: around pages, and around the longest."""
+    size, longest = scene.shape.page_size, scene.shape.longest
+    edges = {1, size, size + 1, 2 * size, longest - 1 - scene.drafts, longest - 2, longest - 1, longest}
+    special = sorted(edge for edge in edges if 1 <= edge <= longest)
+    return st.one_of(st.integers(1, min(12, longest)), st.sampled_from(special), st.integers(1, longest))
+
+
+def play(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Violation | None:
+    """Do a case from its beginning; returns what does not hold, or None."""
+    try:
+        with Stage(tested, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]
+            for step in case.steps:
+                stage.do(step)
+    except Exception as error:
+        return as_violation(error, dumps(case))
+    return None

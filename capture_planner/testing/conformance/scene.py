@@ -1,0 +1,225 @@
+"""What is set up and what is done to it, as data: a scene and its steps, which can be written down.
+
+A scene with steps is a *case*: it does the same thing anywhere, any number of times. ``dumps`` and
+``loads`` are its text, of one line, which a reproduction command carries.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+
+from capture_planner.errors import RunError
+from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.modes import Chain, GraphMode, Pool
+from capture_planner.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
+
+VOCABULARY = 53
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """What kernels are compiled for; a backend runs some of these and refuses others."""
+
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    longest: int
+    """The model's longest sequence, in tokens."""
+    windowed: bool = False
+    """Whether half of the layers have a sliding window."""
+
+    @property
+    def window(self) -> int | None:
+        """Its width in tokens: a little more than a page, so that it ends inside one."""
+        return self.page_size + 1 if self.windowed else None
+
+    def __str__(self) -> str:
+        window = f", window {self.window}" if self.windowed else ""
+        return (
+            f"{self.dtype}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, pages of "
+            f"{self.page_size}, {self.longest} tokens{window}"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Scene:
+    """One deployment of a backend, small enough to be captured in a blink."""
+
+    shape: Shape
+    mode: GraphMode = GraphMode.FULL_AND_PIECEWISE
+    num_reqs: int = 3
+    num_tokens: int = 16
+    layers: int = 1
+    size_tokens: tuple[int, ...] = (16,)
+    """Captured sizes of mixed batches, in tokens; empty: as the default policy has them."""
+    size_reqs: tuple[int, ...] = (3,)
+    """Captured sizes of uniform decodes, in requests."""
+    drafts: int = 0
+    """K; 0: no drafter."""
+    schedule: tuple[tuple[int, int, int], ...] = ()
+    eagle3: bool = False
+    fused: bool = True
+    """Whether draft chains are planned as one graph."""
+    per_role: bool = False
+    """Whether each role has a pool of its own."""
+    ahead: bool = False
+    """Whether steps are launched ahead, and drafts are verified on the device."""
+    seed: int = 0
+    """Of weights, tokens and garbage."""
+
+    def spec(self, backend: str) -> Spec:
+        """Return the spec that is planned."""
+        shape = self.shape
+        layers = self.layers + shape.windowed
+        groups = ()
+        if shape.windowed:
+            groups = (
+                GroupSpec(name="full", layers=layers - layers // 2),
+                GroupSpec(name="sliding", layers=layers // 2, window=shape.window),
+            )
+        speculative = None
+        if self.drafts:
+            speculative = Speculative(
+                method=Method.EAGLE3 if self.eagle3 else Method.EAGLE,
+                num_tokens=self.drafts,
+                schedule=self.schedule,
+                model=DraftModel(),
+                chain=Chain.FUSED if self.fused else Chain.SINGLE,
+            )
+        return Spec(
+            model=Model(
+                name="probe",
+                num_layers=layers,
+                num_heads=shape.heads,
+                num_kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                hidden_size=layers * shape.heads * shape.head_dim,
+                vocab_size=VOCABULARY,
+                max_model_len=shape.longest,
+                dtype=DataType(shape.dtype),
+            ),
+            limits=Limits(max_num_reqs=self.num_reqs, max_num_tokens=self.num_tokens),
+            mode=self.mode,
+            backend=backend,
+            speculative=speculative,
+            sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=self.size_tokens, num_reqs=self.size_reqs)
+            if self.size_tokens
+            else Sizes(),
+            roles=Roles(target=RoleSpec(groups=groups)),
+            pool=Pool.PER_ROLE if self.per_role else Pool.SHARED,
+        )
+
+
+# What happens in a scene. Requests are named by the number of their arrival, from 0.
+
+
+@attrs.frozen(kw_only=True)
+class Arrive:
+    """A request comes, some of it computed already, as if by steps before."""
+
+    prompt: int
+    computed: int = 0
+    """Tokens whose keys and values are in the cache; the prompt is behind it from ``prompt`` on."""
+    shares: int | None = None
+    """Whose full pages of the computed part it shares, as far as it has them; None: nobody's."""
+
+
+@attrs.frozen(kw_only=True)
+class Depart:
+    """A request leaves, and its pages are free: others get them soon."""
+
+    request: int
+
+
+@attrs.frozen(kw_only=True)
+class Move:
+    """A request's own pages are exchanged for others, and what is in them is taken along."""
+
+    request: int
+
+
+@attrs.frozen(kw_only=True)
+class Reload:
+    """Weights are loaded anew, in place, and what lives is computed again."""
+
+    seed: int
+
+
+@attrs.frozen(kw_only=True)
+class Forward:
+    """One step: the target on these rows, and the drafter after it where there is one."""
+
+    rows: tuple[tuple[int, int, int], ...]
+    """For each row its request, its tokens, and how many of its drafts are kept. A row may have none."""
+
+
+@attrs.frozen(kw_only=True)
+class Serve:
+    """Requests are served to their end by the scheduler, beside what lives: each has a prompt length,
+    a number of new tokens, and the step of its arrival."""
+
+    requests: tuple[tuple[int, int, int], ...]
+
+
+Step = Arrive | Depart | Move | Reload | Forward | Serve
+_STEPS: dict[str, type[Any]] = {
+    kind.__name__.lower(): kind for kind in (Arrive, Depart, Move, Reload, Forward, Serve)
+}
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A scene and what happened in it."""
+
+    scene: Scene
+    steps: tuple[Step, ...] = ()
+
+
+def dumps(case: Case) -> str:
+    """Write a case as one line of JSON; what is as its default is left out."""
+    steps = [{"do": type(step).__name__.lower()} | _changed(step) for step in case.steps]
+    return json.dumps({"scene": _changed(case.scene), "steps": steps}, separators=(",", ":"))
+
+
+def loads(text: str) -> Case:
+    """Read what ``dumps`` wrote; raises ``RunError`` that says what is wrong with it."""
+    try:
+        found = json.loads(text)
+        scene = dict(found["scene"])
+        scene["shape"] = Shape(**scene["shape"])
+        if "mode" in scene:
+            scene["mode"] = GraphMode(scene["mode"])
+        steps = []
+        for step in found["steps"]:
+            step = dict(step)
+            steps.append(_STEPS[step.pop("do")](**_frozen(step)))
+        return Case(scene=Scene(**_frozen(scene)), steps=tuple(steps))
+    except (ValueError, TypeError, KeyError) as error:
+        says = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RunError(
+            f"this is not a case of the conformance suite: {says}; give one as it was printed"
+        ) from error
+
+
+def _changed(value: Any) -> dict[str, Any]:
+    found = {}
+    for field in attrs.fields(type(value)):
+        item = getattr(value, field.name)
+        if item == field.default and field.default is not attrs.NOTHING:
+            continue
+        found[field.name] = _changed(item) if attrs.has(type(item)) else getattr(item, "value", item)
+    return found
+
+
+def _frozen(values: dict[str, Any]) -> dict[str, Any]:
+    """Make tuples of lists, as they were."""
+
+    def tuples(item: Any) -> Any:
+        return tuple(map(tuples, item)) if isinstance(item, list) else item
+
+    return {name: tuples(item) for name, item in values.items()}
