@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from _deployments import CASES, REGISTRY, deployment, grapher_of, missing, small
+from _deployments import CASES, REGISTRY, deployment, missing, small
 
 from capture_planner._record import replace
 from capture_planner.entry import Entry
@@ -19,7 +19,7 @@ from capture_planner.errors import GuardError, RunError
 from capture_planner.lint import Severity, lint
 from capture_planner.models.auxiliary import choose_drafter
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.runtime.launch import Choices, grapher_for, launch
 from capture_planner.runtime.runner import Runner
 
 # Kernel libraries warn while they compile.
@@ -29,7 +29,7 @@ PLACES = [
     pytest.param((CASES["reference"], "cpu"), id="reference-cpu"),
     *(pytest.param((case, "cuda:0"), id=f"{case.name}-cuda") for case in CASES.values()),
 ]
-grapher_once = functools.cache(grapher_of)
+grapher_once = functools.cache(grapher_for)
 
 
 @pytest.fixture(params=PLACES)
