@@ -4,7 +4,8 @@ ci takes the same examples each time and does not shrink a failure: its time is 
 that fails there with dev, which does. mutation is ci with fewer examples: benchmarks/mutation.py
 runs the tests some two thousand times.
 
-Below them, what tests of several folders share. ``commands`` is importable under importlib import mode.
+Below them, what tests of several folders share. ``commands`` and ``by_hand`` are importable under
+importlib import mode.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Makes ``_deployments``, ``_equality`` and ``_logits`` of benchmarks/ importable."""
+"""Makes ``_deployments``, ``_equality`` and ``_logits`` of benchmarks/ importable, and ``flashinfer_rig``."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
