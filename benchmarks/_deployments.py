@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 from _logits import Watching
-from transformers import Qwen3Config
+from _qwen3 import DRAFT_VOCABULARY, shape, write_config
 
 from capture_planner import load
 from capture_planner._record import replace
@@ -28,7 +28,6 @@ from capture_planner.planner import plan as make_plan
 from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.host import this_environment
 from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.recorded import RecordedGraphs
 from capture_planner.runtime.role import Options
 from capture_planner.runtime.runner import Runner, Session
 from capture_planner.runtime.workload import Request, generated
@@ -117,15 +116,6 @@ def missing(case: Case, device: torch.device) -> str | None:
     return support.reason if support.level is GraphSupport.NEVER else None
 
 
-def grapher_of(device: torch.device) -> Grapher:
-    """Return what captures on a device. Make one for a process: it changes the current stream."""
-    if device.type == "cuda":
-        from capture_planner.runtime.cuda import CudaGraphs
-
-        return CudaGraphs(device)
-    return RecordedGraphs()
-
-
 def tiny(case: Case, index: int, draw: random.Random) -> Spec:
     """Return the spec of a tiny deployment: K and mode follow from ``index``, the rest is drawn."""
     k = DRAFTS[index % len(DRAFTS)]
@@ -189,21 +179,13 @@ def small(case: Case, k: int) -> Spec:
 def qwen(case: Case, k: int) -> Spec:
     """Return a spec of Qwen3-0.6B's shape: a few sizes, whole graphs and piecewise ones."""
     return Spec(
-        model=Model(
-            name="Qwen3-0.6B shape",
-            num_layers=28,
-            num_heads=16,
-            num_kv_heads=8,
-            head_dim=128,
-            hidden_size=1024,
-            vocab_size=151936,
-            max_model_len=512,
-            dtype=case.dtypes[-1],
-        ),
+        model=shape(max_model_len=512, dtype=case.dtypes[-1]),
         limits=Limits(max_num_reqs=8, max_num_tokens=128),
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend=case.backend,
-        speculative=Speculative(method=Method.EAGLE3, num_tokens=k, model=DraftModel(vocab_size=32000))
+        speculative=Speculative(
+            method=Method.EAGLE3, num_tokens=k, model=DraftModel(vocab_size=DRAFT_VOCABULARY)
+        )
         if k
         else None,
         sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(64, 128), num_reqs=(2, 8)),
@@ -213,21 +195,10 @@ def qwen(case: Case, k: int) -> Spec:
 @functools.lru_cache(maxsize=2)
 def _large(dtype: DataType, device: torch.device) -> TargetModel:
     """Return the 0.6B model with random weights; the last ones are kept, as they take seconds."""
-    shape = replace(qwen(CASES["reference"], 0).model, dtype=dtype)
-    config = Qwen3Config(
-        vocab_size=shape.vocab_size or 0,
-        hidden_size=shape.hidden_size or 0,
-        intermediate_size=3072,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_model_len,
-        architectures=["Qwen3ForCausalLM"],
-    )
+    model = shape(max_model_len=512, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        return load_target(Path(folder), shape, device=device, dtype=getattr(torch, dtype.value))
+        write_config(model, Path(folder))
+        return load_target(Path(folder), model, device=device, dtype=getattr(torch, dtype.value))
 
 
 @attrs.frozen(kw_only=True, eq=False)

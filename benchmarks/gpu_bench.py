@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import torch
 from _bench import CONSOLE, finish, parser
-from transformers import Qwen3Config
+from _qwen3 import DRAFT_VOCABULARY, shape, write_config
 
 from capture_planner import registry
 from capture_planner.bench import Bench, BenchReport, measure, verdicts
@@ -26,7 +26,7 @@ from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Progress
 from capture_planner.environment import Environment
 from capture_planner.errors import CapturePlannerError
-from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.model import DraftModel, Method, Speculative
 from capture_planner.modes import GraphMode
 from capture_planner.plan import Plan
 from capture_planner.planner import plan as make_plan
@@ -34,20 +34,7 @@ from capture_planner.report.bench import bench_data, bench_page, bench_tables
 from capture_planner.runtime.host import this_environment
 from capture_planner.spec import Limits, Policy, Sizes, Spec
 
-HIDDEN, VOCABULARY, LONGEST = 1024, 151936, 1024
-DRAFT_VOCABULARY = 32000
-"""What published EAGLE-3 heads of Qwen3 have."""
-MODEL = Model(
-    name="Qwen3-0.6B shape",
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    hidden_size=HIDDEN,
-    vocab_size=VOCABULARY,
-    max_model_len=LONGEST,
-    dtype=DataType.BFLOAT16,
-)
+MODEL = shape(max_model_len=1024)
 K = 5
 PLAIN, DRAFTED = ("decode", "preparation", "throughput", "capture"), ("preparation", "chain", "pools")
 
@@ -67,21 +54,6 @@ def deployment(backend: str, environment: Environment, drafts: int, num_reqs: in
         else None,
     )
     return make_plan(spec, environment, registry.load())
-
-
-def configuration(folder: Path) -> None:
-    """Write the model's config.json."""
-    Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=3072,
-        num_hidden_layers=MODEL.num_layers,
-        num_attention_heads=MODEL.num_heads,
-        num_key_value_heads=MODEL.num_kv_heads,
-        head_dim=MODEL.head_dim,
-        max_position_embeddings=40960,
-        architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(folder)
 
 
 @contextmanager
@@ -138,7 +110,7 @@ def main() -> int:
     targets: dict[str, bool] = {}
     first: Throughput | None = None
     with tempfile.TemporaryDirectory() as folder:
-        configuration(Path(folder))
+        write_config(MODEL, Path(folder))
         for backend in arguments.backends:
             for drafts in (0, K):
                 name = f"{backend}, K={drafts}"

@@ -35,7 +35,6 @@ from _deployments import (
     DRAFTS,
     Case,
     deployment,
-    grapher_of,
     missing,
     qwen,
     small,
@@ -44,6 +43,7 @@ from _deployments import (
 from _equality import check, differing, faults
 
 from capture_planner.runtime.graph import Grapher
+from capture_planner.runtime.launch import grapher_for
 from capture_planner.spec import Spec
 from capture_planner.words import counted
 
@@ -213,7 +213,7 @@ def main() -> int:
         return min(compile_all(arguments), 1)
     torch.set_num_threads(1)
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
-    grapher = grapher_of(device)
+    grapher = grapher_for(device)
     results = []
     for name in arguments.backends:
         results.append(attempt(CASES[name], device, grapher, arguments))

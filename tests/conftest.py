@@ -3,11 +3,30 @@
 ci takes the same examples each time and does not shrink a failure: its time is bounded. Run a test
 that fails there with dev, which does. mutation is ci with fewer examples: benchmarks/mutation.py
 runs the tests some two thousand times.
+
+Below them, what tests of several folders share. ``commands`` and ``by_hand`` are importable under
+importlib import mode.
 """
 
-import os
+from __future__ import annotations
 
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from commands import Ran, Run
+
+from capture_planner import cli
 
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 _UNSHRUNK = (Phase.explicit, Phase.generate)
@@ -26,3 +45,62 @@ settings.register_profile(
     phases=_UNSHRUNK,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny operators are slower on many threads, and many times slower where several workers compute."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let neither ``run`` nor ``bench`` load or make a model."""
+
+    def load(*given: object, **named: object) -> NoReturn:
+        raise AssertionError("a model was loaded")
+
+    # By its name: the package has a function that is named as the module.
+    monkeypatch.setattr(importlib.import_module("capture_planner.runtime.launch"), "load_target", load)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """Return a function that calls a command in this process, as ``main`` does."""
+
+    def called(*arguments: str, stdin: bytes = b"") -> Ran:
+        monkeypatch.setattr(sys, "argv", ["capture-planner", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = (stream.decode() for stream in capsysbinary.readouterr())
+        assert "Traceback" not in out + err
+        assert isinstance(end.value.code, int)
+        return Ran(end.value.code, out, err)
+
+    return called
+
+
+@pytest.fixture
+def executing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run
+) -> Iterator[Callable[[str, str], Run]]:
+    """Return what binds ``call`` to a command that executes, in a folder with a spec and its plan.
+
+    What ``--threads`` does to the process is undone.
+    """
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+
+    def bound(command: str, spec: str) -> Run:
+        Path("spec.yaml").write_text(spec, "utf-8")
+        assert call("plan", "spec.yaml", "-e", "cpu", "-o", "plan.yaml").code == 0
+        return partial(call, command)
+
+    yield bound
+    torch.set_num_threads(before)

@@ -9,13 +9,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import click
 import pytest
+from commands import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,22 +29,6 @@ TINY_PLAN = "plans/locked/tiny-reference-cpu.cpu.yaml"
 COMMAND = Path(sysconfig.get_path("scripts")) / "capture-planner"
 
 
-@attrs.frozen
-class Ran:
-    """What one command did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with the repository's plans, which is the current one."""
@@ -55,20 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """Return a function that runs a command in this process, as ``main`` does."""
-
-    def run(*arguments: str, stdin: bytes = b"") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["capture-planner", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = (stream.decode() for stream in capsysbinary.readouterr())
-        assert "Traceback" not in err
-        assert isinstance(end.value.code, int)
-        return Ran(end.value.code, out, err)
-
-    return run
+def run(folder: Path, call: Run) -> Run:
+    """Return a function that runs a command there, in this process, as ``main`` does."""
+    return call
 
 
 def edited(name: str, source: str, *changes: tuple[str, str]) -> str:
@@ -176,8 +148,7 @@ def test_every_error_of_a_file_with_its_line_and_column(run: Run) -> None:
 def test_errors_as_json(run: Run) -> None:
     wrong = edited("wrong.yaml", SPEC, ("max_num_reqs: 256", "max_num_reqs: 8.7"))
     ran = run("plan", wrong, "-e", "h100", "--format", "json")
-    (error,) = ran.data["errors"]
-    assert ran.code == 1
+    (error,) = ran.document(1)["errors"]
     assert error["path"] == ["limits", "max_num_reqs"]
     assert (error["file"], error["message"]) == (wrong, "expected an integer, got 8.7")
     assert set(error) == {"path", "message", "remedy", "file", "line", "column"}
@@ -391,8 +362,7 @@ def test_explain_a_batch(run: Run) -> None:
 
 
 def test_explain_as_json(run: Run) -> None:
-    ran = run("explain", PLAN, "--num-reqs", "100", "--query-len", "4", "--format", "json")
-    data = ran.data
+    data = run("explain", PLAN, "--num-reqs", "100", "--query-len", "4", "--format", "json").data
     assert set(data) == {
         "batch",
         "mode",
@@ -566,10 +536,9 @@ def test_findings_exit_with_2(run: Run, unsound: str) -> None:
 
 
 def test_findings_as_json(run: Run, unsound: str) -> None:
-    ran = run("check", unsound, "--format", "json")
-    assert ran.code == 2
-    assert set(ran.data) == {"findings", "drift"}
-    for finding in ran.data["findings"]:
+    data = run("check", unsound, "--format", "json").document(2)
+    assert set(data) == {"findings", "drift"}
+    for finding in data["findings"]:
         assert set(finding) == {
             "code", "name", "severity", "class", "role", "message", "remedy", "threads", "file", "line",
             "column",
@@ -601,9 +570,7 @@ def test_names_are_escaped_for_github(run: Run, unsound: str) -> None:
 
 
 def test_sarif(run: Run, unsound: str) -> None:
-    ran = run("check", unsound, "--spec", SPEC, "--format", "sarif")
-    data = ran.data
-    assert ran.code == 2
+    data = run("check", unsound, "--spec", SPEC, "--format", "sarif").document(2)
     assert data["version"] == "2.1.0"
     assert data["$schema"].endswith("sarif-2.1.0.json")
     (once,) = data["runs"]
@@ -646,7 +613,7 @@ def test_drift_is_found(run: Run, drifted: str, form: str) -> None:
 
 
 def test_drift_as_json(run: Run, drifted: str) -> None:
-    drift = run("check", TINY_PLAN, "--spec", drifted, "--format", "json").data["drift"]
+    drift = run("check", TINY_PLAN, "--spec", drifted, "--format", "json").document(2)["drift"]
     assert drift
     for difference in drift:
         assert set(difference) == {"file", "message"}
@@ -681,7 +648,7 @@ def test_diff_is_the_other_way_round(run: Run, drifted: str) -> None:
 
 
 def test_diff_as_json(run: Run, drifted: str) -> None:
-    changes = run("diff", TINY_PLAN, drifted, "-e", "cpu", "--format", "json").data["changes"]
+    changes = run("diff", TINY_PLAN, drifted, "-e", "cpu", "--format", "json").document(2)["changes"]
     for change in changes:
         assert set(change) == {"role", "what", "says", "entries"}
     (added,) = [c for c in changes if c["what"] == "added" and c["role"] == "target"]

@@ -6,13 +6,11 @@ import importlib
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import attrs
 import pytest
+from commands import Run, spec_for
 
 from capture_planner import cli
 from capture_planner.cli.bench import FIGURES
@@ -23,62 +21,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parent.parent
-SPEC = """\
-version: 1
-model: {name: tiny, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, hidden_size: 32,
-        vocab_size: 64, max_model_len: 64, dtype: float32}
-limits: {max_num_reqs: 2, max_num_tokens: 12}
-mode: FULL_AND_PIECEWISE
-backend: reference
-speculative: {method: eagle, num_tokens: 2}
-sizes: {policy: powers_of_two}
-"""
+SPEC = spec_for(2)
 LOAD = ("--load-requests", "3", "--prompt-tokens", "5", "--output-tokens", "6")
 
 
-@attrs.frozen
-class Ran:
-    """What one command did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> Any:
-        """The one JSON document that it printed; an error fails the test with its text."""
-        assert self.code == 0, self.err
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Undo what ``--threads`` does to the process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """Return a function that calls ``bench`` in this process, in a folder with the plan of ``SPEC``."""
-    monkeypatch.chdir(tmp_path)
-    Path("spec.yaml").write_text(SPEC, "utf-8")
-
-    def call(*arguments: str, command: str = "bench") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["capture-planner", command, *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = (stream.decode() for stream in capsysbinary.readouterr())
-        assert "Traceback" not in out + err
-        assert isinstance(end.value.code, int)
-        return Ran(end.value.code, out, err)
-
-    assert call("spec.yaml", "-e", "cpu", "-o", "plan.yaml", command="plan").code == 0
-    return call
+def run(executing: Callable[[str, str], Run]) -> Run:
+    """Return a function that calls ``bench``, in a folder with the plan of ``SPEC``."""
+    return executing("bench", SPEC)
 
 
 def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
@@ -215,6 +165,7 @@ def test_an_interruption_ends_in_exit_code_130_and_a_whole_record(
         (("plan.yaml", "--page", "."), "--page . is a folder; name a file"),
         (("plan.yaml", "--output", "/proc/x"), "--output /proc/x cannot be written: "),
         (("plan.yaml", "--output", "dangling"), "--output dangling cannot be written: "),
+        (("plan.yaml", "--page", "loop"), "--page loop cannot be written: "),
         (("plan.yaml", "--output", "b", "--page", "./b"), "--page b is the file of --output too"),
         (("plan.yaml", "--page", "plan.yaml"), "--page plan.yaml is the file of the plan too"),
         (("plan.yaml", "--pages", "1"), "decode of 1 request needs 4 pages of 16 tokens, and --pages is 1"),
@@ -232,6 +183,7 @@ def test_an_interruption_ends_in_exit_code_130_and_a_whole_record(
 def test_what_cannot_be_measured_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:
     """In a sentence, before anything is measured."""
     Path("dangling").symlink_to("nowhere/b.json")
+    Path("loop").symlink_to("loop")
     Path("none.yaml").write_text(SPEC.replace("FULL_AND_PIECEWISE", "NONE"), "utf-8")
     source = ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml"
     Path("h100.yaml").write_text(source.read_text("utf-8"), "utf-8")

@@ -9,12 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
+from commands import Run, spec_for
 
 from capture_planner import cli, codec
 from capture_planner._record import replace
@@ -24,62 +24,14 @@ tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parent.parent
-SPEC = """\
-version: 1
-model: {name: tiny, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, hidden_size: 32,
-        vocab_size: 64, max_model_len: 64, dtype: float32}
-limits: {max_num_reqs: 3, max_num_tokens: 12}
-mode: FULL_AND_PIECEWISE
-backend: reference
-speculative: {method: eagle, num_tokens: 2}
-sizes: {policy: powers_of_two}
-"""
+SPEC = spec_for(3)
 FEW = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
 
 
-@attrs.frozen
-class Ran:
-    """What one command did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> Any:
-        """The one JSON document that it printed; an error fails the test with its text."""
-        assert self.code in (0, 2, 130), self.err
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Undo what ``--threads`` does to the process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """Return a function that calls ``run`` in this process, in a folder with the plan of ``SPEC``."""
-    monkeypatch.chdir(tmp_path)
-    Path("spec.yaml").write_text(SPEC, "utf-8")
-
-    def call(*arguments: str, command: str = "run") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["capture-planner", command, *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = (stream.decode() for stream in capsysbinary.readouterr())
-        assert "Traceback" not in out + err
-        assert isinstance(end.value.code, int)
-        return Ran(end.value.code, out, err)
-
-    assert call("spec.yaml", "-e", "cpu", "-o", "plan.yaml", command="plan").code == 0
-    return call
+def run(executing: Callable[[str, str], Run]) -> Run:
+    """Return a function that calls ``run``, in a folder with the plan of ``SPEC``."""
+    return executing("run", SPEC)
 
 
 def run_json(run: Run, *arguments: str) -> Any:
@@ -122,16 +74,38 @@ def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
 
 
 def test_html_is_a_page_of_the_same_run(run: Run) -> None:
-    """``--html`` writes beside what is printed, and a folder that is not there is found out first."""
+    """``--html`` writes beside what is printed."""
     ran = run("plan.yaml", *FEW, "--html", "run.html", "--format", "json")
     assert ran.data["throughput"]["finished"] == 3
     assert ran.err == "written to run.html\n"
     page = Path("run.html").read_text("utf-8")
     assert page.startswith("<!DOCTYPE html>")
     assert "Served from" in page
-    refused = run("plan.yaml", "--html", "nowhere/run.html")
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("nowhere/run.html", "--html nowhere/run.html: there is no such folder"),
+        (".", "--html . is a folder; name a file"),
+        ("/proc/x", "--html /proc/x cannot be written: "),
+        ("dangling", "--html dangling cannot be written: "),
+        ("loop", "--html loop cannot be written: "),
+        ("plan.yaml", "--html plan.yaml is the file of the plan too; name another"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(
+    run: Run, file: str, says: str
+) -> None:
+    """What ran for an hour would else have nowhere to go; the plan itself is not overwritten."""
+    Path("dangling").symlink_to("nowhere/run.html")
+    Path("loop").symlink_to("loop")
+    before = Path("plan.yaml").read_text("utf-8")
+    refused = run("plan.yaml", "--html", file)
     assert (refused.code, refused.out) == (1, "")
-    assert "there is no such folder" in refused.err
+    assert says in refused.err
+    assert Path("plan.yaml").read_text("utf-8") == before
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -313,10 +287,10 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(RecordedGraph, "replay", lambda self: None)
     ran = run("plan.yaml", *FEW, "--verify", "--format", "json")
-    assert ran.code == 2
-    assert ran.data["differing"]
+    data = ran.document(2)
+    assert data["differing"]
     assert "of 3 requests differ from plain greedy decoding: request-" in ran.err
-    assert set(ran.data["differing"]) <= {request["name"] for request in ran.data["requests"]}
+    assert set(data["differing"]) <= {request["name"] for request in data["requests"]}
 
 
 # Refusals --------------------------------------------------------------------------------------
@@ -375,8 +349,7 @@ def test_what_cannot_run_is_refused(run: Run, arguments: tuple[str, ...], says: 
 def test_a_refusal_is_json_where_that_was_asked_for(run: Run) -> None:
     """A program gets a document either way; the text stays on the standard error stream."""
     ran = run("plan.yaml", "--requests", "0", "--format", "json")
-    assert ran.code == 1
-    assert json.loads(ran.out) == {"errors": [{"message": "there are no requests to serve"}]}
+    assert ran.document(1) == {"errors": [{"message": "there are no requests to serve"}]}
     assert ran.err == "error: there are no requests to serve\n"
 
 
@@ -439,14 +412,13 @@ def test_an_interruption_anywhere_ends_in_a_report(
         return inner(*arguments, **options)
 
     monkeypatch.setattr(RoleRun, method, interrupted)
-    ran = run("plan.yaml", *FEW, "--format", "json")
-    assert ran.code == 130
-    assert ran.data["interrupted"]
+    data = run("plan.yaml", *FEW, "--format", "json").document(130)
+    assert data["interrupted"]
     if method == "capture":
-        assert ran.data["captured"]["graphs"] == calls - 1
+        assert data["captured"]["graphs"] == calls - 1
     else:
-        assert len(ran.data["forwards"]) == calls - 1
-        assert ran.data["throughput"]["finished"] + ran.data["throughput"]["cut_off"] == 3
+        assert len(data["forwards"]) == calls - 1
+        assert data["throughput"]["finished"] + data["throughput"]["cut_off"] == 3
 
 
 def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:

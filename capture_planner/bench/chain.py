@@ -129,11 +129,7 @@ def _measured(
             with rig.trying("chain"):
                 decoding = rig.decoding(runner, size, HOST_STEPS)
                 try:
-                    before = len(runner.session.forwards)
-                    for _ in range(HOST_STEPS):
-                        if not decoding.step(1):
-                            break
-                    host = _host(rig, runner.session.forwards[before:], size)
+                    host = _host(rig, decoding.forwards(HOST_STEPS), size)
                     found[size] = _Timed(_median(rig, runner, _once(runner, plan, size)), host)
                 finally:
                     decoding.end()

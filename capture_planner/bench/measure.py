@@ -18,19 +18,19 @@ from capture_planner.bench.decode import decode
 from capture_planner.bench.pools import pools
 from capture_planner.bench.preparation import preparation
 from capture_planner.bench.record import FIGURES, Absent, BenchReport
-from capture_planner.bench.refusals import needs, refuse_backends, refuse_few_pages
+from capture_planner.bench.refusals import needs, refuse_few_pages
 from capture_planner.bench.rig import QUICK, Effort, Progress, Rig, served_sizes
 from capture_planner.bench.throughput import Load, throughput
 from capture_planner.contract import Attention
-from capture_planner.errors import RunError
 from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.huggingface import HuggingFaceModel, differences, load_target
+from capture_planner.models.huggingface import HuggingFaceModel
 from capture_planner.modes import Role
 from capture_planner.plan import Plan
 from capture_planner.registry import Registry
 from capture_planner.runtime import host, launch
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6
@@ -106,7 +106,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
     that is not the plan's, before a model is loaded: the plan is for another machine, has errors or a
     backend that does not run here, has no graph of a decode, or the pages do not do.
     """
-    launch.refuse_plan(plan, launch.Choices(any_environment=bench.any_environment, any_plan=bench.any_plan))
+    refuse_plan(plan, any_environment=bench.any_environment, any_plan=bench.any_plan)
     sizes = served_sizes(plan, bench.requests)
     device = host.device_of(plan.environment)
     page_size = bench.page_size or (64 if device.type == "cuda" else 16)
@@ -117,13 +117,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
     if bench.pages is not None:
         refuse_few_pages(_needs(plan, bench, sizes, page_size), bench.pages, page_size)
     refuse_backends(plan, registry, device, page_size)
-    model = load_target(
-        bench.model, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=bench.seed
-    )
-    if wrong := differences(model, plan.model):
-        raise RunError(
-            f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
-        )
+    model = launch.model_of(plan, bench.model, device=device, seed=bench.seed)
     rig = _rig(plan, registry, model, bench, sizes, page_size)
     found: dict[str, Any] = {}
     figures: dict[str, Callable[[Callable[[str], None]], Any]] = {

@@ -60,11 +60,7 @@ def _served(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping[Role, fl
     """Return the mean preparation of each role over a decode as it is served."""
     decoding = rig.decoding(runner, size, steps)
     try:
-        before = len(runner.session.forwards)
-        for _ in range(steps):
-            if not decoding.step(1):
-                break
-        forwards = runner.session.forwards[before:]
+        forwards = decoding.forwards(steps)
     finally:
         decoding.end()
     spent: dict[Role, list[float]] = {}

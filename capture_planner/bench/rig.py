@@ -29,6 +29,7 @@ from capture_planner.registry import Registry
 from capture_planner.runtime.capture import without_graphs
 from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.workload import Request
 from capture_planner.words import counted
@@ -179,6 +180,14 @@ class Decoding:
     def step(self, count: int) -> bool:
         """Run ``count`` steps; False where a request ended on the way, so that they are not alike."""
         return all(self.serving.step() for _ in range(count)) and not self.serving.served
+
+    def forwards(self, steps: int) -> list[Forward]:
+        """Run ``steps`` steps, or fewer where a request ends; return their forwards."""
+        before = len(self._session.forwards)
+        for _ in range(steps):
+            if not self.step(1):
+                break
+        return self._session.forwards[before:]
 
     def replayed(self) -> tuple[Replayed, ...]:
         """Return the graphs of the last step that ended. Raises ``Absence`` where a forward was eager."""

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from capture_planner import codec, registry
+from capture_planner import registry
 from capture_planner.cli.common import (
+    INTERRUPTED,
+    any_options,
     emit,
+    emit_file,
     environment_option,
     format_option,
     is_plan_file,
+    model_option,
+    page_size_option,
+    pages_option,
     plan_of,
     planned,
+    prepare_torch,
     progress_bars,
+    progress_option,
     refuse_missing,
-    refuse_unwritable,
+    refuse_places,
+    seed_option,
+    threads_option,
 )
-from capture_planner.cli.run import INTERRUPTED
 from capture_planner.codec import dumps_json
 from capture_planner.plan import Plan
 
@@ -70,12 +77,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="Folder of a Hugging Face causal model, or its config.json; without weights, random ones. "
-    "Left out: a Llama of the plan's numbers with random weights.",
-)
+@model_option
 @click.option(
     "--only", type=Names(), default=",".join(FIGURES), help=f"Measure some of {', '.join(FIGURES)}."
 )
@@ -105,23 +107,14 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Compare the throughput with transformers' own continuous batching, on a GPU.",
 )
 @click.option("--quick", is_flag=True, help="Few repeats and a small load: to see that it works.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, (1 << 62) - 1),
-    default=0,
-    show_default=True,
-    help="Of all that is random.",
-)
-@click.option("--page-size", type=click.IntRange(1, 1024), help="Tokens a page; left out: 64, on a CPU 16.")
-@click.option("--pages", type=click.IntRange(1), help="Pages of the KV cache; left out: what is needed.")
-@click.option(
-    "--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="Threads of an operator."
-)
-@click.option("--any-plan", is_flag=True, help="Measure although the lint finds errors.")
-@click.option("--any-environment", is_flag=True, help="Measure although the plan is for another machine.")
+@seed_option
+@page_size_option(None, "; left out: 64, on a CPU 16")
+@pages_option("what is needed")
+@threads_option
+@any_options("Measure")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the record as JSON, as --format json.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write the record as a page with plots.")
-@click.option("--progress/--no-progress", default=None, help="Show bars; left out: on a terminal.")
+@progress_option
 @environment_option
 @format_option()
 def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
@@ -132,51 +125,20 @@ def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> N
     events where there is a GPU. A spec without --environment is planned for this machine. Ctrl-C ends in
     a record of the figures that were measured.
     """
-    _refuse_places({"the plan": Path(plan_file)}, given)
+    refuse_places(plan_file, {"--output": given["output"], "--page": given["page"]})
     _refuse_unused(given)
     refuse_missing()
     report = _measure(_plan(plan_file, environment), given)
     from capture_planner.report.bench import bench_data, bench_page, bench_tables
 
     emit(form, lambda: bench_data(report), lambda: bench_tables(report))
-    if given["output"] is not None:
-        codec.write(str(given["output"]), dumps_json(bench_data(report)) + "\n")
-        click.echo(f"written to {given['output']}", err=form == "json")
-    if given["page"] is not None:
-        codec.write(str(given["page"]), bench_page(report))
-        click.echo(f"written to {given['page']}", err=form == "json")
+    emit_file(form, given["output"], lambda: dumps_json(bench_data(report)) + "\n")
+    emit_file(form, given["page"], lambda: bench_page(report))
     if report.interrupted:
         click.get_current_context().exit(INTERRUPTED)
     if report.failed:
         # What broke is in the record; what was measured is whole, and was written.
         click.get_current_context().exit(1)
-
-
-def _refuse_places(taken: dict[str, Path], given: dict[str, Any]) -> None:
-    """Refuse files that cannot be written, or that would overwrite each other or what is measured."""
-    for option in ("output", "page"):
-        name, file = f"--{option}", given[option]
-        refuse_unwritable(name, file)
-        if file is None:
-            continue
-        try:
-            same = [other for other, path in taken.items() if path.resolve() == file.resolve()]
-            _try_to_write(file.resolve())
-        except (OSError, RuntimeError) as error:
-            says = getattr(error, "strerror", None) or error
-            raise click.UsageError(f"{name} {file} cannot be written: {says}.") from None
-        if same:
-            raise click.UsageError(f"{name} {file} is the file of {same[0]} too; name another.")
-        taken[name] = file
-
-
-def _try_to_write(target: Path) -> None:
-    """Raise ``OSError`` where ``codec.write`` would not get its file into place; leave nothing behind."""
-    if not target.exists() or target.is_file():
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
-            return
-    if not os.access(target, os.W_OK):
-        raise PermissionError(None, "Permission denied")
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
@@ -208,14 +170,10 @@ def _plan(file: str, environment: str | None) -> Plan:
 
 
 def _measure(plan: Plan, given: dict[str, Any]) -> BenchReport:
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     from capture_planner.bench import Bench, measure
     from capture_planner.bench.measure import default_load
 
-    torch.set_num_threads(given["threads"])
-    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+    prepare_torch(given["threads"])
     stated = {name: given[name] for name in LOAD if given[name] is not None}
     chosen = Bench(
         model=given["model"],

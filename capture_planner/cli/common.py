@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,9 @@ from capture_planner.planner import plan as make_plan
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell gives it."""
 
 NEEDED = {"torch": "torch", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy"}
 """Packages that executing needs, by the module that is looked for."""
@@ -57,6 +62,60 @@ environment_option = click.option(
     metavar="NAME|FILE",
     help="The machine to plan for: a shipped environment or a file.",
 )
+
+
+model_option = click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Folder of a Hugging Face causal model, or its config.json; without weights, random ones. "
+    "Left out: a Llama of the plan's numbers with random weights.",
+)
+seed_option = click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 62) - 1),
+    default=0,
+    show_default=True,
+    help="Of all that is random.",
+)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Threads of an operator; the number changes how sums are rounded.",
+)
+progress_option = click.option(
+    "--progress/--no-progress", default=None, help="Show bars; left out: on a terminal."
+)
+
+
+def page_size_option(default: int | None, left_out: str = "") -> Callable[[F], F]:
+    return click.option(
+        "--page-size",
+        type=click.IntRange(1, 1024),
+        default=default,
+        show_default=True,
+        help=f"Tokens a page{left_out}.",
+    )
+
+
+def pages_option(left_out: str) -> Callable[[F], F]:
+    return click.option(
+        "--pages", type=click.IntRange(1), help=f"Pages of the KV cache; left out: {left_out}."
+    )
+
+
+def any_options(does: str) -> Callable[[F], F]:
+    """Give the options that admit what is refused without them; ``does`` is the verb of the command."""
+
+    def with_both(command: F) -> F:
+        errors = click.option("--any-plan", is_flag=True, help=f"{does} although the lint finds errors.")
+        other = click.option(
+            "--any-environment", is_flag=True, help=f"{does} although the plan is for another machine."
+        )
+        return errors(other(command))
+
+    return with_both
 
 
 def environment_named(name: str | None, output: str | None = None) -> Environment:
@@ -99,6 +158,13 @@ def emit(form: str, data: Callable[[], Any], shown: Callable[[], RenderableType]
         show_text(shown())
 
 
+def emit_file(form: str, file: Path | None, text: Callable[[], str]) -> None:
+    """Write a file where one was named, and say so, beside a document on the standard output if need be."""
+    if file is not None:
+        codec.write(file, text())
+        click.echo(f"written to {file}", err=form == "json")
+
+
 def is_plan_file(file: str) -> bool:
     return codec.is_plan(codec.parse(codec.read(file), file))
 
@@ -113,12 +179,45 @@ def refuse_missing() -> None:
         )
 
 
-def refuse_unwritable(option: str, file: Path | None) -> None:
-    """Refuse a file that cannot be written where it is named, before any work is done."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise click.UsageError(f"{option} {file}: there is no such folder to write it into.")
-    if file is not None and file.is_dir():
-        raise click.UsageError(f"{option} {file} is a folder; name a file.")
+def refuse_places(plan_file: str, places: Mapping[str, Path | None]) -> None:
+    """Refuse, before any work is done, files that cannot be written where an option names them, or that
+    would overwrite each other or the plan.
+    """
+    taken = {"the plan": Path(plan_file)}
+    for name, file in places.items():
+        if file is None:
+            continue
+        if not file.absolute().parent.is_dir():
+            raise click.UsageError(f"{name} {file}: there is no such folder to write it into.")
+        if file.is_dir():
+            raise click.UsageError(f"{name} {file} is a folder; name a file.")
+        try:
+            same = [other for other, path in taken.items() if path.resolve() == file.resolve()]
+            _try_to_write(file.resolve())
+        except (OSError, RuntimeError) as error:
+            says = getattr(error, "strerror", None) or error
+            raise click.UsageError(f"{name} {file} cannot be written: {says}.") from None
+        if same:
+            raise click.UsageError(f"{name} {file} is the file of {same[0]} too; name another.")
+        taken[name] = file
+
+
+def _try_to_write(target: Path) -> None:
+    """Raise ``OSError`` where ``codec.write`` would not get its file into place; leave nothing behind."""
+    if not target.exists() or target.is_file():
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            return
+    if not os.access(target, os.W_OK):
+        raise PermissionError(None, "Permission denied")
+
+
+def prepare_torch(threads: int) -> None:
+    """Let operators use so many threads, and transformers show no bars of its own."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    torch.set_num_threads(threads)
+    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def progress_bars(wanted: bool | None) -> Any:

@@ -12,13 +12,24 @@ import click
 from capture_planner import codec, registry
 from capture_planner.cli.common import (
     FINDINGS,
+    INTERRUPTED,
+    any_options,
     emit,
+    emit_file,
     environment_option,
     format_option,
+    is_plan_file,
+    model_option,
+    page_size_option,
+    pages_option,
     plan_of,
+    prepare_torch,
     progress_bars,
+    progress_option,
     refuse_missing,
-    refuse_unwritable,
+    refuse_places,
+    seed_option,
+    threads_option,
 )
 from capture_planner.errors import InvalidValue
 from capture_planner.plan import Plan
@@ -26,10 +37,8 @@ from capture_planner.words import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Drafting, Outcome
+    from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.workload import Decode, Request
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell gives it."""
 
 
 class Range(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -66,12 +75,7 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="Folder of a Hugging Face causal model, or its config.json; without weights, random ones. "
-    "Left out: a Llama of the plan's numbers with random weights.",
-)
+@model_option
 @click.option(
     "--drafter",
     default="random",
@@ -123,24 +127,10 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Seconds by which a step moves the clock of arrivals.",
 )
 @click.option("--clip", is_flag=True, help="Cut requests that are longer than the model.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, (1 << 62) - 1),
-    default=0,
-    show_default=True,
-    help="Of all that is random.",
-)
-@click.option(
-    "--page-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens a page."
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=1,
-    show_default=True,
-    help="Threads of an operator; the number changes how sums are rounded.",
-)
-@click.option("--pages", type=click.IntRange(1), help="Pages of the KV cache; left out: up to 1 GiB.")
+@seed_option
+@page_size_option(16)
+@threads_option
+@pages_option("up to 1 GiB")
 @click.option("--graph-memory", type=Size(), help="Bytes a pool may take; else the plan's budget.")
 @click.option("--strict", is_flag=True, help="Stop where a graph does not fit, instead of leaving it out.")
 @click.option("--eager", is_flag=True, help="Capture nothing.")
@@ -148,10 +138,9 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.option("--trust", is_flag=True, help="Replay without guards.")
 @click.option("--debug", is_flag=True, help="Check every index field at every step.")
 @click.option("--poison", is_flag=True, help="Spoil every buffer and pool before each forward.")
-@click.option("--any-plan", is_flag=True, help="Run although the lint finds errors.")
-@click.option("--any-environment", is_flag=True, help="Run although the plan is for another machine.")
+@any_options("Run")
 @click.option("--html", type=click.Path(path_type=Path), help="Write the report as a page with plots.")
-@click.option("--progress/--no-progress", default=None, help="Show bars; left out: on a terminal.")
+@progress_option
 @environment_option
 @format_option()
 def run(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
@@ -162,6 +151,7 @@ def run(plan_file: str, environment: str | None, form: str, **given: Any) -> Non
     report of what ran.
     """
     _refuse_contradictions(given)
+    refuse_places(plan_file, {"--html": given["html"]})
     _refuse_unused(given)
     refuse_missing()
     plan = _plan(plan_file, environment)
@@ -170,12 +160,14 @@ def run(plan_file: str, environment: str | None, form: str, **given: Any) -> Non
     from capture_planner.report.run import run_data, run_tables
 
     emit(form, lambda: run_data(report) | {"differing": outcome.differing}, lambda: run_tables(report))
-    if given["html"] is not None:
-        from capture_planner.report.page import run_page
-
-        codec.write(str(given["html"]), run_page(report))
-        click.echo(f"written to {given['html']}", err=form == "json")
+    emit_file(form, given["html"], lambda: _page(report))
     _end(outcome, as_json=form == "json")
+
+
+def _page(report: RunReport) -> str:
+    from capture_planner.report.page import run_page
+
+    return run_page(report)
 
 
 def _end(outcome: Outcome, *, as_json: bool) -> None:
@@ -202,22 +194,17 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
 
 def _plan(file: str, environment: str | None) -> Plan:
     """Read a plan, or plan a spec for this machine, which is the one that will run it."""
-    if environment is None and not codec.is_plan(codec.parse(codec.read(file), file)):
+    if environment is None and not is_plan_file(file):
         environment = "cpu"
         click.echo("note: no --environment was named, so this is for cpu", err=True)
     return plan_of(file, environment)
 
 
 def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     from capture_planner.runtime.launch import Choices, launch
     from capture_planner.runtime.role import Options
 
-    torch.set_num_threads(given["threads"])
-    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
-
+    prepare_torch(given["threads"])
     source, decode = _workload(given)
     choices = Choices(
         model=given["model"],
@@ -288,7 +275,6 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         raise click.UsageError(
             f"--drafter is {', '.join(_DRAFTERS)} or a folder, and there is no folder {given['drafter']}."
         )
-    refuse_unwritable("--html", given["html"])
     for name in ("step_time", "chance", "rate"):
         if given[name] is not None and not math.isfinite(given[name]):
             raise click.UsageError(f"--{name.replace('_', '-')} is {given[name]}; give a finite number.")

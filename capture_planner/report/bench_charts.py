@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
 from capture_planner.bench.record import BenchReport, Preparation
 from capture_planner.modes import GraphMode, Role
-from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, STYLE, Chart, as_svg, new_figure
+from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, Chart, as_svg, drawn, new_figure
 from capture_planner.runtime.ledger import Captured
 
 GRAPH, STEP, EAGER = COLORS[GraphMode.FULL], COLORS[GraphMode.PIECEWISE], COLORS[GraphMode.NONE]
@@ -21,9 +20,7 @@ Series = tuple[str, str, Sequence[float | None]]
 
 def bench_charts(report: BenchReport) -> tuple[Chart, ...]:
     """Return the pictures of a bench; those that would be empty are left out."""
-    drawers: tuple[Callable[[BenchReport], Chart | None], ...] = (_decode, _preparation, _chain, _capture)
-    with matplotlib.rc_context(STYLE):
-        return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
+    return drawn(report, (_decode, _preparation, _chain, _capture))
 
 
 def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], xlabel: str) -> None:
@@ -45,7 +42,8 @@ def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], xlabel: s
     plot.set_xlim(-0.6, max(len(groups), 3) - 0.4)
     plot.set_xlabel(xlabel)
     plot.yaxis.set_major_formatter(EngFormatter(unit="s"))
-    plot.set_ylim(bottom=0)
+    # Room for the legend above the bars.
+    plot.set_ylim(0, plot.get_ylim()[1] * 1.18)
     plot.grid(False, axis="x")
     plot.legend(loc="upper left", ncols=len(series))
 
@@ -64,7 +62,6 @@ def _decode(report: BenchReport) -> Chart | None:
     ):
         _bars(plot, groups, series, "requests")
         plot.set_title(title, loc="left")
-        _headroom(plot)
     return Chart(
         name="decode",
         section="decode",
@@ -74,11 +71,6 @@ def _decode(report: BenchReport) -> Chart | None:
         "tokens back to the host. What an eager step takes beyond them is what graphs are for.",
         modes=(),
     )
-
-
-def _headroom(plot: Axes) -> None:
-    """Leave room for the legend above the bars."""
-    plot.set_ylim(0, plot.get_ylim()[1] * 1.18)
 
 
 def _preparation(report: BenchReport) -> Chart | None:
@@ -96,7 +88,6 @@ def _preparation(report: BenchReport) -> Chart | None:
             series.append(("stock call", EAGER, [row.stock for row in rows]))
         _bars(plot, [str(row.num_reqs) for row in rows], series, "requests")
         plot.set_title(role.value, loc="left")
-        _headroom(plot)
     return Chart(
         name="preparation",
         section="preparation",
@@ -119,7 +110,6 @@ def _chain(report: BenchReport) -> Chart | None:
         ("eager", EAGER, [row.eager for row in report.chain]),
     ]
     _bars(plot, [str(row.num_reqs) for row in report.chain], series, "requests")
-    _headroom(plot)
     return Chart(
         name="chain",
         section="chain",

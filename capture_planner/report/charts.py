@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
@@ -19,11 +18,11 @@ from capture_planner.report.drawing import (
     COLORS,
     INK,
     MAX_POINTS,
-    STYLE,
     Buckets,
     Chart,
     as_svg,
     draw_cumulative,
+    drawn,
     new_figure,
     thinned,
 )
@@ -44,16 +43,7 @@ _DASHES = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
 
 def charts(report: RunReport) -> tuple[Chart, ...]:
     """Return the pictures of a run; those that would be empty are left out."""
-    drawers: tuple[Callable[[RunReport], Chart | None], ...] = (
-        _memory,
-        _batches,
-        _paddings,
-        _steps,
-        _acceptance,
-        _latency,
-    )
-    with matplotlib.rc_context(STYLE):
-        return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
+    return drawn(report, (_memory, _batches, _paddings, _steps, _acceptance, _latency))
 
 
 def _ran(report: RunReport) -> list[Role]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -68,6 +69,15 @@ class Chart:
     caption: str
     modes: tuple[GraphMode, ...] = MODES
     """Those whose colours it has."""
+
+
+Of = TypeVar("Of")
+
+
+def drawn(report: Of, drawers: Iterable[Callable[[Of], Chart | None]]) -> tuple[Chart, ...]:
+    """Return the pictures of a report in one style; those that would be empty are left out."""
+    with matplotlib.rc_context(STYLE):
+        return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
 
 
 def new_figure(

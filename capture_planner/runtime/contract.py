@@ -9,6 +9,9 @@ A backend that can run has ``reserve`` beside what the planner asks of it. ``res
     prepare, attend * layers      for every replay of a PIECEWISE graph: ``attend`` runs between pieces
     release                       once, at the end; nothing is called after it
 
+Before ``run`` and ``bench`` load a model they reserve each group on trial, with a KV cache of one page,
+and release it: only the backend knows whether it runs here.
+
 An executor serves one group of one role. It may keep what ``reserve`` gave it, and tensors that it
 made there. Every pointer that ``attend`` touches must outlive the graphs, so nothing may be replaced.
 """

@@ -11,13 +11,11 @@ import attrs
 import torch
 
 from capture_planner.contract import Attention
-from capture_planner.environment import DeviceKind
 from capture_planner.errors import RunError
-from capture_planner.lint import Severity, lint
 from capture_planner.models.auxiliary import choose_drafter
 from capture_planner.models.contract import Drafter, TargetModel
+from capture_planner.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.models.huggingface import differences as model_differences
-from capture_planner.models.huggingface import load_target
 from capture_planner.modes import Role
 from capture_planner.plan import Plan
 from capture_planner.registry import Registry
@@ -29,6 +27,7 @@ from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.ledger import RunReport, Served
 from capture_planner.runtime.recorded import RecordedGraphs
+from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.role import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.workload import Decode, Request, admit
@@ -97,18 +96,14 @@ def launch(
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
 
-    Raises ``RunError`` where the plan cannot be executed here, on this model or for these requests:
-    before anything is captured. An interruption ends in a report of what there is.
+    Raises ``RunError`` or ``BackendError`` where the plan cannot be executed here, on this model or for
+    these requests: before anything is captured, and where plan and backends say so before a model is
+    loaded. An interruption ends in a report of what there is.
     """
-    refuse_plan(plan, choices)
+    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
     device = host.device_of(plan.environment)
-    model = load_target(
-        choices.model, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=choices.seed
-    )
-    if wrong := model_differences(model, plan.model):
-        raise RunError(
-            f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
-        )
+    refuse_backends(plan, registry, device, choices.page_size)
+    model = model_of(plan, choices.model, device=device, seed=choices.seed)
     requests = admit(
         workload(model.vocab_size),
         max_model_len=plan.model.max_model_len,
@@ -156,27 +151,6 @@ def _agrees(served: Served, request: Request, answer: tuple[int, ...]) -> bool:
     return served.tokens == (said if served.finished is not None else said[: len(served.tokens)])
 
 
-def refuse_plan(plan: Plan, choices: Choices) -> None:
-    """Refuse a plan with errors, for another machine, or for more than one device."""
-    errors = [str(finding) for finding in lint(plan) if finding.rule.severity is Severity.ERROR]
-    if errors and not choices.any_plan:
-        raise RunError(
-            f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)"
-        )
-    if plan.environment.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
-        raise RunError(f"the plan is for {plan.environment.device.name}, and this machine has no CUDA device")
-    wrong = host.differences(plan.environment)
-    if wrong and not choices.any_environment:
-        raise RunError(
-            f"the plan is for the environment {plan.environment.name}: {'; '.join(wrong)}; plan for this "
-            "machine (--any-environment runs it all the same)"
-        )
-    parallel = plan.parallel
-    for name, ranks in (("tensor", parallel.tensor), ("decode_context", parallel.decode_context)):
-        if ranks > 1:
-            raise RunError(f"parallel.{name} is {ranks}: a plan is executed on one device; plan it with 1")
-
-
 def _not_as_planned(plan: Plan) -> dict[str, str]:
     """Return what differs from the environment that was planned for, as a fact for the report."""
     found = (*host.differences(plan.environment), *host.remarks(plan.environment))
@@ -189,8 +163,21 @@ def _weights(runner: Runner) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
+def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
+    """Return the model at ``source``, or one of the plan's numbers, as ``load_target`` does.
+
+    Raises ``RunError`` where that cannot be executed, or is another model than was planned for.
+    """
+    model = load_target(source, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=seed)
+    if wrong := model_differences(model, plan.model):
+        raise RunError(
+            f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
+        )
+    return model
+
+
 def grapher_for(device: torch.device) -> Grapher:
-    """Return what captures on a device."""
+    """Return what captures on a device. One does for a process: CUDA's changes the current stream."""
     if device.type == "cuda":
         from capture_planner.runtime.cuda import CudaGraphs
 

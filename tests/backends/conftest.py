@@ -1,9 +1,14 @@
-"""Machines and layers that the backends' tests share."""
+"""Machines, layers and stand-ins that the backends' tests share.
+
+The modules beside them and ``flashinfer_rig`` of tests/gpu are importable under importlib import mode.
+"""
 
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -12,6 +17,9 @@ from capture_planner.contract import Attention
 from capture_planner.entry import Entry
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 
 ENVIRONMENTS = Path(__file__).parents[2] / "plans" / "environments"
 
@@ -92,3 +100,14 @@ def imports() -> Callable[[str], set[str]]:
         return set(done.stdout.split())
 
     return run
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Put the stand-in where FlashInfer would be imported from."""
+    from flashinfer_standin import standin
+
+    made: Any = standin()
+    monkeypatch.setitem(sys.modules, "flashinfer", made)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
+    return made

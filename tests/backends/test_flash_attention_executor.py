@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,6 +11,7 @@ import torch
 from capture_planner_flash_attention import FlashAttention, backend
 from capture_planner_flash_attention.executor import num_splits
 from capture_planner_reference import Reference
+from flash_attention_standin import installed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,10 +21,6 @@ from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Scoring
 from capture_planner.spec import Limits
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from flash_attention_standin import installed
 
 LAYER = 3
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "torch": "2.13.0"}

@@ -8,18 +8,18 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path as FilePath
-from types import ModuleType
 from typing import Any
 
 import attrs
+import flashinfer_rig as checks
 import numpy as np
 import pytest
 import torch
 from capture_planner_flashinfer import FlashInfer, kernels, wrappers
 from capture_planner_flashinfer.backend import PACKAGE, Path, parts, splits
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
+from flashinfer_cases import SETTINGS, SMALL, each_path, reservation_of, rig_of
+from flashinfer_standin import graphs_of, new_kernel, standin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,32 +27,9 @@ from capture_planner.entry import Entry
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 
-sys.path.insert(0, str(FilePath(__file__).parent))
-sys.path.insert(0, str(FilePath(__file__).parents[1] / "gpu"))
-
-import flashinfer_rig as checks
-from flashinfer_cases import SETTINGS, SMALL, each_path, reservation_of, rig_of
-from flashinfer_standin import graphs_of, new_kernel, standin
+pytestmark = pytest.mark.usefixtures("one_thread", "library")
 
 few = settings(max_examples=6)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small operators are many times slower where threads of several workers wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Put the stand-in where FlashInfer would be imported from."""
-    made: Any = standin()
-    monkeypatch.setitem(sys.modules, "flashinfer", made)
-    monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
-    return made
 
 
 @each_path

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path as FilePath
-from types import ModuleType
 from typing import Any
 
 import attrs
+import flashinfer_rig as checks
 import pytest
 import torch
 from capture_planner_flashinfer import FlashInfer
 from capture_planner_flashinfer.backend import Path
+from flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_path, reservation_of, rig_of
 
 from capture_planner.entry import Entry
 from capture_planner.errors import BackendError, RunError
@@ -20,30 +19,7 @@ from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode
 from capture_planner.runtime.contract import LayerCache, Scoring
 
-sys.path.insert(0, str(FilePath(__file__).parent))
-sys.path.insert(0, str(FilePath(__file__).parents[1] / "gpu"))
-
-import flashinfer_rig as checks
-from flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_path, reservation_of, rig_of
-from flashinfer_standin import standin
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small operators are many times slower where threads of several workers wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Put the stand-in where FlashInfer would be imported from."""
-    made: Any = standin()
-    monkeypatch.setitem(sys.modules, "flashinfer", made)
-    monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
-    return made
+pytestmark = pytest.mark.usefixtures("one_thread", "library")
 
 
 def test_scale_is_that_of_each_layer_and_softcap_that_of_the_group() -> None:

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path as FilePath
-from types import ModuleType
 from typing import Any
 
+import flashinfer_rig as checks
 import pytest
 import torch
 from capture_planner_flashinfer import FlashInfer, wrappers
 from capture_planner_flashinfer.backend import Path
+from flashinfer_cases import SETTINGS, WRAPPERS, each_path, reservation_of, rig_of
+from flashinfer_standin import FENCES, graphs_of, newer_fast_decode_plan
 
 from capture_planner.errors import RunError
 
-sys.path.insert(0, str(FilePath(__file__).parent))
-sys.path.insert(0, str(FilePath(__file__).parents[1] / "gpu"))
-
-import flashinfer_rig as checks
-from flashinfer_cases import SETTINGS, WRAPPERS, each_path, reservation_of, rig_of
-from flashinfer_standin import FENCES, graphs_of, newer_fast_decode_plan, standin
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small operators are many times slower where threads of several workers wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Put the stand-in where FlashInfer would be imported from."""
-    made: Any = standin()
-    monkeypatch.setitem(sys.modules, "flashinfer", made)
-    monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
-    return made
+pytestmark = pytest.mark.usefixtures("one_thread", "library")
 
 
 @each_path

@@ -1,11 +1,10 @@
-"""What is refused before a model is loaded, and what an interruption keeps."""
+"""What a bench refuses before a model is loaded, and what an interruption keeps."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 import pytest
@@ -22,25 +21,12 @@ from capture_planner._record import replace  # noqa: E402
 from capture_planner.bench import Bench, measure  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD, default_load  # noqa: E402
 from capture_planner.bench.record import FIGURES  # noqa: E402
-from capture_planner.bench.refusals import needs, refuse_backends  # noqa: E402
+from capture_planner.bench.refusals import needs  # noqa: E402
 from capture_planner.bench.rig import QUICK, REQUESTS, served_sizes  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.errors import BackendError, RunError  # noqa: E402
-from capture_planner.registry import Registry  # noqa: E402
 
-CPU = torch.device("cpu")
 PLANS = {k: planned(k) for k in (0, 2, 4)}
-
-
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no model be loaded."""
-
-    def load(*given: object, **named: object) -> NoReturn:
-        raise AssertionError("a model was loaded")
-
-    # By its name: the package has a function that is named as the module.
-    monkeypatch.setattr(importlib.import_module("capture_planner.bench.measure"), "load_target", load)
 
 
 # Numbers of requests and lengths.
@@ -134,97 +120,6 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(chosen: Any) -> N
     """It can be known from the plan."""
     with pytest.raises(RunError):
         measure(PLANS[2], registry.load(), Bench(quick=True, **chosen), quiet)
-
-
-# Backends.
-
-
-class Elsewhere:
-    """The reference backend, whose library is not here."""
-
-    name = "reference"
-
-    def __init__(self, backend: Any, error: Exception) -> None:
-        self.support, self.padding = backend.support, backend.padding
-        self.refresh, self.workspace = backend.refresh, backend.workspace
-        self._error = error
-
-    def reserve(self, reservation: Any) -> NoReturn:
-        """Raise."""
-        raise self._error
-
-
-class Counting(Elsewhere):
-    """The reference backend, with what was reserved and released."""
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__(backend, BackendError(""))
-        self._backend = backend
-        self.reserved: list[Any] = []
-        self.released = 0
-
-    def reserve(self, reservation: Any) -> Any:
-        """Reserve, and count."""
-        executor = self._backend.reserve(reservation)
-        self.reserved.append(reservation)
-
-        def release() -> None:
-            self.released += 1
-
-        executor.release = release
-        return executor
-
-
-def registered(made: Callable[[Any], Any]) -> tuple[Any, Registry]:
-    """Return a backend in place of the reference, and a registry with it alone."""
-    found = registry.load()["reference"]
-    backend = made(found.backend)
-    return backend, Registry([attrs.evolve(found, backend=backend)])
-
-
-@pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize(
-    "error", [BackendError("its library is not installed"), ValueError("is not installed")]
-)
-def test_a_backend_that_does_not_run_here_is_refused_before_a_model_is_loaded(error: Exception) -> None:
-    """It is asked: what its ``reserve`` raises is told."""
-    _, backends = registered(lambda backend: Elsewhere(backend, error))
-    with pytest.raises(BackendError, match="is not installed"):
-        measure(PLANS[0], backends, Bench(quick=True), quiet)
-
-
-@pytest.mark.usefixtures("no_model")
-def test_a_backend_that_is_missing_or_only_plans_is_refused_before_a_model_is_loaded() -> None:
-    """By the sentences of ``run``."""
-    with pytest.raises(BackendError, match="no backend named 'reference' is installed"):
-        measure(PLANS[0], Registry(), Bench(quick=True), quiet)
-
-    def planning(backend: Any) -> Any:
-        found = Elsewhere(backend, BackendError(""))
-        kept = {name: getattr(found, name) for name in ("support", "padding", "refresh", "workspace")}
-        return type("Planning", (), kept | {"name": "reference"})()
-
-    _, backends = registered(planning)
-    with pytest.raises(RunError, match="plans and does not execute"):
-        measure(PLANS[0], backends, Bench(quick=True), quiet)
-
-
-@pytest.mark.parametrize("k", [0, 2, 4])
-def test_every_group_is_reserved_once_as_the_plan_has_it_and_released(k: int) -> None:
-    """With the plan's entries and workspace, and a cache of one page for each of its layers."""
-    backend, backends = registered(Counting)
-    refuse_backends(PLANS[k], backends, CPU, 8)
-    groups = [(role, group) for role in PLANS[k].roles for group in role.groups]
-    assert backend.released == len(backend.reserved) == len(groups)
-    for (role, group), reservation in zip(groups, backend.reserved, strict=True):
-        assert (reservation.role, reservation.group, reservation.entries) == (
-            role.role,
-            group.name,
-            role.entries,
-        )
-        assert reservation.workspace.numel() == group.workspace.device
-        assert len(reservation.caches) == group.layers
-        assert {cache.keys.shape[:2] for cache in reservation.caches.values()} == {(2, 8)}
 
 
 # Interruptions.

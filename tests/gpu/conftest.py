@@ -1,18 +1,7 @@
-"""Makes ``_deployments``, ``_equality`` and ``_logits`` of benchmarks/ importable, and threads fewer."""
+"""Makes ``_deployments``, ``_equality`` and ``_logits`` of benchmarks/ importable, and ``flashinfer_rig``."""
 
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-
-@pytest.fixture
-def one_thread():
-    """Tiny products are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+sys.path.insert(0, str(Path(__file__).parent))

@@ -21,18 +21,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
+import flashinfer_rig as checks
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import flashinfer_rig as checks
 from flashinfer_rig import Rig, Setting, Steps
+from hypothesis import HealthCheck, given, settings
 
 EXAMPLES = int(os.environ.get("CAPTURE_PLANNER_GPU_EXAMPLES", "6"))
 

@@ -14,7 +14,7 @@ import random
 import attrs
 import pytest
 import torch
-from _deployments import CASES, CYCLE, REGISTRY, deployment, grapher_of, missing, small, tiny
+from _deployments import CASES, CYCLE, REGISTRY, deployment, missing, small, tiny
 from _equality import TOLERANCE, check, differing, faults
 from _logits import errors, in_float32
 
@@ -23,6 +23,7 @@ from capture_planner.model import DataType, Method, Speculative
 from capture_planner.models.huggingface import load_target
 from capture_planner.modes import Chain, Pool
 from capture_planner.runtime.capture import without_speculation
+from capture_planner.runtime.launch import grapher_for
 
 # Kernel libraries warn while they compile.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
@@ -32,7 +33,7 @@ PLACES = [CPU, *(pytest.param(case, "cuda", id=f"{case.name}-cuda") for case in 
 EXACT = [CPU, *(p for p in PLACES[1:] if DataType.FLOAT32 in p.values[0].dtypes)]
 
 everywhere = pytest.mark.parametrize(("case", "place"), PLACES)
-grapher_once = functools.cache(grapher_of)
+grapher_once = functools.cache(grapher_for)
 
 
 def device_for(case, place):

@@ -11,25 +11,23 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from _deployments import CASES, REGISTRY, deployment, grapher_of, missing, small
+from _deployments import CASES, REGISTRY, deployment, missing, small
+from by_hand import with_piecewise_draft_decode
 
-from capture_planner._record import replace
-from capture_planner.entry import Entry
 from capture_planner.errors import GuardError, RunError
 from capture_planner.lint import Severity, lint
 from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.modes import Role
+from capture_planner.runtime.launch import Choices, grapher_for, launch
 from capture_planner.runtime.runner import Runner
 
 # Kernel libraries warn while they compile.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
-PIECEWISE = GraphMode.PIECEWISE
 PLACES = [
     pytest.param((CASES["reference"], "cpu"), id="reference-cpu"),
     *(pytest.param((case, "cuda:0"), id=f"{case.name}-cuda") for case in CASES.values()),
 ]
-grapher_once = functools.cache(grapher_of)
+grapher_once = functools.cache(grapher_for)
 
 
 @pytest.fixture(params=PLACES)
@@ -54,14 +52,7 @@ def made(request):
 
 def by_hand(plan):
     """Return the plan with its draft decodes PIECEWISE, as vLLM would have captured them."""
-    graphs = tuple(Entry(mode=PIECEWISE, num_tokens=size) for size in (3, 1))
-    roles = [
-        replace(role, mode=PIECEWISE, requested=PIECEWISE, decisions=(), entries=graphs, waivers=())
-        if role.role is Role.DRAFT_DECODE
-        else role
-        for role in plan.roles
-    ]
-    return replace(plan, roles=tuple(roles))
+    return with_piecewise_draft_decode(plan, 3, 1)
 
 
 @contextmanager

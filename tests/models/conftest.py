@@ -54,13 +54,9 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """Tiny products are slower on many threads, and many times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module", autouse=True)
+def _computes(one_thread):
+    """All of these compute."""
 
 
 @pytest.fixture(scope="session")

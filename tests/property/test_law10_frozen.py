@@ -26,6 +26,7 @@ from capture_planner.runtime.guards import Baked
 from capture_planner.runtime.role import Options
 from capture_planner.spec import Policy, Sizes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SCALARS = ("max_query_len", "max_seq_len")
 FROZEN = PaddingContract(
     fields=tuple(
@@ -38,15 +39,6 @@ FROZEN = PaddingContract(
 SIZES = Sizes(policy=Policy.EXPLICIT, num_tokens=(4, 16), num_reqs=(1, 3))
 HOW = ("replaced", "moved", "resized", "restrided")
 HALF = settings(max_examples=max(settings.default.max_examples // 2, 5))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny products are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @attrs.frozen(eq=False)

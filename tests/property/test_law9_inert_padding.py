@@ -34,15 +34,6 @@ SAFE = {"input_ids": VOCABULARY, "positions": LONGEST}
 """Fields that a padded row may hold any value of, and how many there are."""
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Tiny products are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 STATE = ("token", "hidden", "proposed")
 """What draft steps hand on, a row a place."""
 CANARY = 7e77

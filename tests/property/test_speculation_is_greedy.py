@@ -24,6 +24,7 @@ from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.workload import Request
 from capture_planner.testing.runs import CPU, VOCABULARY, requests_for, runnable_specs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load()
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixture of experts": MixtralConfig}
 OPTIONS = st.builds(
@@ -34,15 +35,6 @@ OPTIONS = st.builds(
     run_ahead=st.booleans(),
     drafts_on_device=st.booleans(),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def planned(spec):

@@ -4,12 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from by_hand import PIECEWISE, with_piecewise_draft_decode
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from worlds import bits, requests_of, spec_of, world_of
 
-from capture_planner._record import replace
 from capture_planner.entry import Entry
 from capture_planner.errors import GuardError, RunError
 from capture_planner.lint import lint
@@ -18,25 +18,12 @@ from capture_planner.runtime.guards import PointerGuard, refuse_unpadded_request
 from capture_planner.runtime.launch import Choices, launch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PIECEWISE = GraphMode.PIECEWISE
-
-
-def with_piecewise_draft_decode(plan):
-    """What somebody wrote into a plan by hand (vllm#39773)."""
-    graphs = tuple(Entry(mode=PIECEWISE, num_tokens=size) for size in (2, 3))
-    roles = [
-        replace(role, mode=PIECEWISE, requested=PIECEWISE, decisions=(), entries=graphs, waivers=())
-        if role.role is Role.DRAFT_DECODE
-        else role
-        for role in plan.roles
-    ]
-    return replace(plan, roles=tuple(roles))
 
 
 @pytest.fixture(scope="module")
 def stale():
     """A world whose draft decodes are to run PIECEWISE, and requests for it."""
-    world = world_of(spec_of(k=3), change=with_piecewise_draft_decode)
+    world = world_of(spec_of(k=3), change=lambda plan: with_piecewise_draft_decode(plan, 2, 3))
     return world, requests_of(world, 0)
 
 

@@ -66,14 +66,17 @@ SCHEDULE = ((1, 1, 4), (2, 2, 1), (3, 3, 0))
 
 
 class Counting(Reference):
-    """The reference backend; it counts what is reserved and not yet released."""
+    """The reference backend; it counts what is reserved, on trial with one page or to run, and not yet
+    released.
+    """
 
     def __init__(self):
-        self.reserved = self.held = 0
+        self.reserved = self.trials = self.held = 0
 
     def reserve(self, reservation):
         """Count, and let a subclass change the executor."""
         self.reserved += 1
+        self.trials += all(len(cache.keys) == 2 for cache in reservation.caches.values())
         self.held += 1
         executor = super().reserve(reservation)
         release = executor.release
@@ -154,7 +157,7 @@ def changed_model(**changes):
     return replace(SPEC, model=replace(MODEL, **changes))
 
 
-REFUSED = {
+REFUSED_PLANS = {
     "cuda": ({"environment": H100}, "the plan is for H100"),
     "cuda, forced": (
         {"environment": H100, "any_environment": True},
@@ -171,6 +174,8 @@ REFUSED = {
     ),
     "fp8": ({"spec": changed_model(dtype=DataType.FP8)}, "in fp8; the runner computes in"),
     "fp8 cache": ({"spec": changed_model(kv_dtype=DataType.FP8)}, "in fp8; the runner computes in"),
+}
+REFUSED = {
     "no requests": ({"workload": lambda vocab_size: ()}, "there are no requests to serve"),
     "no prompt": ({"workload": one_request(prompt=())}, "r: the prompt is empty"),
     "too long": (
@@ -185,20 +190,36 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_executed_is_refused_before_anything_is_reserved(case):
-    """With what is wrong in the message; no backend has been asked for anything."""
+def check_refused(given, says):
+    """With what is wrong in the message, and before anything is begun; return the backend."""
     backend, shown = Counting(), Shown()
-    given, says = REFUSED[case]
     with pytest.raises(RunError) as caught:
         started(backend=backend, shown=shown, **given)
     assert says in str(caught.value)
-    assert backend.reserved == 0
     assert not shown.totals
+    return backend
+
+
+@pytest.mark.parametrize("case", REFUSED_PLANS)
+def test_a_plan_that_cannot_be_executed_is_refused_before_anything_is_reserved(case):
+    """No backend has been asked for anything."""
+    assert check_refused(*REFUSED_PLANS[case]).reserved == 0
+
+
+def check_only_tried(backend):
+    """Every group was reserved on trial, and released; nothing was reserved to run."""
+    assert backend.reserved == backend.trials > 0
+    assert backend.held == 0
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_executed_is_refused_before_anything_is_reserved_to_run(case):
+    """What depends on the model too."""
+    check_only_tried(check_refused(*REFUSED[case]))
 
 
 @pytest.mark.parametrize("content", [None, {"eagle": True}])
-def test_a_drafter_that_is_not_there_is_refused_before_anything_is_reserved(tmp_path, content):
+def test_a_drafter_that_is_not_there_is_refused_before_anything_is_reserved_to_run(tmp_path, content):
     """A folder that does not exist, and one that holds something else."""
     folder = tmp_path / "head"
     if content is not None:
@@ -208,7 +229,7 @@ def test_a_drafter_that_is_not_there_is_refused_before_anything_is_reserved(tmp_
     with pytest.raises(CapturePlannerError) as caught:
         started(backend=backend, drafter=folder)
     assert str(folder) in str(caught.value)
-    assert backend.reserved == 0
+    check_only_tried(backend)
 
 
 def with_error():
@@ -265,7 +286,7 @@ def test_another_model_than_the_plans_is_refused_number_by_number(tmp_path, name
     assert f"model.{name}: the plan says {planned}" in says
     assert str(real) in says.partition(f"model.{name}")[2]
     assert says.count("the plan says") == 1
-    assert backend.reserved == 0
+    check_only_tried(backend)
 
 
 def test_clip_cuts_what_is_too_long():

@@ -21,17 +21,9 @@ from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.workload import Request, generated
 from capture_planner.testing.runs import CPU
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PLANS = Path(__file__).parents[2] / "plans"
 PAGES = PageFormat(page_size=16, num_pages=1 + 8 * 16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def runner_of(plan, target, **options):

@@ -1,0 +1,83 @@
+"""What is refused before a model is loaded: a plan that is not for here, and backends that do not run here.
+
+A large model takes minutes to make, and whoever typed the wrong thing should know within seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+
+from capture_planner.environment import DeviceKind
+from capture_planner.errors import RunError
+from capture_planner.lint import Severity, lint
+from capture_planner.models.contract import Drafter, TargetModel
+from capture_planner.plan import Plan
+from capture_planner.registry import Registry
+from capture_planner.runtime import host
+from capture_planner.runtime.assembly import caches_of, capacity_of, refuse_backend, reserved_groups
+from capture_planner.runtime.fields import Fields
+from capture_planner.runtime.kv import PageFormat
+
+
+def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool) -> None:
+    """Refuse a plan with errors, for another machine, or for more than one device.
+
+    ``any_plan`` admits errors that the lint finds, ``any_environment`` other versions than were planned
+    for. Raises ``RunError``.
+    """
+    errors = [str(finding) for finding in lint(plan) if finding.rule.severity is Severity.ERROR]
+    if errors and not any_plan:
+        raise RunError(
+            f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)"
+        )
+    if plan.environment.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
+        raise RunError(f"the plan is for {plan.environment.device.name}, and this machine has no CUDA device")
+    wrong = host.differences(plan.environment)
+    if wrong and not any_environment:
+        raise RunError(
+            f"the plan is for the environment {plan.environment.name}: {'; '.join(wrong)}; plan for this "
+            "machine (--any-environment runs it all the same)"
+        )
+    parallel = plan.parallel
+    for name, ranks in (("tensor", parallel.tensor), ("decode_context", parallel.decode_context)):
+        if ranks > 1:
+            raise RunError(f"parallel.{name} is {ranks}: a plan is executed on one device; plan it with 1")
+
+
+def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_size: int) -> None:
+    """Reserve every backend of the plan with a KV cache of one page, and release it again.
+
+    Only the backend knows whether it runs here: its library may be missing, or be another version.
+    Raises ``RunError`` for one that only plans or declares other fields by now, ``BackendError`` for one
+    that is not installed, and what its ``reserve`` raises.
+    """
+    try:
+        _reserve_all(plan, registry, device, PageFormat(page_size=page_size, num_pages=2))
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            # How many pages there are is decided by what is free, and cached blocks are not.
+            torch.cuda.empty_cache()
+
+
+def _reserve_all(plan: Plan, registry: Registry, device: torch.device, pages: PageFormat) -> None:
+    shapes = {
+        role.role.is_drafter: SimpleNamespace(
+            num_layers=sum(group.layers for group in role.groups),
+            windows=[group.window for group in role.groups for _ in range(group.layers)],
+        )
+        for role in plan.roles
+    }
+    model = cast(TargetModel, shapes[False])
+    for role in plan.roles:
+        for group in role.groups:
+            refuse_backend(plan, role, group, registry[group.backend])
+    caches = caches_of(plan, model, cast("Drafter | None", shapes.get(True)), pages, device)
+    for role in plan.roles:
+        fields = Fields(role, capacity_of(plan, pages), device)
+        for group_run in reserved_groups(plan, role, model, caches, fields, registry, pages, device):
+            group_run.executor.release()
