@@ -30,7 +30,11 @@ class BugClass(enum.Enum):
     A = "coverage"
     B = "shape algebra"
     C = "dispatch"
+    D = "padding"
+    E = "capacity"
+    F = "baked state"
     G = "mode resolution"
+    H = "rank agreement"
     I = "resources"  # noqa: E741
     J = "observability"
 

@@ -1,0 +1,55 @@
+"""The conformance suite: attacks a backend's padding contract, its captures and its replays.
+
+    from capture_planner.testing import conformance
+    outcome = conformance.conform(conformance.tested("reference"))
+
+``capture-planner conformance NAME`` is the same from the command line, and ``capture_planner.testing.plugin``
+from pytest.
+"""
+
+from capture_planner.testing.conformance.finding import Check, Finding, Violation
+from capture_planner.testing.conformance.here import tested
+from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play, scenes
+from capture_planner.testing.conformance.scene import Case, Scene, Shape, dumps, loads
+from capture_planner.testing.conformance.shapes import Refused, usable_shapes
+from capture_planner.testing.conformance.stage import Stage, Tested
+from capture_planner.testing.conformance.suite import (
+    DEFAULT,
+    THOROUGH,
+    Choices,
+    Outcome,
+    Profile,
+    again,
+    blamed,
+    conform,
+    search,
+)
+
+__all__ = [
+    "DEFAULT",
+    "THOROUGH",
+    "Case",
+    "Check",
+    "Choices",
+    "ConformanceMachine",
+    "Finding",
+    "Log",
+    "Outcome",
+    "Profile",
+    "Refused",
+    "Scene",
+    "Shape",
+    "Stage",
+    "Tested",
+    "Violation",
+    "again",
+    "blamed",
+    "conform",
+    "dumps",
+    "loads",
+    "play",
+    "scenes",
+    "search",
+    "tested",
+    "usable_shapes",
+]

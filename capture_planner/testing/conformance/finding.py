@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from capture_planner.entry import Entry
-from capture_planner.errors import BackendError, CapturePlannerError, CaptureError, GuardError
+from capture_planner.errors import BackendError, CaptureError, CapturePlannerError, GuardError
 from capture_planner.modes import Role
 
 

@@ -83,6 +83,8 @@ class Log:
     forwards: Counter[str] = attrs.Factory(Counter)
     """By role and by what ran: the mode of a graph, or NONE."""
     violation: Violation | None = None
+    told: Callable[[Log], None] = lambda log: None
+    """Called at each example."""
 
 
 class ConformanceMachine(RuleBasedStateMachine):
@@ -99,6 +101,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         self._stage: Stage | None = None
         self._scene: Scene | None = None
         self.log.examples += 1
+        self.log.told(self.log)
 
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
@@ -108,12 +111,30 @@ class ConformanceMachine(RuleBasedStateMachine):
         for _ in range(data.draw(st.integers(1, self._scene_now().num_reqs), label="requests")):
             self._arrive(data)
 
-    # Hypothesis draws the rules that come first by name most often: this one is the point of it all.
+    # Hypothesis draws rules evenly, so that what it is all about has four of them.
     @precondition(lambda self: bool(self._live()))
-    @rule(data=st.data(), uniform=st.booleans())
-    def advance(self, data: st.DataObject, uniform: bool) -> None:
-        """One step: a uniform decode, or any batch."""
-        (self._decode if uniform else self._mixed)(data)
+    @rule(data=st.data())
+    def advance_all(self, data: st.DataObject) -> None:
+        """All that are past their prompt decode, as they do in most steps of an engine."""
+        self._decode(data, len(self._live()))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def advance_alone(self, data: st.DataObject) -> None:
+        """One request decodes: much padding, after a larger batch."""
+        self._decode(data, 1)
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def advance_some(self, data: st.DataObject) -> None:
+        """Some decode."""
+        self._decode(data, data.draw(st.integers(1, len(self._live())), label="rows"))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def advance_mixed(self, data: st.DataObject) -> None:
+        """Prompts in chunks, decodes of any length, and rows without a token beside them."""
+        self._mixed(data)
 
     @precondition(lambda self: len(self._live()) < self._scene_now().num_reqs)
     @rule(data=st.data())
@@ -160,26 +181,27 @@ class ConformanceMachine(RuleBasedStateMachine):
                 self.log.forwards[key] += count
             self._stage.close()
 
-    def _decode(self, data: st.DataObject) -> None:
-        """Run a uniform decode of as many requests as are past their prompt, or of some of them."""
+    def _decode(self, data: st.DataObject, count: int) -> None:
+        """Run a uniform decode of so many requests, as far as they are past their prompt."""
         stage = self._stage_now()
-        rows = self._some(data, [live for live in stage.live.values() if live.computed >= live.prompt])
+        able = [live for live in self._live() if live.computed >= live.prompt]
+        rows = self._drawn(data, able)[:count]
         while rows:
             k = stage.draft_tokens(len(rows))
             if stage.admits([(live, 1 + k, 0) for live in rows]):
                 break
             rows = rows[1:]
-        if rows:
-            kept = st.integers(0, k)
-            self._do(
-                Forward(rows=tuple((live.number, 1 + k, data.draw(kept, label="kept")) for live in rows))
-            )
+        if not rows:
+            self._mixed(data)
+            return
+        kept = st.integers(0, k)
+        self._do(Forward(rows=tuple((live.number, 1 + k, data.draw(kept, label="kept")) for live in rows)))
 
     def _mixed(self, data: st.DataObject) -> None:
-        """Run prompts in chunks, decodes of any length, and rows without a token beside them."""
+        """Run a batch of any shape that the limits admit."""
         scene, rows = self._scene_now(), []
         left = scene.num_tokens
-        for live in self._some(data, list(self._stage_now().live.values())):
+        for live in self._drawn(data, self._live()):
             most = live.prompt - live.computed if live.computed < live.prompt else 1 + scene.drafts
             most = min(most, left, scene.shape.longest - live.computed)
             if most < 0:
@@ -200,12 +222,9 @@ class ConformanceMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(self._live()), label="request")
 
     @staticmethod
-    def _some(data: st.DataObject, live: list[Live]) -> list[Live]:
-        """Draw all, one, or any of them, in any order."""
-        if not live:
-            return []
-        count = data.draw(st.one_of(st.just(len(live)), st.integers(1, len(live))), label="rows")
-        return list(data.draw(st.permutations(live), label="order"))[:count]
+    def _drawn(data: st.DataObject, live: list[Live]) -> list[Live]:
+        """Draw an order."""
+        return list(data.draw(st.permutations(live), label="order"))
 
     def _do(self, step: Step) -> None:
         self._steps.append(step)

@@ -66,17 +66,20 @@ class Tables(nn.Module):
         rows = self.by_token[ids] + self.by_position[positions]
         heads, dim = self.heads, self.heads.head_dim
         widths = [heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim]
-        return tuple(part.unflatten(-1, (-1, dim)) for part in rows.split(widths, dim=-1))
+        parts = torch.split(rows, widths, dim=-1)
+        return tuple(part.reshape(*part.shape[:-1], part.shape[-1] // dim, dim) for part in parts)
 
     def attended(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Return, in float64, what the rows from position ``first`` on attend to: ``[n, layers, width]``.
 
         ``ids int64[S]`` are the tokens of one request from its first position on.
         """
-        positions = torch.arange(len(ids), device=ids.device)
+        heads, positions = self.heads, torch.arange(len(ids), device=ids.device)
         query, keys, values = (part.double() for part in self.split(ids, positions))
         rows = positions[first:]
-        grouped = query[first:].unflatten(2, (self.heads.kv_heads, -1))
+        grouped = query[first:].reshape(
+            len(rows), heads.layers, heads.kv_heads, heads.heads // heads.kv_heads, heads.head_dim
+        )
         scores = torch.einsum("qlhgd,slhd->lhgqs", grouped, keys) * self.heads.scale
         for layer, window in enumerate(self.heads.windows):
             seen = positions <= rows[:, None]
@@ -178,8 +181,8 @@ def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend:
     query, keys, values = tables.split(ids.long(), positions)
     found = []
     for layer in range(tables.heads.layers):
-        parts = (part[:, layer].contiguous() for part in (query, keys, values))
-        found.append(attend(layer, *parts, Scoring(scale=tables.heads.scale)).flatten(1))
+        q, k, v = (part[:, layer].contiguous() for part in (query, keys, values))
+        found.append(attend(layer, q, k, v, Scoring(scale=tables.heads.scale)).flatten(1))
     return torch.cat(found, dim=1)
 
 

@@ -76,7 +76,7 @@ class Scene:
         """Return the spec that is planned."""
         shape = self.shape
         layers = self.layers + shape.windowed
-        groups = ()
+        groups: tuple[GroupSpec, ...] = ()
         if shape.windowed:
             groups = (
                 GroupSpec(name="full", layers=layers - layers // 2),
@@ -161,7 +161,8 @@ class Forward:
 @attrs.frozen(kw_only=True)
 class Serve:
     """Requests are served to their end by the scheduler, beside what lives: each has a prompt length,
-    a number of new tokens, and the step of its arrival."""
+    a number of new tokens, and the step of its arrival.
+    """
 
     requests: tuple[tuple[int, int, int], ...]
 

@@ -105,7 +105,7 @@ class Stage:
             tamper(self.runner)
             self.runner.capture()
             self.world = World(
-                self._families(), pages, scene.num_reqs, shape.longest, scene.drafts + 2, scene.seed
+                tuple(self._families()), pages, scene.num_reqs, shape.longest, scene.drafts + 2, scene.seed
             )
             for source in self.world.is_spoilt:
                 self.world.is_spoilt[source] = source not in spared
@@ -127,15 +127,12 @@ class Stage:
 
     def _families(self) -> Iterator[Family]:
         roles = self.runner.parts.roles
-        for role, tables, shift in (
-            (Role.TARGET, self.target.tables, 0),
-            (Role.DRAFT_PREFILL, self.drafter and self.drafter.tables, 1),
-        ):
-            if tables is not None:
-                found = {
-                    layer: cache for group in roles[role].groups for layer, cache in group.caches.items()
-                }
-                yield Family(tables, [found[layer] for layer in sorted(found)], shift)
+        models: dict[Role, Tables] = {Role.TARGET: self.target.tables}
+        if self.drafter is not None:
+            models[Role.DRAFT_PREFILL] = self.drafter.tables
+        for role, tables in models.items():
+            found = {layer: cache for group in roles[role].groups for layer, cache in group.caches.items()}
+            yield Family(tables, [found[layer] for layer in sorted(found)], int(role.is_drafter))
 
     # Steps.
 
@@ -247,8 +244,8 @@ class Stage:
         """Hold rows ``[n, layers * width]`` to what they are defined as, layer by layer."""
         tables = self.target.tables if role is Role.TARGET else self._drafting().tables
         width = tables.heads.width if role is Role.TARGET else got.shape[1]
-        off = (got.double() - want).unflatten(1, (-1, width)).norm(dim=2)
-        size = want.unflatten(1, (-1, width)).norm(dim=2)
+        off = (got.double() - want).view(len(want), -1, width).norm(dim=2)
+        size = want.view(len(want), -1, width).norm(dim=2)
         wrong = ~(off <= self.tolerance * (size + 0.1))
         if bool(wrong.any()):
             row, layer = (int(part) for part in wrong.nonzero()[0])

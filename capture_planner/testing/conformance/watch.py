@@ -189,7 +189,8 @@ class Watch:
             # of those behind it.
             # Where drafts were verified on the device, the host only knows the last position that there can be.
             steps = (entry and entry.draft_steps) or 1
-            early = self.runner.plan.speculative.num_tokens if self._is_guess(role) else 0
+            drafts = self.runner.plan.speculative
+            early = drafts.num_tokens if drafts and self._filled else 0
             size, longest = self.world.pages.page_size, self.runner.plan.model.max_model_len
             mine = mine or set()
             for row, first in enumerate(positions.tolist()):
@@ -197,9 +198,6 @@ class Watch:
                     if position // size < table.shape[1]:
                         mine.add(int(table[row, position // size]) * size + position % size)
         return mine | set(range(self.world.pages.page_size))
-
-    def _is_guess(self, role: RoleRun) -> bool:
-        return self._filled and role.role is Role.DRAFT_DECODE
 
     def _caches(self, role: RoleRun) -> Iterable[torch.Tensor]:
         for family in self.world.families:

@@ -1,0 +1,54 @@
+"""A backend on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from capture_planner import registry as plugins
+from capture_planner.contract import Backend
+from capture_planner.environment import DeviceKind, Environment
+from capture_planner.hookspecs import hookimpl
+from capture_planner.plan import Plan
+from capture_planner.runtime.host import device_of, this_environment
+from capture_planner.runtime.launch import grapher_for
+from capture_planner.testing.conformance.stage import Tested
+
+
+def tested(
+    backend: str | Backend,
+    *,
+    environment: Environment | None = None,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+) -> Tested:
+    """Return a backend as it is tested on this machine: an installed one by its name, or any object.
+
+    ``environment`` is planned for in place of this machine's. A host's own names no packages, since no
+    recorded graph depends on one. Raises ``BackendError`` for a name that is not installed.
+    """
+    registry = plugins.load() if isinstance(backend, str) else plugins.load(_Plugin(backend))
+    name = backend if isinstance(backend, str) else backend.name
+    here = environment or this_environment("here")
+    if here.device.kind is DeviceKind.CPU:
+        here = Environment(name=here.name, device=here.device)
+    found = registry[name]
+    device = device_of(here)
+    return Tested(
+        backend=found.name,
+        registry=registry,
+        environment=here,
+        device=device,
+        grapher=grapher_for(device),
+        change=change,
+    )
+
+
+class _Plugin:
+    """A plugin that brings one backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @hookimpl
+    def capture_planner_backends(self) -> tuple[Backend, ...]:
+        """Return it."""
+        return (self._backend,)

@@ -1,0 +1,173 @@
+"""The suite: put one backend through everything, and say what was found.
+
+The same seed does the same: examples are Hypothesis's, drawn from a seed, and nothing is kept between
+two runs. Everything here runs without pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import attrs
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from capture_planner.testing.conformance.declared import check_declared
+from capture_planner.testing.conformance.finding import Finding, Violation
+from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play
+from capture_planner.testing.conformance.scene import Case, Shape, dumps, loads
+from capture_planner.testing.conformance.shapes import Refused, usable_shapes
+from capture_planner.testing.conformance.stage import Stage, Tested
+
+
+@attrs.frozen(kw_only=True)
+class Profile:
+    """How much is tried."""
+
+    name: str
+    examples: int
+    """Scenes, each with a runner and graphs of its own."""
+    steps: int
+    """Most steps of a scene."""
+
+
+DEFAULT = Profile(name="default", examples=150, steps=20)
+THOROUGH = Profile(name="thorough", examples=2000, steps=25)
+
+DRAFTS = (0, 1, 2, 3, 5)
+"""K of the scenes."""
+
+
+@attrs.frozen(kw_only=True)
+class Choices:
+    """What somebody may choose about a run of the suite; the defaults suit most."""
+
+    profile: Profile = DEFAULT
+    seed: int = 0
+    shapes: tuple[Shape, ...] = ()
+    """What kernels are asked for; empty: those of ``shapes.CANDIDATES`` that the backend runs."""
+    drafts: tuple[int, ...] = DRAFTS
+    shrink: bool = True
+    """Make a failing case small. It takes longer than finding it does."""
+    blame: bool = True
+    """Say which garbage a failing case needs."""
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """What a run of the suite did and found."""
+
+    shapes: tuple[Shape, ...]
+    refused: tuple[Refused, ...]
+    """Shapes that the backend does not run, each with its reason."""
+    log: Log
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+
+def conform(
+    tested: Tested, choices: Choices | None = None, progress: Callable[[Log], None] = lambda log: None
+) -> Outcome:
+    """Put a backend through the suite: declarations, then any scene and any order of steps.
+
+    Raises ``RunError`` where the backend runs none of the shapes here: there is nothing to say then.
+    """
+    choices, started, log = choices or Choices(), perf_counter(), Log(told=progress)
+    findings: list[Finding] = []
+    shapes, refused = usable_shapes(tested, choices.shapes)
+    findings += check_declared(tested, shapes)
+    if not findings and (violation := search(tested, shapes, choices, log)) is not None:
+        finding = violation.finding
+        findings.append(blamed(tested, finding) if choices.blame else finding)
+    return Outcome(
+        shapes=shapes, refused=refused, log=log, findings=tuple(findings), seconds=perf_counter() - started
+    )
+
+
+def search(
+    tested: Tested,
+    shapes: Sequence[Shape],
+    choices: Choices,
+    log: Log,
+) -> Violation | None:
+    """Run the state machine; returns the violation of the smallest case that was found, or None."""
+    machine = type(
+        "Conformance",
+        (ConformanceMachine,),
+        {
+            "tested": tested,
+            "shapes": shapes,
+            "drafts": choices.drafts,
+            "log": log,
+        },
+    )
+    try:
+        run_state_machine_as_test(
+            hypothesis.seed(choices.seed)(machine),
+            settings=settings(
+                max_examples=choices.profile.examples,
+                stateful_step_count=choices.profile.steps,
+                database=None,
+                deadline=None,
+                derandomize=False,
+                print_blob=False,
+                report_multiple_bugs=False,
+                phases=(Phase.generate, Phase.shrink) if choices.shrink else (Phase.generate,),
+                suppress_health_check=list(HealthCheck),
+                verbosity=Verbosity.quiet,
+            ),
+        )
+    except Violation as violation:
+        return violation
+    except hypothesis.errors.FlakyFailure:
+        # It failed, and not the same way again: say what was seen, which is worse than a plain failure.
+        assert log.violation is not None, "what is flaky failed once"
+        return Violation(
+            attrs.evolve(log.violation.finding, says=f"(not at every run) {log.violation.finding.says}")
+        )
+    return None
+
+
+def blamed(tested: Tested, finding: Finding) -> Finding:
+    """Return the finding with the garbage without which it is not seen: one source at a time is spared.
+
+    Where that is a field, the finding names it with its axis.
+    """
+    if not finding.case:
+        return finding
+    case = loads(finding.case)
+    causes, field, axis = [], finding.field, finding.axis
+    for source, along in _sources(tested, case):
+        if play(tested, case, spared=(source,)) is None:
+            causes.append(source)
+            if along and not field:
+                field, axis = source, along
+    return attrs.evolve(finding, causes=tuple(causes), field=field, axis=axis)
+
+
+def _sources(tested: Tested, case: Case) -> list[tuple[str, str]]:
+    """Return what is spoilt in a scene, and for fields along which axis they are."""
+    try:
+        with Stage(tested, case.scene) as stage:
+            axes = {
+                buffer.key: buffer.field.axis.value
+                for role in stage.runner.parts.roles.values()
+                for buffer in role.fields
+            }
+            return [(source, axes.get(source, "")) for source in stage.watch.sources()]
+    except Exception:  # A scene that cannot be set up has nothing that is spoilt.
+        return []
+
+
+def again(tested: Tested, text: str) -> Finding | None:
+    """Do a printed case again; returns what does not hold, or None. Raises ``RunError`` for no case."""
+    case = loads(text)
+    violation = play(tested, case)
+    return None if violation is None else attrs.evolve(violation.finding, case=dumps(case))
