@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 import torch
 
+from capture_planner._record import replace
 from capture_planner.contract import Axis, Bound
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Role
@@ -219,7 +220,7 @@ def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
             buffer.constant = _another(runner, buffer)
         case Attack.OTHER_AXIS:
             along = Axis.REQUEST if buffer.field.axis is Axis.TOKEN else Axis.TOKEN
-            buffer.field = attrs.evolve(buffer.field, axis=along)
+            buffer.field = replace(buffer.field, axis=along)
         case Attack.SHRUNK:
             run.again = functools.partial(_cut, run.again, run, buffer, runner)  # type: ignore[method-assign]
 
