@@ -149,17 +149,18 @@ class World:
 
     def refresh(self) -> None:
         """Make the cache anew, after somebody else had it."""
-        self._fill_pages(range(self.pages.num_pages), GARBAGE)
+        self._fill_pages(list(range(self.pages.num_pages)), GARBAGE)
         self.spoil_free()
         for live in self.live.values():
             self.compute(live)
 
-    def _fill_pages(self, pages: Sequence[int], value: float) -> None:
+    def _fill_pages(self, pages: list[int], value: float) -> None:
+        if not pages:
+            return
         for family in self.families:
             for cache in family.caches:
-                for page in pages:
-                    cache.keys[page] = value
-                    cache.values[page] = -value
+                cache.keys[pages] = value
+                cache.values[pages] = -value
 
     @staticmethod
     def _on(family: Family, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
