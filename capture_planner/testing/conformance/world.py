@@ -151,7 +151,7 @@ class World:
     @contextmanager
     def clean_pages(self) -> Iterator[None]:
         """Have finite numbers in the pages of nobody for a while."""
-        self._fill_pages(np.flatnonzero(self._owners == 0).tolist() + [NULL_PAGE], GARBAGE)
+        self._fill_pages([*np.flatnonzero(self._owners == 0).tolist(), NULL_PAGE], GARBAGE)
         yield
         self.spoil_free()
 
