@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from capture_planner.contract import Attention
 from capture_planner.environment import DeviceKind
-from capture_planner.errors import RunError
+from capture_planner.errors import DifferenceError, RunError
 from capture_planner.lint import Severity, lint
 from capture_planner.models.auxiliary import choose_drafter
 from capture_planner.models.contract import Drafter, TargetModel
@@ -135,7 +136,9 @@ def launch(
             if choices.verify or choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
             run.capture(runner)
-            run.serve(runner, answers)
+            # Where a comparison found a difference, the report has it.
+            with contextlib.suppress(DifferenceError):
+                run.serve(runner, answers)
         except KeyboardInterrupt:
             interrupted = True
         report = run.report(runner, drafter, decode, interrupted=interrupted)
@@ -334,4 +337,5 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
+            comparison=runner.parts.findings.report() if runner.parts.findings is not None else None,
         )
