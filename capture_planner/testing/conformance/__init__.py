@@ -7,6 +7,7 @@
 from pytest.
 """
 
+from capture_planner.testing.conformance.audit import Attack, Audited, Verdict, attacked, audit, verdicts
 from capture_planner.testing.conformance.finding import Check, Finding, Violation
 from capture_planner.testing.conformance.here import tested
 from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play, scenes
@@ -28,6 +29,8 @@ from capture_planner.testing.conformance.suite import (
 __all__ = [
     "DEFAULT",
     "THOROUGH",
+    "Attack",
+    "Audited",
     "Case",
     "Check",
     "Choices",
@@ -41,8 +44,11 @@ __all__ = [
     "Shape",
     "Stage",
     "Tested",
+    "Verdict",
     "Violation",
     "again",
+    "attacked",
+    "audit",
     "blamed",
     "conform",
     "dumps",
@@ -52,4 +58,5 @@ __all__ = [
     "search",
     "tested",
     "usable_shapes",
+    "verdicts",
 ]

@@ -74,12 +74,14 @@ class Stage:
         scene: Scene,
         *,
         spared: Sequence[str] = (),
+        trusting: bool = False,
         tamper: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
         """Plan, assemble and capture; raises ``Violation`` where that shows a fault.
 
         ``spared`` are sources of garbage that are left clean. ``tamper`` is called before anything is
-        captured: an audit changes there how the runner treats a field.
+        captured: an audit changes there how the runner treats a field, and is ``trusting`` then: what
+        stands in fields is not checked.
         """
         self.scene, self._tested = scene, tested
         self.plan = tested.change(make_plan(scene.spec(tested.backend), tested.environment, tested.registry))
@@ -110,7 +112,7 @@ class Stage:
             for source in self.world.is_spoilt:
                 self.world.is_spoilt[source] = source not in spared
             self.world.refresh()
-            self.watch = Watch(self.runner, self.world, spared)
+            self.watch = Watch(self.runner, self.world, spared, trusting=trusting)
         except BaseException:
             self.close()
             raise
