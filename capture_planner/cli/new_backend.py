@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def new_backend(name: str, into: Path | None) -> None:
     folder = into or Path(f"capture-planner-{slug(name).replace('_', '-')}")
     for path in write_template(name, folder):
         click.echo(f"written to {path}")
-    click.echo(f"next: python -m pip install --editable '{folder}[test]', and pytest in {folder}")
+    click.echo(f"next: cd {shlex.quote(str(folder))} && python -m pip install --editable '.[test]' && pytest")
 
 
 def slug(name: str) -> str:
