@@ -100,7 +100,9 @@ def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() ->
         )
     )
     assert same == text
-    ConformanceTests().test_replays_are_what_attention_is_defined_as(conformance.tested("reference"), (SHAPE,), again)
+    ConformanceTests().test_replays_are_what_attention_is_defined_as(
+        conformance.tested("reference"), (SHAPE,), again
+    )
 
 
 def test_an_impure_declaration_is_found_alone() -> None:
@@ -108,7 +110,9 @@ def test_an_impure_declaration_is_found_alone() -> None:
     answers = iter(range(1 << 20))
     broken = Broken(workspace=lambda *asked: Workspace(device=next(answers)))
     text = failed(
-        lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(conformance.tested(broken), (SHAPE,))
+        lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(
+            conformance.tested(broken), (SHAPE,)
+        )
     )
     assert "workspace is not pure" in text
 

@@ -37,7 +37,7 @@ def tested(
         registry=registry,
         environment=here,
         device=device,
-        grapher=grapher_for(device),
+        grapher=grapher_for(device, accounts=False),
         change=change,
     )
 
