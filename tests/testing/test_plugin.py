@@ -22,7 +22,7 @@ from capture_planner_reference import Reference
 from capture_planner_reference.executor import ReferenceExecutor
 
 from capture_planner.contract import Axis, Fill, MetadataField, PaddingContract, Support, Workspace
-from capture_planner.errors import RunError
+from capture_planner.errors import BackendError
 from capture_planner.modes import GraphSupport
 from capture_planner.testing import conformance, plugin
 from capture_planner.testing.conformance import DEFAULT, THOROUGH, Finding, Shape
@@ -163,14 +163,29 @@ def test_a_backend_that_says_it_runs_nowhere_here_is_skipped_with_its_reason() -
         shapes_of(Broken(support=lambda *asked: NOWHERE))
 
 
-def test_a_backend_that_breaks_where_it_says_it_runs_is_not_skipped() -> None:
-    """A crash in ``reserve`` is no reason: with a skip, a broken backend would be green."""
+def test_a_backend_that_refuses_what_it_is_reserved_for_is_skipped_with_its_reason() -> None:
+    """Such as one whose library is missing."""
+
+    def reserve(reservation: object) -> None:
+        raise BackendError("broken: its library is not installed")
+
+    with pytest.raises(pytest.skip.Exception, match="its library is not installed"):
+        shapes_of(Broken(reserve=reserve))
+
+
+def test_a_backend_that_breaks_is_not_skipped() -> None:
+    """A crash is no reason: with a skip, a broken backend would be green."""
 
     def reserve(reservation: object) -> None:
         raise TypeError("a slip")
 
-    with pytest.raises(RunError, match="a slip"):
-        shapes_of(Broken(reserve=reserve))
+    broken = Broken(reserve=reserve)
+    text = failed(
+        lambda: ConformanceTests().test_replays_are_what_attention_is_defined_as(
+            conformance.tested(broken), shapes_of(broken), asked(examples="2")
+        )
+    )
+    assert "TypeError: a slip" in text
 
 
 @given(
@@ -257,7 +272,7 @@ def test_one_empty_subclass_runs_everything(tmp_path: Path) -> None:
     """By import alone, with a variable; nothing of the suite is loaded to collect it, and no warning comes."""
     (tmp_path / "test_mine.py").write_text(ALONE, "utf-8")
     done = _pytest(
-        tmp_path, CONFORMANCE_EXAMPLES="2", THREADS=str(torch.get_num_threads()), OMP_NUM_THREADS="1"
+        tmp_path, CONFORMANCE_EXAMPLES="1", THREADS=str(torch.get_num_threads()), OMP_NUM_THREADS="1"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
