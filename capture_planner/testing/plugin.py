@@ -66,7 +66,7 @@ class ConformanceTests:
         # The operators are tiny: on many threads they wait for each other.
         before = torch.get_num_threads()
         torch.set_num_threads(1)
-        yield conformance.tested(self.backend)
+        yield conformance.under_test(self.backend)
         torch.set_num_threads(before)
 
     @pytest.fixture
@@ -104,11 +104,12 @@ class ConformanceTests:
         self, tested: Tested, shapes: tuple[Shape, ...], request: pytest.FixtureRequest
     ) -> None:
         """Each field is treated wrongly, alone; what the backend declared is seen to be needed."""
-        if not _declares_fields(tested, shapes[0]):
+        fields = _declared(tested, shapes[0])
+        if not fields:
             return
-        from capture_planner.testing.conformance.audit import Verdict, audit, verdicts
+        from capture_planner.testing.conformance import Verdict, audit, verdicts
 
-        audited = audit(tested, shapes, seed=choices(request.config).seed)
+        audited = audit(tested, shapes, seed=choices(request.config).seed, fields=fields)
         over = [
             f"  {role.value} {field}"
             for (role, field), verdict in verdicts(audited).items()
@@ -157,13 +158,15 @@ def _number(config: pytest.Config, name: str, *, least: int, left_out: int) -> i
     return int(text)
 
 
-def _declares_fields(tested: Tested, shape: Shape) -> bool:
+def _declared(tested: Tested, shape: Shape) -> frozenset[str]:
+    """Return the names of all fields that the backend declares, in any role."""
     from capture_planner.planner import plan
     from capture_planner.testing.conformance.scene import Scene
 
     scene = Scene(shape=shape, drafts=2, num_tokens=24, size_tokens=(24,))
     made = plan(scene.spec(tested.backend), tested.environment, tested.registry)
-    return any(group.padding.fields for role in made.roles for group in role.groups)
+    groups = (group for role in made.roles for group in role.groups)
+    return frozenset(field.name for group in groups for field in group.padding.fields)
 
 
 def _command(request: pytest.FixtureRequest, finding: Finding) -> str:

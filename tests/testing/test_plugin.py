@@ -23,7 +23,7 @@ from capture_planner_reference.executor import ReferenceExecutor
 
 from capture_planner.contract import Axis, Fill, MetadataField, PaddingContract, Support, Workspace
 from capture_planner.errors import BackendError
-from capture_planner.modes import GraphSupport
+from capture_planner.modes import GraphSupport, Role
 from capture_planner.testing import conformance, plugin
 from capture_planner.testing.conformance import DEFAULT, THOROUGH, Finding, Shape
 from capture_planner.testing.conformance.finding import Check
@@ -84,7 +84,7 @@ def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() ->
     broken = Broken(reserve=Stale)
     text = failed(
         lambda: ConformanceTests().test_replays_are_what_attention_is_defined_as(
-            conformance.tested(broken), (SHAPE,), asked(examples="20")
+            conformance.under_test(broken), (SHAPE,), asked(examples="20")
         )
     )
     check = next(check for check in Check if text.startswith(f"{check.value}: "))
@@ -96,12 +96,12 @@ def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() ->
     again = asked(case=case)
     same = failed(
         lambda: ConformanceTests().test_replays_are_what_attention_is_defined_as(
-            conformance.tested(broken), (SHAPE,), again
+            conformance.under_test(broken), (SHAPE,), again
         )
     )
     assert same == text
     ConformanceTests().test_replays_are_what_attention_is_defined_as(
-        conformance.tested("reference"), (SHAPE,), again
+        conformance.under_test("reference"), (SHAPE,), again
     )
 
 
@@ -111,7 +111,7 @@ def test_an_impure_declaration_is_found_alone() -> None:
     broken = Broken(workspace=lambda *asked: Workspace(device=next(answers)))
     text = failed(
         lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(
-            conformance.tested(broken), (SHAPE,)
+            conformance.under_test(broken), (SHAPE,)
         )
     )
     assert "workspace is not pure" in text
@@ -120,25 +120,29 @@ def test_an_impure_declaration_is_found_alone() -> None:
 @pytest.mark.parametrize("read", [True, False])
 def test_a_declared_field_that_nothing_reads_is_named(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one that no attack makes matter; what an attack does is the audit's own business."""
-    audits = pytest.importorskip("capture_planner.testing.conformance.audit")
-    from capture_planner.modes import Role
-
-    record = audits.Audited(
+    record = conformance.Audited(
         role=Role.TARGET,
         group="",
         field="splits",
         axis="request",
         declared_by="broken",
-        attack=audits.Attack.STALE_TAIL,
+        attack=conformance.Attack.STALE_TAIL,
         matters=read,
     )
     others = [attrs.evolve(record, field="seq_lens", declared_by="runner", matters=False)]
-    monkeypatch.setattr(audits, "audit", lambda tested, shapes, seed: (record, *others))
+
+    def audit_of(tested: object, shapes: object, *, seed: int, fields: frozenset[str]) -> tuple[Any, ...]:
+        assert fields == {"splits"}
+        return (record, *others)
+
+    monkeypatch.setattr(conformance, "audit", audit_of)
     splits = MetadataField(name="splits", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
     broken = Broken(padding=lambda *asked: PaddingContract(fields=(splits,)))
 
     def audit() -> None:
-        ConformanceTests().test_every_declared_field_matters(conformance.tested(broken), (SHAPE,), asked())
+        ConformanceTests().test_every_declared_field_matters(
+            conformance.under_test(broken), (SHAPE,), asked()
+        )
 
     if read:
         audit()
@@ -154,7 +158,7 @@ NOWHERE = Support(level=GraphSupport.NEVER, reason="Broken's kernels need a GPU.
 def shapes_of(broken: Broken) -> tuple[Shape, ...]:
     """Return what the fixture gives for a backend."""
     fixture = ConformanceTests.shapes
-    return fixture.__wrapped__(ConformanceTests(), conformance.tested(broken))  # type: ignore[attr-defined, no-any-return]
+    return fixture.__wrapped__(ConformanceTests(), conformance.under_test(broken))  # type: ignore[attr-defined, no-any-return]
 
 
 def test_a_backend_that_says_it_runs_nowhere_here_is_skipped_with_its_reason() -> None:
@@ -182,7 +186,7 @@ def test_a_backend_that_breaks_is_not_skipped() -> None:
     broken = Broken(reserve=reserve)
     text = failed(
         lambda: ConformanceTests().test_replays_are_what_attention_is_defined_as(
-            conformance.tested(broken), shapes_of(broken), asked(examples="2")
+            conformance.under_test(broken), shapes_of(broken), asked(examples="2")
         )
     )
     assert "TypeError: a slip" in text
