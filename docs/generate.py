@@ -270,8 +270,16 @@ def _ranks() -> str:
     return "\n".join(lines)
 
 
+def _template(file: str) -> str:
+    """One file of the template of a backend."""
+    return f"```py\n{(ROOT / 'docs' / 'template' / file).read_text('utf-8')}```"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "laws": _laws,
+    "template-tests": lambda: _template("tests/test_conformance.py"),
+    "template-backend": lambda: _template("src/capture_planner_my_attention/backend.py"),
+    "template-executor": lambda: _template("src/capture_planner_my_attention/executor.py"),
     "rules": _rules,
     "hooks": _hooks,
     "runtime": _runtime,

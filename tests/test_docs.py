@@ -7,8 +7,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -199,54 +198,6 @@ def test_every_policy_is_explained(policy: Policy) -> None:
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_is_explained(reason: Reason) -> None:
     assert f"| `{reason.value}` |" in page("concepts")
-
-
-def _plugin() -> dict[str, str]:
-    """Return the files of the plugin example, by their path."""
-    files = re.findall(r"<!-- file: (acme/\S+) -->\n```\w+\n(.*?)```", page("backends"), re.S)
-    return dict(files)
-
-
-def test_the_plugin_example_is_short() -> None:
-    """A backend that plans and runs is three files."""
-    assert len(_plugin()) == 3
-    assert sum(len(file.splitlines()) for file in _plugin().values()) < 150
-
-
-def test_the_plugin_example_says_what_the_reference_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Token for token: ``--verify`` alone compares the example's attention with itself."""
-    pytest.importorskip("torch")
-    from capture_planner.runtime.launch import Choices, launch
-    from capture_planner.runtime.workload import generated
-
-    for name, text in _plugin().items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
-    monkeypatch.syspath_prepend(tmp_path / "acme")
-    for name in ("acme_attention_planner", "acme_attention_planner.executor"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    backends = load(importlib.import_module("acme_attention_planner"))
-    environment = codec.load_environment(ROOT / "plans" / "environments" / "cpu.yaml")
-    spec = (ROOT / "plans" / "specs" / "tiny-reference-cpu.yaml").read_text("utf-8")
-
-    @contextmanager
-    def quiet(what: str, total: int) -> Iterator[Callable[[str], None]]:
-        yield lambda name: None
-
-    def answers(backend: str) -> dict[str, tuple[int, ...]]:
-        text = spec.replace("backend: reference", f"backend: {backend}")
-        made = plan(codec.loads(text, Spec), environment, backends)
-        assert made.role("target").groups[0].backend == backend
-        requests = generated(
-            4, seed=1, rate=None, prompt_tokens=(1, 40), output_tokens=(8, 16), vocab_size=256
-        )
-        outcome = launch(made, backends, lambda vocab_size: requests, Choices(drafter="copy"), quiet)
-        return {served.name: served.tokens for served in outcome.report.served}
-
-    assert answers("acme") == answers("reference")
 
 
 RUN = "capture-planner run plan.yaml"

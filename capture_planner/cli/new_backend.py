@@ -1,0 +1,106 @@
+"""``new-backend``: a distribution of one's own, as the template has it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import click
+
+from capture_planner import registry
+from capture_planner._record import Name, constraints
+from capture_planner.errors import CapturePlannerError
+
+_PACKAGED = Path(__file__).parent.parent / "template"
+_CHECKOUT = Path(__file__).parent.parent.parent / "docs" / "template"
+
+# The template is a distribution that works as it is, under this name.
+_DISTRIBUTION, _MODULE, _NAME = "capture-planner-my-attention", "my_attention", "my-attention"
+
+
+@click.command(name="new-backend")
+@click.argument("name")
+@click.option(
+    "--into",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="The folder to make; left out: capture-planner-NAME, here.",
+)
+def new_backend(name: str, into: Path | None) -> None:
+    """Begin an attention backend called NAME: a distribution that plans, runs and has its tests.
+
+    The folder must not be there yet. Install it, run pytest in it, and replace what is in it step by step.
+    """
+    refuse_name(name)
+    folder = into or Path(f"capture-planner-{slug(name).replace('_', '-')}")
+    for path in write_template(name, folder):
+        click.echo(f"written to {path}")
+    click.echo(f"next: cd {shlex.quote(str(folder))} && python -m pip install --editable '.[test]' && pytest")
+
+
+def slug(name: str) -> str:
+    """Return the part of a module's name that a backend's name gives: ``Flash MLA/2`` is ``flash_mla_2``."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def refuse_name(name: str) -> None:
+    """Raise ``CapturePlannerError`` for what no spec could name, and for a name that is taken."""
+    for rule in constraints(Name):
+        if (wrong := rule.problem(name)) is not None:
+            raise CapturePlannerError(f"the name of a backend {wrong}")
+    installed = registry.load()
+    for taken in installed:
+        if slug(taken) == slug(name):
+            raise CapturePlannerError(
+                f"a backend named {taken!r} is installed, from {installed[taken].distribution}; choose "
+                "another name: names are unique among all that is installed"
+            )
+
+
+def template_files() -> dict[str, str]:
+    """Return the text of each file of the template, by its path in it."""
+    folder = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
+    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    # What tools leave behind where somebody worked in the template.
+    return {
+        name.as_posix(): path.read_text("utf-8")
+        for name, path in found.items()
+        if not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+    }
+
+
+def write_template(name: str, folder: Path) -> list[Path]:
+    """Write the template under a backend's name into a folder that is not there yet; returns the files.
+
+    Raises ``CapturePlannerError`` where the folder is there or cannot be made. Nothing is left of it then.
+    """
+    named = {
+        _DISTRIBUTION: f"capture-planner-{slug(name).replace('_', '-')}",
+        _MODULE: slug(name),
+        _NAME: name,
+    }
+
+    def renamed(text: str) -> str:
+        return re.sub("|".join(named), lambda match: named[match[0]], text)
+
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise CapturePlannerError(
+            f"{folder} is there already, and nothing is overwritten; name another folder with --into"
+        ) from None
+    except OSError as error:
+        raise CapturePlannerError(f"{folder} cannot be made: {error.strerror or error}") from error
+    written = []
+    try:
+        for file, text in template_files().items():
+            path = folder / renamed(file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(renamed(text), "utf-8", newline="\n")
+            written.append(path)
+    except OSError as error:
+        shutil.rmtree(folder)
+        raise CapturePlannerError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return written

@@ -1,0 +1,196 @@
+"""The conformance suite in pytest: one empty subclass runs all of it.
+
+    from capture_planner.testing.plugin import ConformanceTests
+
+    class TestAcme(ConformanceTests):
+        backend = "acme"
+
+What is tried is chosen by ``CONFORMANCE_PROFILE``, ``CONFORMANCE_SEED`` and ``CONFORMANCE_EXAMPLES``, or by the
+options of the same names where pytest loads this module as a plugin: ``-p capture_planner.testing.plugin``.
+No entry point loads it, so that nobody who has capture-planner pays for it in other test runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import attrs
+import pytest
+
+from capture_planner.cli.common import refuse_missing
+from capture_planner.contract import Backend
+from capture_planner.errors import RunError
+
+# torch comes with the suite: only tests that run need it, not their collection.
+if TYPE_CHECKING:
+    from capture_planner.testing.conformance import Choices, Finding, Shape, Tested
+
+_OPTIONS = {
+    "profile": "how much is tried: default (150 scenes) or thorough (2000)",
+    "seed": "of all that is random: a whole number; 0 where it is left out",
+    "examples": "scenes that are tried, in place of the profile's number",
+    "case": "a case of a finding, to do that alone again",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--conformance-profile`` and its like."""
+    group = parser.getgroup("conformance", "conformance suite of attention backends")
+    for name, says in _OPTIONS.items():
+        group.addoption(f"--conformance-{name}", help=f"{says} (or CONFORMANCE_{name.upper()})")
+
+
+class ConformanceTests:
+    """Subclass it, with ``backend``: the name of an installed one, or any object that is one.
+
+    A subclass may have a fixture ``tested`` in place of this one, for another environment or device.
+    """
+
+    backend: ClassVar[str | Backend]
+
+    @pytest.fixture
+    def tested(self) -> Iterator[Tested]:
+        """Give the backend as it is tested on this machine."""
+        refuse_missing()
+        if not hasattr(self, "backend"):
+            raise pytest.UsageError(
+                f"{type(self).__name__} needs `backend`: a name, or an object that is one"
+            )
+        import torch
+
+        from capture_planner.testing import conformance
+
+        # The operators are tiny: on many threads they wait for each other.
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield conformance.under_test(self.backend)
+        torch.set_num_threads(before)
+
+    @pytest.fixture
+    def shapes(self, tested: Tested) -> tuple[Shape, ...]:
+        """Give what the backend runs here; skips where it refuses everything, with its reasons."""
+        from capture_planner.testing import conformance
+
+        try:
+            return conformance.usable_shapes(tested)[0]
+        except RunError as error:
+            pytest.skip(str(error))
+
+    def test_declarations_are_well_formed_and_pure(self, tested: Tested, shapes: tuple[Shape, ...]) -> None:
+        """Whatever is declared, it is the same whenever it is asked for."""
+        from capture_planner.testing.conformance.declared import check_declared
+
+        _refuse(check_declared(tested, shapes))
+
+    def test_replays_are_what_attention_is_defined_as(
+        self, tested: Tested, shapes: tuple[Shape, ...], request: pytest.FixtureRequest
+    ) -> None:
+        """Plans are captured, and any order of steps replays them, with garbage in all that is padding."""
+        from capture_planner.testing import conformance
+
+        if (case := _asked(request.config, "case")) is not None:
+            finding = conformance.again(tested, case)
+        else:
+            violation = conformance.search(tested, shapes, choices(request.config), conformance.Log())
+            finding = None if violation is None else violation.finding
+        if finding is not None:
+            finding = conformance.blamed(tested, finding)
+            _refuse([attrs.evolve(finding, command=_command(request, finding))])
+
+    def test_every_declared_field_matters(
+        self, tested: Tested, shapes: tuple[Shape, ...], request: pytest.FixtureRequest
+    ) -> None:
+        """Each field is treated wrongly, alone; what the backend declared is seen to be needed."""
+        fields = _declared(tested, shapes[0])
+        if not fields:
+            return
+        from capture_planner.testing.conformance import Verdict, audit, verdicts
+
+        audited = audit(tested, shapes, seed=choices(request.config).seed, fields=fields)
+        over = [
+            f"  {role.value} {field}"
+            for (role, field), verdict in verdicts(audited).items()
+            if verdict is Verdict.OVER_DECLARED
+        ]
+        if over:
+            listed = "\n".join(over)
+            pytest.fail(
+                f"declared, and nothing reads it: left stale, filled otherwise, cut or laid along another axis, "
+                f"it changes no real row\n{listed}\nIt is copied at every step: take it out of padding().",
+                pytrace=False,
+            )
+
+
+def choices(config: pytest.Config) -> Choices:
+    """Return what was asked for, by an option or else by a variable of the environment.
+
+    Raises ``pytest.UsageError`` for what is neither a profile nor a number.
+    """
+    from capture_planner.testing.conformance import DEFAULT, THOROUGH, Choices
+
+    profiles = {profile.name: profile for profile in (DEFAULT, THOROUGH)}
+    name = _asked(config, "profile") or DEFAULT.name
+    if name not in profiles:
+        raise pytest.UsageError(
+            f"the conformance profile {name!r} is unknown; there are {', '.join(profiles)}"
+        )
+    profile = profiles[name]
+    examples = _number(config, "examples", least=1, left_out=profile.examples)
+    return Choices(
+        profile=attrs.evolve(profile, examples=examples), seed=_number(config, "seed", least=0, left_out=0)
+    )
+
+
+def _asked(config: pytest.Config, name: str) -> str | None:
+    told: str | None = config.getoption(f"conformance_{name}", None)
+    return os.environ.get(f"CONFORMANCE_{name.upper()}") if told is None else told
+
+
+def _number(config: pytest.Config, name: str, *, least: int, left_out: int) -> int:
+    text = _asked(config, name)
+    if text is None:
+        return left_out
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise pytest.UsageError(f"conformance {name}: expected a whole number from {least}, got {text!r}")
+    return int(text)
+
+
+def _declared(tested: Tested, shape: Shape) -> frozenset[str]:
+    """Return the names of all fields that the backend declares, in any role."""
+    from capture_planner.planner import plan
+    from capture_planner.testing.conformance.scene import Scene
+
+    scene = Scene(shape=shape, drafts=2, num_tokens=24, size_tokens=(24,))
+    made = plan(scene.spec(tested.backend), tested.environment, tested.registry)
+    groups = (group for role in made.roles for group in role.groups)
+    return frozenset(field.name for group in groups for field in group.padding.fields)
+
+
+def _command(request: pytest.FixtureRequest, finding: Finding) -> str:
+    loaded = request.config.pluginmanager.has_plugin(__name__)
+    words = ["pytest", *([] if loaded else ["-p", __name__]), request.node.nodeid]
+    return shlex.join([*words, "--conformance-case", finding.case])
+
+
+def _refuse(findings: Sequence[Finding]) -> None:
+    if findings:
+        pytest.fail("\n\n".join(in_lines(finding) for finding in findings), pytrace=False)
+
+
+def in_lines(finding: Finding) -> str:
+    """Write a finding for people: the law, what was seen, where, and how it is seen again."""
+    field = finding.field + (f", along {finding.axis}" if finding.axis else "")
+    told = {
+        "seen": finding.says,
+        "role": finding.role.value if finding.role else "",
+        "graph": str(finding.entry or ""),
+        "batch": finding.batch,
+        "field": field,
+        "only with garbage in": " and ".join(finding.causes),
+    }
+    lines = [f"{finding.check.value}: it does not hold that {finding.check.law}"]
+    lines += [f"  {name}: {text}" for name, text in told.items() if text]
+    return "\n".join([*lines, *(["do it again:", f"  {finding.command}"] if finding.command else [])])
