@@ -1,0 +1,55 @@
+"""The mutants that are backends, and the healthy ones that they are made of."""
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from capture_planner.contract import Backend
+from capture_planner.lint.core import BugClass
+from capture_planner.testing import conformance
+from capture_planner.testing.gallery.backends import MUTANTS
+from capture_planner.testing.gallery.core import Mutant, catch
+from capture_planner.testing.gallery.padding import CopiesTable, Renamed
+from capture_planner.testing.gallery.paged import Paged
+from capture_planner.testing.gallery.scheduled import Scheduled
+
+FEW = conformance.Profile(name="few", examples=6, steps=12)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Probes are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("brought", [Paged, Scheduled, Renamed, CopiesTable])
+def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
+    """What a mutant does wrong is its own: without its one change nothing is found."""
+    outcome = conformance.conform(
+        conformance.tested(brought()), conformance.Choices(profile=FEW, shrink=False, blame=False)
+    )
+    assert outcome.passed, outcome.findings
+    assert outcome.log.forwards["target FULL"], "nothing was replayed"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_each_mutant_is_caught(mutant: Mutant) -> None:
+    """The default profile finds it."""
+    caught = catch(mutant, small=False)
+    assert caught is not None
+    assert caught.case
+
+
+def test_names_and_classes() -> None:
+    """Names are unique, each class has two mutants at least, and threads are written alike."""
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)+", mutant.name) for mutant in MUTANTS)
+    for bug_class in (BugClass.D, BugClass.E, BugClass.F):
+        assert sum(mutant.bug_class is bug_class for mutant in MUTANTS) >= 2
+    assert all(re.fullmatch(r"[\w-]+#\d+", thread) for mutant in MUTANTS for thread in mutant.threads)
+    assert all(mutant.kind == "backend" for mutant in MUTANTS)
