@@ -25,7 +25,7 @@ def tested(
     ``environment`` is planned for in place of this machine's. A host's own names no packages, since no
     recorded graph depends on one. Raises ``BackendError`` for a name that is not installed.
     """
-    registry = plugins.load() if isinstance(backend, str) else plugins.load(_Plugin(backend))
+    registry = plugins.load() if isinstance(backend, str) else plugins.load(Plugin(backend))
     name = backend if isinstance(backend, str) else backend.name
     here = environment or this_environment("here")
     if here.device.kind is DeviceKind.CPU:
@@ -42,7 +42,7 @@ def tested(
     )
 
 
-class _Plugin:
+class Plugin:
     """A plugin that brings one backend."""
 
     def __init__(self, backend: Backend) -> None:

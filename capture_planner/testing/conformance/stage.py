@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
@@ -16,7 +17,7 @@ from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import RunError
 from capture_planner.lint import Severity, lint
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Plan
 from capture_planner.planner import plan as make_plan
 from capture_planner.registry import Registry
@@ -421,10 +422,23 @@ class Stage:
                     Check.TOKENS, f"a request of {request.length} tokens was taken", None, None, None
                 )
         if fitting:
+            noted, ran = len(self.runner.session.forwards), Counter(self.watch.ran)
             served = {done.name: done.tokens for done in self.runner.serve(fitting)}
+            self._check_counted(noted, ran)
             for request in fitting:
                 self._check_served(request, served[request.name])
         self.world.refresh()
+
+    def _check_counted(self, noted: int, ran: Counter[str]) -> None:
+        """Hold what the session wrote down to what ran, by role and by mode."""
+        counted: Counter[str] = Counter()
+        for forward in self.runner.session.forwards[noted:]:
+            mode = GraphMode.NONE if forward.entry is None else forward.entry.mode
+            counted[f"{forward.role.value} {mode.value}"] += forward.repeats
+        for what, times in (self.watch.ran - ran).items():
+            if counted[what] != times:
+                says = f"{what} ran {times} times, and {counted[what]} are written down"
+                self._refuse(Check.COUNTED, says, None, None, None)
 
     def _check_served(self, request: Request, tokens: tuple[int, ...]) -> None:
         if len(tokens) != request.max_new_tokens:
