@@ -119,12 +119,6 @@ def _nearest_of_any_tier(run: RoleRun, batch: Batch, serving: list[Entry]) -> En
     return _cheapest([entry for entry in serving if entry.query_len is None])
 
 
-def _chain_of_any_length(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
-    steps = {entry.draft_steps for entry in _entries(run)}
-    fitting = (entry for entry in _entries(run) for k in steps if entry.rejection(batch, k) is None)
-    return min(fitting, key=lambda entry: (entry.cost, -(entry.draft_steps or 0)), default=None)
-
-
 def _within_twice(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
     best = _cheapest(serving)
     return best if best is None or best.num_tokens <= 2 * batch.num_tokens else None
@@ -203,13 +197,6 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         says="With dynamic K the nearest uniform size decides, and where it belongs to another query length "
         "the batch falls back to what is not uniform.",
         patch=_chosen(_nearest_of_any_tier),
-    ),
-    Mutant(
-        name="chain-of-another-length",
-        threads=("vllm#56136",),
-        bug_class=BugClass.C,
-        says="A fused draft chain is chosen by its requests alone, whatever its length.",
-        patch=_chosen(_chain_of_any_length),
     ),
     Mutant(
         name="padding-capped-at-twice",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import attrs
+import numpy as np
 import torch
 
 from capture_planner._record import replace
@@ -133,19 +134,12 @@ def _all_verified(original: object) -> Callable[[Serving, Scheduled], None]:
     return prepare_drafts
 
 
-def _one_too_many(original: Callable[..., Settled]) -> Callable[..., Settled]:
-    """Keep the first draft that the target does not say, as if it did."""
-
+def _first_unverified(original: Callable[..., Settled]) -> Callable[..., Settled]:
     def settle(scheduled: Scheduled, places: Places, sampled: Array) -> Settled:
-        said, end = sampled.copy(), 0
-        counts = sampled_counts(scheduled, places).tolist()
-        for place, count in zip(scheduled.places.tolist(), counts, strict=True):
-            start, end = end, end + count
-            first = int(places.length[place])
-            drafted = places.tokens[place, first : first + max(count - 1, 0)]
-            wrong = (drafted != said[start : start + len(drafted)]).nonzero()[0]
-            if len(wrong):
-                said[start + wrong[0]] = drafted[wrong[0]]
+        counts = sampled_counts(scheduled, places)
+        drafted, first = counts > 1, np.cumsum(counts) - counts
+        rows, said = scheduled.places[drafted], sampled.copy()
+        said[first[drafted]] = places.tokens[rows, places.length[rows]]
         return original(scheduled, places, said)
 
     return settle
@@ -230,10 +224,10 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         patch=patched((Serving, "_prepare_drafts", _all_verified)),
     ),
     Mutant(
-        name="one-draft-too-many",
-        threads=(),
+        name="first-draft-unverified",
+        threads=("lattice#243",),
         bug_class=BugClass.B,
-        says="Verification keeps one draft more than the target says.",
-        patch=patched((serving_module, "settle", _one_too_many)),
+        says="Verification looks at each draft one row too late, so that the first one is kept unseen.",
+        patch=patched((serving_module, "settle", _first_unverified)),
     ),
 )
