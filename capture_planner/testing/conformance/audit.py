@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -19,6 +19,7 @@ import torch
 
 from capture_planner._record import replace
 from capture_planner.contract import Axis, Bound
+from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.fields import Extents, FieldBuffer, poison
@@ -92,9 +93,10 @@ def audit(
     shapes: Sequence[Shape],
     *,
     seed: int = 0,
+    fields: Collection[str] = (),
     progress: Callable[[str, int], None] = lambda field, total: None,
 ) -> tuple[Audited, ...]:
-    """Attack every field of every role of a backend that is healthy on its own.
+    """Attack every field of every role of a backend that is healthy on its own; or ``fields`` alone.
 
     ``progress`` is called before each attack with its name and the number of all.
     """
@@ -104,6 +106,7 @@ def audit(
             (role, key, buffer.field.axis, _declarer(role, key, tested.backend))
             for role in stage.runner.parts.roles.values()
             for key, buffer in _attackable(role)
+            if not fields or buffer.field.name in fields
         ]
     total, found = len(targets) * len(Attack), []
     for role, key, axis, declarer in targets:
@@ -128,7 +131,8 @@ def attacked(tested: Tested, case: Case, role: Role, field: str, attack: Attack)
     violation = play(
         tested,
         case,
-        spared=(field,),
+        # What drafts hand on stays in range: on a device, one token that is none ends the process.
+        spared=(field, "outputs"),
         trusting=True,
         tamper=functools.partial(_tamper, role=role, key=field, attack=attack),
     )
@@ -246,14 +250,16 @@ def _cut(
     role: RoleRun,
     buffer: FieldBuffer,
     runner: Runner,
-    answer: object,
+    answer: Dispatch,
     entry: Entry | None,
     extents: Extents,
     started: float,
 ) -> Any:
     """Overwrite what lies behind the real extent: on a host with anything, on a device within bounds."""
-    real = buffer.dirty_rows if buffer.dirty_rows < buffer.rows else 0
-    tail = buffer.tensor[real : extents.rows(buffer.field)] if real else buffer.tensor[:0]
+    real = attrs.evolve(
+        extents, tokens=extents.tokens - answer.padded_tokens, reqs=extents.reqs - answer.padded_reqs
+    )
+    tail = buffer.tensor[real.rows(buffer.field) : extents.rows(buffer.field)]
     if tail.numel():
         if tail.device.type == "cpu":
             poison(tail)
@@ -267,9 +273,18 @@ def _cut(
 
 
 def _range(runner: Runner, buffer: FieldBuffer) -> int:
-    bound = buffer.field.indexes
-    if bound is Bound.PAGES:
-        return runner.pages.num_pages
-    if bound is Bound.SLOTS:
-        return runner.pages.page_size
-    return runner.plan.model.max_model_len
+    """Return the first value that a field of this kind cannot have."""
+    plan = runner.plan
+    match buffer.field.indexes:
+        case Bound.PAGES:
+            return runner.pages.num_pages
+        case Bound.SLOTS:
+            return runner.pages.page_size
+        case Bound.REQUESTS:
+            return plan.limits.max_num_reqs
+        case Bound.VOCABULARY:
+            return runner.model.vocab_size
+        case Bound.TOKENS:
+            return 2
+        case _:
+            return plan.model.max_model_len
