@@ -10,8 +10,17 @@ import pytest
 pytest.importorskip("torch")
 
 from capture_planner.modes import GraphMode
-from capture_planner.testing.conformance import Case, Choices, Profile, Scene, Shape, conform, here, play
-from capture_planner.testing.conformance.scene import Arrive, Forward
+from capture_planner.testing.conformance import (
+    Case,
+    Choices,
+    Profile,
+    Scene,
+    Shape,
+    conform,
+    play,
+    under_test,
+)
+from capture_planner.testing.conformance.scene import Arrive, Forward, Serve, Step
 from capture_planner.testing.gallery import patching
 from capture_planner.testing.gallery.core import Mutant, catch
 from capture_planner.testing.gallery.runner_state import Planning
@@ -24,9 +33,9 @@ SHAPE = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, lon
 PAST = Arrive(prompt=4, computed=4)
 
 
-def case(*steps: Forward, requests: int = 1, **scene: object) -> Case:
+def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
     """Requests that are past their prompt, and what is done with them."""
-    return Case(scene=Scene(shape=SHAPE, **scene), steps=(PAST,) * requests + steps)  # type: ignore[arg-type]
+    return Case(scene=Scene(shape=SHAPE, **scene), steps=(*(PAST,) * requests, *steps))  # type: ignore[arg-type]
 
 
 ALONE = Forward(rows=((0, 4, 0),))
@@ -47,6 +56,8 @@ CASES = {
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
     "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),
     "chain-one-step-too-long": case(ALONE, drafts=3),
+    # One request is served where three have room, and its drafts are verified on the device.
+    "padded-rows-verified": case(Serve(requests=((5, 4, 0),)), requests=0, drafts=1, ahead=True),
 }
 """What random scenes come to late: the smallest case of it."""
 
@@ -66,7 +77,7 @@ def test_it_is_caught_within_few_scenes(mutant: Mutant) -> None:
 def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
     """The case is caught with the bug, and it is in order without."""
     assert mutant.patch is not None
-    there = here.tested("reference")
+    there = under_test("reference")
     with mutant.patch():
         assert play(there, CASES[mutant.name]) is not None
     assert play(there, CASES[mutant.name]) is None
@@ -100,7 +111,7 @@ def test_names_are_unique_and_each_says_what_it_does() -> None:
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:
     """Nothing is found in it, and its draft decodes are single steps: what is caught above is the runner's."""
     outcome = conform(
-        here.tested(Planning()), Choices(profile=Profile(name="x", examples=8, steps=12), audits=False)
+        under_test(Planning()), Choices(profile=Profile(name="x", examples=8, steps=12), audits=False)
     )
     assert outcome.passed
     assert {mode.value for mode in (GraphMode.FULL, GraphMode.PIECEWISE)} <= {
