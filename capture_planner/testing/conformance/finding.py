@@ -42,6 +42,8 @@ class Check(enum.Enum):
     """What drafts hand on is that of the batch's own requests; that of others is as it was."""
     TOKENS = "tokens"
     """Each token that is served is what the model says greedily, whatever was drafted."""
+    COUNTED = "counted"
+    """The session has every forward of what was served, with what it ran from or why it ran eager."""
     RAN = "ran"
     """Capture and replay end without an error."""
     AGREED = "agreed"
@@ -67,6 +69,7 @@ _LAWS = {
     Check.FROZEN: "pointers, frozen scalars and plan layouts are those of the capture",
     Check.STATE: "draft state is that of the batch's own requests, and that of others is left alone",
     Check.TOKENS: "each served token is what the model says greedily",
+    Check.COUNTED: "every forward is written down, with what it ran from or why it ran eager",
     Check.RAN: "capture and replay end without an error",
     Check.AGREED: "every rank decides the same",
 }

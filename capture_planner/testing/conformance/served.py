@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from capture_planner.errors import RunError
+from capture_planner.modes import GraphMode
 from capture_planner.runtime.workload import Request
 from capture_planner.testing.conformance.closeness import is_likeliest
 from capture_planner.testing.conformance.finding import Check
@@ -41,10 +43,25 @@ def check_serving(stage: Stage, step: Serve) -> None:
             stage.runner.start((request,)).cut_off()
             stage.refuse(Check.TOKENS, f"a request of {request.length} tokens was taken", None, None, None)
     if fitting:
+        noted, ran = len(stage.runner.session.forwards), Counter(stage.watch.ran)
         served = {done.name: done.tokens for done in stage.runner.serve(fitting)}
+        _check_counted(stage, noted, ran)
         for request in fitting:
             _check_served(stage, request, served[request.name])
     stage.world.refresh()
+
+
+def _check_counted(stage: Stage, noted: int, before: Counter[str]) -> None:
+    """Hold what the session wrote down since ``noted`` to what ran since then, by role and by mode."""
+    counted: Counter[str] = Counter()
+    for forward in stage.runner.session.forwards[noted:]:
+        mode = GraphMode.NONE if forward.entry is None else forward.entry.mode
+        counted[f"{forward.role.value} {mode.value}"] += forward.repeats
+    ran = stage.watch.ran - before
+    for what in sorted({*ran, *counted}):
+        if counted[what] != ran[what]:
+            says = f"{what} ran {ran[what]} times, and {counted[what]} are written down"
+            stage.refuse(Check.COUNTED, says, None, None, None)
 
 
 def _check_served(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
