@@ -39,9 +39,9 @@ LAYERS = [
     "models",
     "runtime",
     "bench",
+    "testing",
     "report",
     "cli",
-    "testing",
 ]
 
 

@@ -10,6 +10,7 @@ import click
 import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
+from capture_planner.cli.conformance import conformance
 from capture_planner.cli.environment import environment
 from capture_planner.cli.run import run
 from capture_planner.codec import dumps_json
@@ -75,6 +76,7 @@ for command in (
     files.schema,
     run,
     bench,
+    conformance,
     environment,
 ):
     cli.add_command(command)
