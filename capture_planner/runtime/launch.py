@@ -176,12 +176,12 @@ def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int
     return model
 
 
-def grapher_for(device: torch.device) -> Grapher:
-    """Return what captures on a device. One does for a process: CUDA's changes the current stream."""
+def grapher_for(device: torch.device, *, accounts: bool = True) -> Grapher:
+    """Return what captures on a device; ``accounts``: and reads a GPU's memory around each capture."""
     if device.type == "cuda":
         from capture_planner.runtime.cuda import CudaGraphs
 
-        return CudaGraphs(device)
+        return CudaGraphs(device, accounts=accounts)
     return RecordedGraphs()
 
 

@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 import torch
 
+from capture_planner._record import replace
 from capture_planner.contract import Axis, Bound
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Role
@@ -127,7 +128,8 @@ def attacked(tested: Tested, case: Case, role: Role, field: str, attack: Attack)
     violation = play(
         tested,
         case,
-        spared=(field,),
+        # What drafts hand on stays in range: on a device, one token that is none ends the process.
+        spared=(field, "outputs"),
         trusting=True,
         tamper=functools.partial(_tamper, role=role, key=field, attack=attack),
     )
@@ -219,7 +221,7 @@ def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
             buffer.constant = _another(runner, buffer)
         case Attack.OTHER_AXIS:
             along = Axis.REQUEST if buffer.field.axis is Axis.TOKEN else Axis.TOKEN
-            buffer.field = attrs.evolve(buffer.field, axis=along)
+            buffer.field = replace(buffer.field, axis=along)
         case Attack.SHRUNK:
             run.again = functools.partial(_cut, run.again, run, buffer, runner)  # type: ignore[method-assign]
 
@@ -266,9 +268,18 @@ def _cut(
 
 
 def _range(runner: Runner, buffer: FieldBuffer) -> int:
-    bound = buffer.field.indexes
-    if bound is Bound.PAGES:
-        return runner.pages.num_pages
-    if bound is Bound.SLOTS:
-        return runner.pages.page_size
-    return runner.plan.model.max_model_len
+    """Return the first value that a field of this kind cannot have."""
+    plan = runner.plan
+    match buffer.field.indexes:
+        case Bound.PAGES:
+            return runner.pages.num_pages
+        case Bound.SLOTS:
+            return runner.pages.page_size
+        case Bound.REQUESTS:
+            return plan.limits.max_num_reqs
+        case Bound.VOCABULARY:
+            return runner.model.vocab_size
+        case Bound.TOKENS:
+            return 2
+        case _:
+            return plan.model.max_model_len
