@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -19,6 +19,7 @@ import torch
 
 from capture_planner._record import replace
 from capture_planner.contract import Axis, Bound
+from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.fields import Extents, FieldBuffer, poison
@@ -92,9 +93,10 @@ def audit(
     shapes: Sequence[Shape],
     *,
     seed: int = 0,
+    fields: Collection[str] = (),
     progress: Callable[[str, int], None] = lambda field, total: None,
 ) -> tuple[Audited, ...]:
-    """Attack every field of every role of a backend that is healthy on its own.
+    """Attack every field of every role of a backend that is healthy on its own; or ``fields`` alone.
 
     ``progress`` is called before each attack with its name and the number of all.
     """
@@ -104,6 +106,7 @@ def audit(
             (role, key, buffer.field.axis, _declarer(role, key, tested.backend))
             for role in stage.runner.parts.roles.values()
             for key, buffer in _attackable(role)
+            if not fields or buffer.field.name in fields
         ]
     total, found = len(targets) * len(Attack), []
     for role, key, axis, declarer in targets:
@@ -247,14 +250,16 @@ def _cut(
     role: RoleRun,
     buffer: FieldBuffer,
     runner: Runner,
-    answer: object,
+    answer: Dispatch,
     entry: Entry | None,
     extents: Extents,
     started: float,
 ) -> Any:
     """Overwrite what lies behind the real extent: on a host with anything, on a device within bounds."""
-    real = buffer.dirty_rows if buffer.dirty_rows < buffer.rows else 0
-    tail = buffer.tensor[real : extents.rows(buffer.field)] if real else buffer.tensor[:0]
+    real = attrs.evolve(
+        extents, tokens=extents.tokens - answer.padded_tokens, reqs=extents.reqs - answer.padded_reqs
+    )
+    tail = buffer.tensor[real.rows(buffer.field) : extents.rows(buffer.field)]
     if tail.numel():
         if tail.device.type == "cpu":
             poison(tail)
