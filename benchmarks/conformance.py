@@ -37,7 +37,7 @@ from capture_planner.testing.conformance import (
     Stage,
     Tested,
     conform,
-    tested,
+    under_test,
     usable_shapes,
 )
 from capture_planner.testing.conformance.audit import audit
@@ -61,7 +61,7 @@ def shapes_of(case: Case) -> tuple[Shape, ...]:
 def on(case: Case, device: str) -> Tested:
     """Return the backend as it is planned."""
     torch.set_num_threads(1)
-    return tested(case.backend, environment=None if device == "cpu" else environment(case))
+    return under_test(case.backend, environment=None if device == "cpu" else environment(case))
 
 
 def report(case: Case, under: Tested, profile: Profile, seed: int, outcome: Outcome) -> Data:

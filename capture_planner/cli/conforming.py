@@ -35,7 +35,7 @@ from capture_planner.testing.conformance import (
     blamed,
     conform,
     loads,
-    tested,
+    under_test,
     usable_shapes,
 )
 from capture_planner.testing.conformance.audit import Attack, Audited, attacked
@@ -89,7 +89,7 @@ def _tested(backend: str, environment: str | None) -> Tested:
             f"{planned.name} is {planned.device.name}, and this machine has no CUDA device; "
             "leave --environment out, or run it there"
         )
-    return tested(backend, environment=planned)
+    return under_test(backend, environment=planned)
 
 
 def _choices(given: dict[str, Any]) -> Choices:
