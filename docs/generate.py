@@ -34,6 +34,7 @@ from pathlib import Path
 from unittest import mock
 
 import attrs
+import conformance_tables
 import gpu_bench_tables
 import gpu_equality_tables
 import gpu_results
@@ -291,6 +292,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "spec": lambda: _reference(spec.Spec),
     "environment": lambda: _reference(Environment),
     "plan": lambda: _reference(Plan, spec.Spec, Environment),
+    **conformance_tables.PARTS,
     **gpu_bench_tables.PARTS,
     **gpu_equality_tables.PARTS,
 }

@@ -10,6 +10,7 @@ import click
 import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
+from capture_planner.cli.conformance import conformance
 from capture_planner.cli.environment import environment
 from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.ranks import ranks
@@ -78,6 +79,7 @@ for command in (
     files.schema,
     run,
     bench,
+    conformance,
     environment,
     new_backend,
 ):

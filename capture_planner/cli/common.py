@@ -179,11 +179,11 @@ def refuse_missing() -> None:
         )
 
 
-def refuse_places(plan_file: str, places: Mapping[str, Path | None]) -> None:
+def refuse_places(read: str | None, places: Mapping[str, Path | None], what: str = "the plan") -> None:
     """Refuse, before any work is done, files that cannot be written where an option names them, or that
-    would overwrite each other or the plan.
+    would overwrite each other or the file that is read, which ``what`` names.
     """
-    taken = {"the plan": Path(plan_file)}
+    taken = {} if read is None else {what: Path(read)}
     for name, file in places.items():
         if file is None:
             continue

@@ -46,9 +46,10 @@ def rendered(
     alert: str | None,
     sections: Sequence[Section],
     charts: Callable[[], Sequence[Chart]],
-    spec: str,
+    spec: str | None,
 ) -> str:
     """Return the page of one kind of report. ``charts`` draws; it is asked where matplotlib may be missing.
+    ``spec`` is None where the report is not of one plan.
 
     Raises ``CapturePlannerError`` where jinja2 or matplotlib is not installed.
     """

@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     """What a mutant does wrong is its own: without its one change nothing is found."""
     outcome = conformance.conform(
-        conformance.tested(brought()), conformance.Choices(profile=FEW, shrink=False, blame=False)
+        conformance.under_test(brought()), conformance.Choices(profile=FEW, shrink=False, blame=False)
     )
     assert outcome.passed, outcome.findings
     assert outcome.log.forwards["target FULL"], "nothing was replayed"

@@ -82,6 +82,8 @@ class Log:
     steps: Counter[str] = attrs.Factory(Counter)
     forwards: Counter[str] = attrs.Factory(Counter)
     """By role and by what ran: the mode of a graph, or NONE."""
+    largest: tuple[int, int] = (0, 0)
+    """Requests and tokens of the largest batches, each by itself."""
     violation: Violation | None = None
     told: Callable[[Log], None] = lambda log: None
     """Called at each example."""
@@ -100,12 +102,12 @@ class ConformanceMachine(RuleBasedStateMachine):
         self._steps: list[Step] = []
         self._stage: Stage | None = None
         self._scene: Scene | None = None
-        self.log.examples += 1
-        self.log.told(self.log)
 
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
         """Reserve, and capture all entries of a random plan."""
+        self.log.examples += 1
+        self.log.told(self.log)
         self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
         self._stage = self._watched(lambda: Stage(self.tested, self._scene_now()))
         for _ in range(data.draw(st.integers(1, self._scene_now().num_reqs), label="requests")):
@@ -179,6 +181,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         if self._stage is not None:
             for key, count in self._stage.watch.ran.items():
                 self.log.forwards[key] += count
+            most = zip(self.log.largest, self._stage.watch.largest, strict=True)
+            self.log.largest = tuple(map(max, most))  # type: ignore[assignment]
             self._stage.close()
 
     def _decode(self, data: st.DataObject, count: int) -> None:

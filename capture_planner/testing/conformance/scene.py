@@ -7,11 +7,11 @@ A scene with steps is a *case*: it does the same thing anywhere, any number of t
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import attrs
 
-from capture_planner.errors import RunError
+from capture_planner.errors import CapturePlannerError, RunError
 from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
@@ -199,12 +199,38 @@ def loads(text: str) -> Case:
         for step in found["steps"]:
             step = dict(step)
             steps.append(_STEPS[step.pop("do")](**_frozen(step)))
-        return Case(scene=Scene(**_frozen(scene)), steps=tuple(steps))
-    except (ValueError, TypeError, KeyError) as error:
+        case = Case(scene=Scene(**_frozen(scene)), steps=tuple(steps))
+        for part in (case.scene.shape, case.scene, *case.steps):
+            _check_types(part)
+        if case.scene.shape.page_size < 1:
+            raise ValueError(f"page_size is {case.scene.shape.page_size}")
+        case.scene.spec("any")
+        return case
+    except (ValueError, TypeError, KeyError, CapturePlannerError) as error:
         says = " ".join(f"{type(error).__name__}: {error}".split())
         raise RunError(
             f"this is not a case of the conformance suite: {says}; give one as it was printed"
         ) from error
+
+
+def _check_types(part: Any) -> None:
+    kinds = get_type_hints(type(part))
+    for name, value in attrs.asdict(part, recurse=False).items():
+        if not _fits(value, kinds[name]):
+            raise TypeError(f"{type(part).__name__.lower()}: {name} is {value!r}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Say whether a value is of an annotated type; no bool is a number here."""
+    inner = get_args(kind)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        each = inner[:1] * len(value) if inner[-1] is ... else inner
+        return len(value) == len(each) and all(map(_fits, value, each))
+    if inner:
+        return any(_fits(value, one) for one in inner)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def _changed(value: Any) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class Watch:
         """Sources of garbage that are left clean; see ``sources``."""
         self.ran: Counter[str] = Counter()
         """Forwards, by role and by what ran: the mode of a graph, or NONE."""
+        self.largest = (0, 0)
+        """Requests and tokens of the largest batches, each by itself."""
         self.batch: Batch | None = None
         self._values: Made = {}
         self._filled = False
@@ -70,6 +72,7 @@ class Watch:
     ) -> Ran:
         self.batch, self._values, self._filled = batch, values, filled
         self._turns[role.role] += 1
+        self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
         self._spoil(role, filled=filled)
         try:
             ran = inner(batch, values, started, filled=filled, answer=answer)

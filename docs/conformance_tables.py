@@ -1,0 +1,84 @@
+"""The table of the conformance suite's thorough runs, from the newest files in ``benchmarks/results``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from gpu_results import NO_VALUE, NOT_MEASURED, RESULTS, files, table
+
+BACKENDS = ("flash_attention", "flashinfer", "flashinfer_wrappers", "reference", "triton")
+"""Those that a thorough run is wanted of; a row is there whether there is a result or not."""
+
+
+def newest(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Return the newest result of each backend that was run, with its ``file``, by name."""
+    return {
+        result["case"]: {**result, "file": file}
+        for file in files("conformance-*.json", folder)
+        for result in file["results"]
+        if "skipped" not in result
+    }
+
+
+def kept(folder: Path = RESULTS) -> str:
+    """What each backend was put through, at which versions, and what was found."""
+    found = newest(folder)
+    columns = ("backend", "date", "on", "versions", "result", "scenes", "steps", "forwards", "attacks")
+    rows = [_row(name, found.get(name)) for name in dict.fromkeys((*BACKENDS, *found))]
+    return "\n".join([table(columns, rows, text=5), *_remarks(found)])
+
+
+def _row(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
+    if result is None:
+        return (name, NO_VALUE, NO_VALUE, NO_VALUE, NOT_MEASURED, *[NO_VALUE] * 4)
+    made = result["file"]["provenance"]
+    on = made["hardware"].get("gpu", made["hardware"]["cpu"])
+    if "broke" in result:
+        return (name, made["date"][:10], on, NO_VALUE, "broke", *[NO_VALUE] * 4)
+    host = result["host"]
+    versions = {"torch": host["torch"], "driver": host.get("driver"), **_libraries(result, made)}
+    return (
+        name,
+        made["date"][:10],
+        on,
+        ", ".join(f"{package} {version}" for package, version in versions.items() if version),
+        "passed" if result["passed"] else f"{len(result['findings'])} findings",
+        f"{result['scenes']:,}",
+        f"{sum(result['steps'].values()):,}",
+        f"{sum(each['count'] for each in result['forwards']):,}",
+        len(result["audited"]),
+    )
+
+
+LIBRARIES = {
+    "flash_attention": "flash-attn-4",
+    "flashinfer": "flashinfer-python",
+    "triton": "triton",
+}
+
+
+def _libraries(result: dict[str, Any], made: dict[str, Any]) -> dict[str, str]:
+    """Return the version of the library that a backend is about."""
+    package = LIBRARIES.get(result["backend"])
+    version = made["packages"].get(package)
+    return {package: version} if package and version else {}
+
+
+def _remarks(found: dict[str, dict[str, Any]]) -> Iterable[str]:
+    """Yield what was found, what broke, and fields that are over-declared, each on a line."""
+    lines = []
+    for name, result in found.items():
+        if "broke" in result:
+            lines.append(f"- {name} broke: {result['broke']}")
+        lines += [f"- {name}: {each['check']}: {each['says']}" for each in result.get("findings", ())]
+        lines += [
+            f"- {name}: the field `{each['field']}` of {each['role']} is over-declared"
+            for each in result.get("fields", ())
+            if each["verdict"] == "over-declared"
+        ]
+    return ["", *lines] if lines else []
+
+
+PARTS: dict[str, Callable[[], str]] = {"conformance": kept}
