@@ -351,6 +351,10 @@ class RoleRun:
         except Exception as error:
             raise self._blamed(group, metadata.entry, f"attend of layer {layer}", error) from error
 
+    def seen_rows(self) -> int:
+        """Return the tokens that attention sees in the step that is prepared."""
+        return next(iter(self._metadata.values())).num_tokens
+
     def poison(self) -> None:
         """Overwrite all that a forward must not depend on."""
         self.fields.poison()

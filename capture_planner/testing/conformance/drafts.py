@@ -33,7 +33,7 @@ def check_drafts(stage: Stage, batch: Rows, target: Made, k: int) -> None:
     places = stage.on(target["idx_mapping"]).long()
     last = stage.on(made["last_token_indices"]).long()
     expected: list[torch.Tensor] = []
-    for eager in (True, False):
+    for eager in stage.order():
         entry = stage.run(Role.DRAFT_PREFILL, batch.batch(Role.DRAFT_PREFILL), made, eager=eager)
         hidden = parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
         expected = []
@@ -62,7 +62,7 @@ def _chain(stage: Stage, batch: Rows, k: int, places: torch.Tensor) -> None:
     assert state is not None, "a drafter has a state"
     before = {name: getattr(state, name).clone() for name in ("token", "hidden", "proposed", "column")}
     made = batch.draft_decode()
-    for eager in (True, False):
+    for eager in stage.order():
         for name, tensor in before.items():
             getattr(state, name).copy_(tensor)
         ends = [row[0].computed + batch.settled(*row) for row in batch.rows]

@@ -32,6 +32,8 @@ class Check(enum.Enum):
     """The same of a step without a graph."""
     STORED = "stored"
     """Keys and values of the batch are in its slots."""
+    PLACED = "placed"
+    """Each token's slot is where its position is in the pages of its request."""
     UNTOUCHED = "untouched"
     """No other slot has changed; padding writes to the null page."""
     WRITTEN = "written"
@@ -64,6 +66,7 @@ _LAWS = {
     Check.ROWS: "real rows of a replay are what attention is defined as, whatever padding holds",
     Check.EAGER: "real rows of an eager step are what attention is defined as",
     Check.STORED: "keys and values of the batch are in its slots",
+    Check.PLACED: "each token's slot is where its position is in the pages of its request",
     Check.UNTOUCHED: "no other slot changes",
     Check.WRITTEN: "every row of an attention output is written, padding included",
     Check.FROZEN: "pointers, frozen scalars and plan layouts are those of the capture",

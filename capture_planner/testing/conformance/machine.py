@@ -36,6 +36,15 @@ from capture_planner.testing.conformance.world import Live
 Done = TypeVar("Done")
 
 MOST_REQS, MOST_DRAFTS = 5, 5
+MODES = (
+    GraphMode.FULL_AND_PIECEWISE,
+    GraphMode.FULL,
+    GraphMode.FULL_DECODE_ONLY,
+    GraphMode.FULL_AND_PIECEWISE,
+    GraphMode.FULL,
+    GraphMode.PIECEWISE,
+)
+"""What is drawn: most is to be seen where requests are padded."""
 
 
 @st.composite
@@ -43,8 +52,10 @@ def scenes(
     draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))
 ) -> Scene:
     """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule."""
-    num_reqs = draw(st.integers(1, MOST_REQS))
-    k = draw(st.sampled_from(drafts))
+    # Padding on both axes needs several requests, and a chain several drafts: so these are drawn more often.
+    num_reqs = draw(st.sampled_from((*range(2, MOST_REQS + 1), 1)))
+    several = [k for k in drafts if k > 1] or list(drafts)
+    k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
     num_tokens = draw(st.integers(max(num_reqs, 1 + k), 24 + num_reqs))
     explicit = draw(st.integers(0, 3)) > 0
     some = st.sets(st.integers(1, num_tokens), min_size=1, max_size=2)
@@ -52,18 +63,19 @@ def scenes(
     schedule: tuple[tuple[int, int, int], ...] = ()
     if k > 1 and num_reqs > 1 and draw(st.booleans()):
         middle = draw(st.integers(1, num_reqs - 1))
-        fewer = draw(st.sampled_from([less for less in (*drafts, 0) if less < k]))
+        lower = [*range(1, k), 0]
+        fewer = draw(st.sampled_from(lower))
         schedule = ((1, middle, k), (middle + 1, num_reqs, fewer))
         if draw(st.booleans()):
             schedule = ((1, middle, fewer), (middle + 1, num_reqs, k))
     return Scene(
         shape=draw(st.sampled_from(shapes)),
-        mode=draw(st.sampled_from([mode for mode in GraphMode if mode is not GraphMode.NONE])),
+        mode=draw(st.sampled_from(MODES)),
         num_reqs=num_reqs,
         num_tokens=num_tokens,
         layers=draw(st.integers(1, 2)),
         size_tokens=tuple(sorted(draw(some) | {num_tokens})) if explicit else (),
-        size_reqs=tuple(sorted(draw(few) | {num_reqs})) if explicit else (),
+        size_reqs=tuple(sorted(draw(st.one_of(st.just(set()), few)) | {num_reqs})) if explicit else (),
         drafts=k,
         schedule=schedule,
         eagle3=draw(st.booleans()),
@@ -110,7 +122,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         self.log.told(self.log)
         self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
         self._stage = self._watched(lambda: Stage(self.tested, self._scene_now()))
-        for _ in range(data.draw(st.integers(1, self._scene_now().num_reqs), label="requests")):
+        most = self._scene_now().num_reqs
+        for _ in range(data.draw(st.one_of(st.just(most), st.integers(1, most)), label="requests")):
             self._arrive(data)
 
     # Hypothesis draws rules evenly, so that what it is all about has four of them.

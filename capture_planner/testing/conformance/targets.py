@@ -26,23 +26,6 @@ def check_target(stage: Stage, batch: Rows, *, eager: bool) -> None:
             if entry is not None and entry.query_len is not None:
                 _check_likeliest(stage, batch, entry, body.tokens[where], want, stage.target.head)
     check_stored(stage, batch, 0, entry, Role.TARGET)
-    if entry is not None:
-        _check_written(stage, batch, entry)
-
-
-def _check_written(stage: Stage, batch: Rows, entry: Entry) -> None:
-    """Hold every row of a graph's output to be written, and its padding too."""
-    hidden = stage.runner.parts.target.hidden[: entry.num_tokens]
-    unwritten = _poisoned(hidden).any(1)
-    if bool(unwritten.any()):
-        # Arithmetic on the NaN of a null page may end in such a NaN too: once more, with clean pages.
-        with stage.world.clean_pages():
-            made = batch.made_by_role[Role.TARGET]
-            stage.run(Role.TARGET, batch.batch(Role.TARGET), made, eager=False)
-        unwritten &= _poisoned(hidden).any(1)
-    if bool(unwritten.any()):
-        says = f"row {int(unwritten.nonzero()[0])} of {len(hidden)} holds what was in its memory before"
-        stage.refuse(Check.WRITTEN, says, batch, Role.TARGET, entry)
 
 
 def _check_likeliest(
@@ -55,9 +38,3 @@ def _check_likeliest(
 ) -> None:
     if not is_likeliest(stage, tokens, hidden, head):
         stage.refuse(Check.ROWS, "a token is not the likeliest of its row", batch, Role.TARGET, entry)
-
-
-def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """Say where every bit is set, as a poisoned pool has them: a NaN that no kernel makes."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.itemsize]) == -1

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from capture_planner.contract import Axis, Fill
+from capture_planner.contract import Fill
 from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch, Entry
 from capture_planner.errors import RunError
 from capture_planner.modes import Reason, Role
 from capture_planner.runtime import padding
+from capture_planner.runtime.contract import NULL_SLOT, Scoring
 from capture_planner.runtime.fields import Extents, FieldBuffer, poison, tensor_of
 from capture_planner.runtime.role import Ran, RoleRun
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.step import Made
-from capture_planner.runtime.updates import DraftState
+from capture_planner.runtime.updates import LENGTHS
 from capture_planner.testing.conformance.dispatching import cheapest
 from capture_planner.testing.conformance.finding import Check, Finding, Violation, broke
 from capture_planner.testing.conformance.world import World
@@ -33,7 +34,13 @@ class Watch:
     """Around every forward of a runner: garbage before it, checks on both sides."""
 
     def __init__(
-        self, runner: Runner, world: World, spared: Iterable[str] = (), *, trusting: bool = False
+        self,
+        runner: Runner,
+        world: World,
+        spared: Iterable[str] = (),
+        *,
+        trusting: bool = False,
+        outputs: Outputs | None = None,
     ) -> None:
         self.runner, self.world, self._trusting = runner, world, trusting
         self.spared = frozenset(spared)
@@ -50,6 +57,7 @@ class Watch:
             role.run = functools.partial(self._run, role, role.run)  # type: ignore[method-assign]
             role.again = functools.partial(self._again, role, role.again)  # type: ignore[method-assign]
         self._persistent = self._where()
+        self.outputs = outputs or Outputs()
         self._turns: Counter[Role] = Counter()
 
     def sources(self) -> tuple[str, ...]:
@@ -97,11 +105,15 @@ class Watch:
         self.ran[f"{role.role.value} {answer.mode.value}"] += 1
         if not self._trusting:
             self._check_fields(role, entry, extents)
+            self._check_placed(role, entry, extents, answer)
         self._spoil_beyond(role, extents)
         mine = self._own_slots(role, entry)
         caches = {index: tensor.clone() for index, tensor in enumerate(self._caches(role))}
         state = self._state()
         ran = inner(answer, entry, extents, started)
+        if not self._trusting:
+            self._check_moved(role, entry, extents)
+        self._check_written(role, entry)
         self._check_untouched(role, entry, mine, caches)
         self._check_state(role, entry, state)
         self._check_pointers(role, entry)
@@ -202,7 +214,67 @@ class Watch:
                 axis=field.axis.value,
             )
 
+    def _check_placed(self, role: RoleRun, entry: Entry | None, extents: Extents, answer: Dispatch) -> None:
+        """Hold slots to positions and pages, and pages to those that the scheduler gave out."""
+        tokens, reqs = extents.tokens - answer.padded_tokens, extents.reqs - answer.padded_reqs
+        names = ("query_start_loc", "block_table", "positions", "slot_mapping", "idx_mapping")
+        starts, table, positions, slots, places = (role.fields[name].cpu().numpy() for name in names)
+        owner = np.searchsorted(starts[1 : reqs + 1], np.arange(tokens), side="right")
+        page, offset = np.divmod(positions[:tokens], self.world.pages.page_size)
+        expected = table[owner, page].astype(np.int64) * self.world.pages.page_size + offset
+        wrong = (slots[:tokens] != expected) & (slots[:tokens] != NULL_SLOT)
+        if wrong.any():
+            token = int(wrong.argmax())
+            self._refuse(
+                Check.PLACED,
+                f"token {token} at position {positions[token]} is stored in slot {slots[token]}, and its page "
+                f"table says {expected[token]}",
+                role,
+                entry,
+                field="slot_mapping",
+            )
+        given = self.pages_of()
+        if given is not None:
+            for row in range(reqs):
+                width = 1 + int(page[owner == row].max(initial=-1))
+                if (table[row, :width] != given[places[row], :width]).any():
+                    self._refuse(
+                        Check.PLACED,
+                        f"row {row} has pages of another request",
+                        role,
+                        entry,
+                        field="block_table",
+                    )
+
+    def pages_of(self) -> np.ndarray[Any, Any] | None:
+        """Return the pages of each place where a scheduler gives them out; None where none does."""
+        serving = self.runner._serving
+        if serving is None or serving.done or serving.is_over:
+            return None
+        return serving.scheduler.places.table
+
     # Checks after.
+
+    def _check_moved(self, role: RoleRun, entry: Entry | None, extents: Extents) -> None:
+        """Hold the padding of the fields that graphs move on to its fill, behind a replay as before it."""
+        assert self.batch is not None, "a forward belongs to a batch"
+        for buffer in role.fields:
+            real = self._values.get(buffer.field.name)
+            if buffer.field.name in _MOVED and real is not None and not buffer.is_frozen:
+                self._check_fill(role, entry, extents, buffer, real, self.batch)
+
+    def _check_written(self, role: RoleRun, entry: Entry | None) -> None:
+        """Hold every row of every attention output to be written, padding included."""
+        for layer, output in self.outputs.of(role):
+            unwritten = (_bits(output) == mark(output)).all(dim=1)
+            if bool(unwritten.any()):
+                self._refuse(
+                    Check.WRITTEN,
+                    f"attention of layer {layer} leaves row {int(unwritten.nonzero()[0])} of {len(output)} "
+                    "as it was",
+                    role,
+                    entry,
+                )
 
     def _own_slots(self, role: RoleRun, entry: Entry | None) -> Slots:
         """Return the slots that the batch may write, as the values of the step say."""
@@ -300,6 +372,44 @@ class Watch:
 
 
 _STATE = ("token", "hidden", "proposed")
+_MOVED = ("positions", "slot_mapping", *LENGTHS)
+
+
+class Outputs:
+    """What attention left in its outputs: marked before it, and copied behind it, inside the graph."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Role, int], torch.Tensor] = {}
+        self._rows: dict[tuple[Role, int], int] = {}
+
+    def watch(self, role: RoleRun) -> None:
+        """Begin, before anything is captured."""
+        role._attend_now = functools.partial(self._attend, role, role._attend_now)  # type: ignore[method-assign]
+
+    def of(self, role: RoleRun) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield, for each layer that attended, its output ``[rows, width]`` of the last forward."""
+        rows = role.seen_rows()
+        for (of, layer), kept in self._kept.items():
+            if of is role.role:
+                yield layer, kept[:rows]
+
+    def _attend(
+        self,
+        role: RoleRun,
+        inner: Callable[..., None],
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scoring: Scoring,
+    ) -> None:
+        out.view(_INTEGERS[out.itemsize]).fill_(mark(out))
+        inner(layer, query, keys, values, out, scoring)
+        key = role.role, layer
+        if key not in self._kept:
+            self._kept[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
+        self._kept[key][: len(out)].copy_(out.flatten(1))
 
 
 def in_words(batch: Batch) -> str:
@@ -308,12 +418,6 @@ def in_words(batch: Batch) -> str:
     if batch.query_len is not None:
         text += f", {batch.query_len} each"
     return text + ("" if batch.past_prompt else ", prompts among them")
-
-
-def fields_of(names: Iterable[str], roles: Iterable[RoleRun]) -> dict[str, Axis]:
-    """Return the axis of each named field."""
-    wanted = set(names)
-    return {buffer.key: buffer.field.axis for role in roles for buffer in role.fields if buffer.key in wanted}
 
 
 def nothing_captured(batch: Batch) -> Dispatch:
@@ -331,8 +435,12 @@ def poison_high(tensor: torch.Tensor) -> None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return integers that are equal where bits are, NaNs included."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.itemsize])
+    return tensor.contiguous().view(_INTEGERS[tensor.itemsize])
 
 
-__all__ = ["DraftState", "Watch", "fields_of", "in_words", "nothing_captured"]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def mark(tensor: torch.Tensor) -> int:
+    """Return the integer whose bits stand in an output before attention: a number that no kernel makes."""
+    return int.from_bytes(b"\x7b" * tensor.itemsize, "little")

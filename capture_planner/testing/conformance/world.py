@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import attrs
 import numpy as np
@@ -147,13 +146,6 @@ class World:
         free = np.flatnonzero(self._owners == 0).tolist() if self.is_spoilt["free pages"] else []
         null = [NULL_PAGE] if self.is_spoilt["null page"] else []
         self._fill_pages([*free, *null], float("nan"))
-
-    @contextmanager
-    def clean_pages(self) -> Iterator[None]:
-        """Have finite numbers in the pages of nobody for a while."""
-        self._fill_pages([*np.flatnonzero(self._owners == 0).tolist(), NULL_PAGE], GARBAGE)
-        yield
-        self.spoil_free()
 
     def refresh(self) -> None:
         """Make the cache anew, after somebody else had it."""
