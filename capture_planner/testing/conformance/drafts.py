@@ -25,13 +25,15 @@ def _drafting(stage: Stage) -> ProbeDrafter:
 
 
 def check_drafts(stage: Stage, batch: Rows, target: Made, k: int) -> None:
+    """Run the draft prefill and the draft decodes of a batch, eager and from graphs, and check each."""
     parts, drafter = stage.runner.parts, _drafting(stage)
     state = parts.state
     assert state is not None, "a drafter has a state"
     made = batch.draft_prefill(target)
     given = parts.target.hidden[: len(batch.ids)].clone()
     places = stage.on(target["idx_mapping"]).long()
-    last = stage.on(made["last_token_indices"]).long()
+    ends = [start + batch.settled(*row) for start, row in zip(batch.starts[:-1], batch.rows, strict=True)]
+    last = torch.tensor(ends, device=places.device) - 1
     expected: list[torch.Tensor] = []
     for eager in stage.order():
         entry = stage.run(Role.DRAFT_PREFILL, batch.batch(Role.DRAFT_PREFILL), made, eager=eager)

@@ -22,6 +22,8 @@ class Check(enum.Enum):
     DISPATCHED = "dispatched"
     """The entry is the cheapest compatible one over all entries (law 3), and decodes alone are uniform
     (law 5)."""
+    MADE = "made"
+    """The values that the runner makes for a batch are those that its requests have."""
     FILLED = "filled"
     """What stands behind the real values of a field is its fill, as far as the graph reads."""
     BOUNDED = "bounded"
@@ -61,6 +63,7 @@ _LAWS = {
     Check.DECLARED: "declarations are well formed, and the same whenever they are asked for",
     Check.PLANNED: "the lint finds no error in the plan",
     Check.DISPATCHED: "dispatch returns the cheapest compatible graph over all of them",
+    Check.MADE: "the values that the runner makes for a batch are those that its requests have",
     Check.FILLED: "behind the real values of each field stands its fill, as far as the graph reads",
     Check.BOUNDED: "each index, real or padding, is inside what it indexes",
     Check.ROWS: "real rows of a replay are what attention is defined as, whatever padding holds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,10 @@ import numpy as np
 from capture_planner.entry import Batch
 from capture_planner.modes import Role
 from capture_planner.runtime.contract import NULL_PAGE, NULL_SLOT
-from capture_planner.runtime.fields import SAMPLED_COUNTS, SAMPLED_ROWS
-from capture_planner.runtime.step import Made
+from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.scheduler import Places, Scheduled
+from capture_planner.runtime.step import Made, draft_decode_values, draft_prefill_values, target_values
+from capture_planner.testing.conformance.finding import Check
 from capture_planner.testing.conformance.scene import VOCABULARY
 from capture_planner.testing.conformance.world import Live
 
@@ -63,9 +66,9 @@ class Rows:
             past_prompt=all(live.computed >= live.prompt for live, _, _ in self.rows),
         )
 
-    def _table(self, lengths: np.ndarray, more: int = 0) -> np.ndarray:
+    def _table(self, lengths: np.ndarray) -> np.ndarray:
         pages = self._stage.world.pages
-        width = min(pages.pages(int(lengths.max()) + more), pages.pages(self._stage.scene.shape.longest))
+        width = min(pages.pages(int(lengths.max())), pages.pages(self._stage.scene.shape.longest))
         table = np.full((len(self.rows), width), NULL_PAGE, dtype=np.int32)
         for row, (live, _, _) in enumerate(self.rows):
             table[row] = live.pages[:width]
@@ -97,11 +100,8 @@ class Rows:
             "last_token_indices": np.maximum(starts[1:] - 1, 0).astype(np.int32),
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
             "cu_num_draft_tokens": np.cumsum(drafts, dtype=np.int32),
-            SAMPLED_ROWS: np.arange(len(self.ids), dtype=np.int64),
-            SAMPLED_COUNTS: np.array([count for _, count, _ in self.rows], dtype=np.int32),
         }
-        self.made_by_role[Role.TARGET] = made
-        return made
+        return self._held(Role.TARGET, made, target_values(self._scheduled, self._places, self._pages))
 
     def draft_prefill(self, target: Made) -> Made:
         """Return the drafter's values on the same batch: each token shifted by one."""
@@ -111,8 +111,9 @@ class Rows:
             "input_ids": ids.astype(np.int32),
             "last_token_indices": (self.starts[:-1] + kept - 1).astype(np.int32),
         }
-        self.made_by_role[Role.DRAFT_PREFILL] = made
-        return made
+        self._settle()
+        theirs = draft_prefill_values(target, self._scheduled, kept, self._places)
+        return self._held(Role.DRAFT_PREFILL, made, theirs)
 
     def draft_decode(self) -> Made:
         """Return the values of the first draft decode: one token a request, after what is settled."""
@@ -129,13 +130,70 @@ class Rows:
         )
         reqs, lengths = len(self.rows), (positions + 1).astype(np.int32)
         starts = np.arange(reqs + 1, dtype=np.int32)
-        return {
+        made: Made = {
             "input_ids": np.zeros(reqs, dtype=np.int32),
             "positions": positions.astype(np.int64),
             "slot_mapping": slots.astype(np.int64),
             "query_start_loc": starts,
             "seq_lens": lengths,
-            "block_table": self._table(lengths, self._stage.scene.drafts),
+            "block_table": self._table(lengths),
             "last_token_indices": starts[:-1],
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
         }
+        theirs = draft_decode_values(self._scheduled, wanted, self._places, self._pages)
+        return self._held(Role.DRAFT_DECODE, made, theirs)
+
+    def _held(self, role: Role, ours: Made, theirs: Made) -> Made:
+        """Return the values that the runner makes of the batch, which must be those that it has."""
+        for name, value in ours.items():
+            found = theirs[name]
+            if name == "block_table":
+                found = found[:, : value.shape[1]]
+            if not all(count for _, count, _ in self.rows) and name == "last_token_indices":
+                # No scheduler hands out a row without a token, so nobody clamps what would follow from one.
+                theirs[name] = found = value
+            if found.shape != value.shape or (found != value).any():
+                self._stage.refuse(
+                    Check.MADE, f"{name} is made {found.tolist()}, and is {value.tolist()}", self, role, None
+                )
+        self.made_by_role[role] = theirs
+        return theirs
+
+    @functools.cached_property
+    def _pages(self) -> PageFormat:
+        return self._stage.world.pages
+
+    @functools.cached_property
+    def _scheduled(self) -> Scheduled:
+        """The batch as a scheduler hands it out."""
+        decodes = [live.computed >= live.prompt for live, _, _ in self.rows]
+        counts = np.array([count for _, count, _ in self.rows], dtype=np.int64)
+        return Scheduled(
+            live=tuple(live for live, _, _ in self.rows),  # type: ignore[misc]
+            places=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
+            counts=counts,
+            drafts=np.where(decodes, np.maximum(counts - 1, 0), 0),
+            prompts=len(decodes) - sum(decodes),
+            draft_tokens=self._stage.draft_tokens(len(self.rows)),
+        )
+
+    @functools.cached_property
+    def _places(self) -> Places:
+        """What a scheduler knows of each request, before the step."""
+        scene = self._stage.scene
+        found = Places(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
+        for live, count, kept in self.rows:
+            row, at = live.place, live.computed
+            found.tokens[row, :at] = live.tokens[:at]
+            found.tokens[row, at : at + count + 1] = self._fed(live, count + 1, kept)
+            found.computed[row], found.prompt[row] = at, live.prompt
+            found.length[row] = max(live.prompt, at + 1)
+            found.table[row, : len(live.pages)] = live.pages
+        return found
+
+    def _settle(self) -> None:
+        """Let the places know what was kept, as verification does."""
+        for live, count, kept in self.rows:
+            row, at, stays = live.place, live.computed, self.settled(live, count, kept)
+            self._places.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
+            self._places.computed[row] = at + stays

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_target(stage: Stage, batch: Rows, *, eager: bool) -> None:
+    """Check hidden states, tokens and slots of the forward that was just run."""
     body = stage.runner.parts.target
     entry = stage.entry(Role.TARGET, batch, eager=eager)
     for index, live, where, ids in batch.each():
