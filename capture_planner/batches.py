@@ -1,16 +1,21 @@
-"""Batches as JSON lines: the questions and answers of ``explain --batches``."""
+"""Batches as JSON lines: the questions of ``explain --batches`` and ``ranks --vectors``, and answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import attrs
 
 from capture_planner.dispatch import Dispatcher
 from capture_planner.entry import Batch
-from capture_planner.errors import InvalidDocument, Problem
+from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
 from capture_planner.plan import Plan
+from capture_planner.ranks import Submission, Vector
+
+T = TypeVar("T")
 
 _REQUIRED = ("role", "num_reqs", "num_tokens")
 _FIELDS = (*_REQUIRED, "query_len", "past_prompt", "active_loras")
@@ -21,47 +26,100 @@ def read_batches(lines: Iterable[bytes], name: str, plan: Plan) -> Iterator[Batc
 
     Raises ``InvalidDocument`` with every wrong line of the file, before any batch is answered.
     """
+    return _read(lines, name, lambda line: _batch(_parsed(line), plan))
+
+
+def read_vectors(lines: Iterable[bytes], name: str, plan: Plan) -> Iterator[Vector]:
+    """Return the vectors of a file, in order: each line is a list with an item for each rank.
+
+    An item is a batch as ``read_batches`` reads it, or null where the rank is idle. With ``captured``
+    false the rank uses no graph; an idle one is then an object of that key alone. All batches of a
+    line have one role. Raises ``InvalidDocument`` with every wrong line of the file.
+    """
+    return _read(lines, name, lambda line: _vector(_parsed(line), plan))
+
+
+def _read(lines: Iterable[bytes], name: str, read: Callable[[bytes], T]) -> Iterator[T]:
     problems: list[Problem] = []
-    batches = []
+    values = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            batches.append(_batch(line, plan))
-        except _Wrong as wrong:
-            problems.append(Problem(file=name, line=number, path=wrong.path, message=wrong.message))
+            values.append(read(line))
+        except InvalidValue as error:
+            problems += [attrs.evolve(problem, file=name, line=number) for problem in error.problems]
     if problems:
         raise InvalidDocument(problems)
-    return iter(batches)
+    return iter(values)
 
 
-class _Wrong(Exception):
-    """What is wrong with one line."""
-
-    def __init__(self, message: str, *path: str) -> None:
-        self.message, self.path = message, path
-        super().__init__(message)
+def _wrong(message: str, *path: str | int) -> InvalidValue:
+    return InvalidValue([Problem(path=path, message=message)])
 
 
-def _batch(line: bytes, plan: Plan) -> Batch:
+def _parsed(line: bytes) -> Any:
     try:
-        data = json.loads(line, object_pairs_hook=_once)
+        return json.loads(line, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise _Wrong(f"not JSON: {error}") from None
+        raise _wrong(f"not JSON: {error}") from None
+
+
+def _vector(data: Any, plan: Plan) -> Vector:
+    if not isinstance(data, list) or not data:
+        raise _wrong("expected a list with a batch, or null, for each rank")
+    problems: list[Problem] = []
+    ranks = []
+    for rank, item in enumerate(data):
+        try:
+            ranks.append(_submission(item, plan))
+        except InvalidValue as error:
+            problems += [
+                problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems
+            ]
+    if problems:
+        raise InvalidValue(problems)
+    roles = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
+    for rank, submitted in enumerate(ranks):
+        if submitted.batch is not None and submitted.batch.role is not roles[0]:
+            raise _wrong(
+                f"expected {roles[0]} as in the batches before it, got {submitted.batch.role}; each role has a "
+                "vector of its own",
+                rank,
+                "role",
+            )
+    return Vector(role=roles[0] if roles else plan.roles[0].role, ranks=tuple(ranks))
+
+
+def _submission(data: Any, plan: Plan) -> Submission:
+    if data is None:
+        return Submission()
+    captured = True
+    if isinstance(data, dict) and "captured" in data:
+        captured = data["captured"]
+        if not isinstance(captured, bool):
+            raise _wrong(f"expected true or false, got {captured!r}", "captured")
+        data = {name: value for name, value in data.items() if name != "captured"}
+        if not data:
+            return Submission(captured=captured)
+    return Submission(batch=_batch(data, plan), captured=captured)
+
+
+def _batch(data: Any, plan: Plan) -> Batch:
     if not isinstance(data, dict):
-        raise _Wrong(f"expected an object with {', '.join(_FIELDS)}")
+        raise _wrong(f"expected an object with {', '.join(_FIELDS)}")
     for name in data:
         if name not in _FIELDS:
-            raise _Wrong(f"unknown key; known are {', '.join(_FIELDS)}", name)
+            raise _wrong(f"unknown key; known are {', '.join(_FIELDS)}", name)
     for name in _REQUIRED:
         if name not in data:
-            raise _Wrong("is missing", name)
+            raise _wrong("is missing", name)
     planned = [role.role.value for role in plan.roles]
     if data["role"] not in planned:
-        raise _Wrong(f"expected one of {', '.join(planned)}, got {data['role']!r}", "role")
+        raise _wrong(f"expected one of {', '.join(planned)}, got {data['role']!r}", "role")
     past_prompt = data.get("past_prompt", True)
     if not isinstance(past_prompt, bool):
-        raise _Wrong(f"expected true or false, got {past_prompt!r}", "past_prompt")
+        raise _wrong(f"expected true or false, got {past_prompt!r}", "past_prompt")
     return Batch(
         role=Role(data["role"]),
         num_reqs=_count(data, "num_reqs"),
@@ -78,14 +136,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise _Wrong("is given twice", twice)
+        raise _wrong("is given twice", twice)
     return data
 
 
 def _count(data: dict[str, Any], name: str) -> int:
     value = data[name]
     if type(value) is not int or value < 0:
-        raise _Wrong(f"expected a whole number from 0, got {value!r}", name)
+        raise _wrong(f"expected a whole number from 0, got {value!r}", name)
     return value
 
 

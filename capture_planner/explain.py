@@ -35,15 +35,18 @@ _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
     ),
 }
 
-_WHY_NONE = {
+WHY_NONE = {
     Reason.MODE: "the mode of the role has no graph for it",
     Reason.SIZES: "it is larger than the largest size planned for it",
     Reason.BACKEND_CAP: "the backend cannot capture that many requests",
     Reason.BUDGET: "its graph was dropped to meet the budget",
     Reason.MEMORY: "its graph ran out of memory when it was captured",
+    Reason.RANK: "some data-parallel rank has no graph for it, so none uses one",
+    Reason.IDLE: "no rank has work",
     Reason.NOT_ADMISSIBLE: "the limits or the schedule do not admit such a batch",
     Reason.UNCOVERED: "nothing was planned for it, and nothing waives it: run check",
 }
+"""Each reason in words, about the batch that has no graph."""
 
 
 @attrs.frozen(kw_only=True)
@@ -81,7 +84,7 @@ def _says(batch: Batch, answer: Dispatch, steps: int) -> str:
     if entry is None:
         assert answer.reason is not None
         detail = f" ({answer.waiver.says})" if answer.waiver is not None else ""
-        return f"runs eager, unpadded: {_WHY_NONE[answer.reason]}{detail}"
+        return f"runs eager, unpadded: {WHY_NONE[answer.reason]}{detail}"
     if entry.mode is GraphMode.PIECEWISE:
         kind = "the nearest piecewise graph; attention runs outside it on the real requests"
     elif entry.query_len is not None:

@@ -30,6 +30,7 @@ LAYERS = [
     "dispatch",
     "coverage",
     "explain",
+    "ranks",
     "codec",
     "schema",
     "lint",

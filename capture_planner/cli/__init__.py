@@ -11,6 +11,7 @@ import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
 from capture_planner.cli.environment import environment
+from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, InvalidValue
@@ -69,6 +70,7 @@ for command in (
     files.plan,
     files.show,
     files.explain,
+    ranks,
     files.check,
     files.diff,
     files.backends,

@@ -141,6 +141,10 @@ def roles_of_the_deployment(walked: Coverage) -> Iterator[Found]:
             )
 
 
+_NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
+"""Reasons that one batch or one step can have, and a class of batches cannot."""
+
+
 @rule(
     "CP050",
     Severity.ERROR,
@@ -152,7 +156,7 @@ def unexplained_waiver(walked: Coverage) -> Iterator[Found]:
     """A waiver has no reason that a person could act on."""
     for role in walked.plan.roles:
         for index, waiver in enumerate(role.waivers):
-            if not waiver.says.strip() or waiver.reason in (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE):
+            if not waiver.says.strip() or waiver.reason in _NO_REASON:
                 yield Found(
                     role=role.role,
                     path=_role_path(walked, role.role, "waivers", index),

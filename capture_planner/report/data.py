@@ -7,6 +7,7 @@ from typing import Any
 
 from capture_planner.contract import Attention
 from capture_planner.coverage import Coverage
+from capture_planner.entry import Batch
 from capture_planner.environment import Environment
 from capture_planner.explain import Explanation
 from capture_planner.modes import Role
@@ -21,18 +22,23 @@ PLAIN = Attention(
 """The layers of a plain 8B model, for questions that name no deployment."""
 
 
+def batch_data(batch: Batch) -> dict[str, Any]:
+    """Return a batch as plain data."""
+    return {
+        "role": batch.role,
+        "num_reqs": batch.num_reqs,
+        "num_tokens": batch.num_tokens,
+        "query_len": batch.query_len,
+        "past_prompt": batch.past_prompt,
+        "active_loras": batch.active_loras,
+    }
+
+
 def explanation_data(explained: Explanation) -> dict[str, Any]:
     """Return an explanation as plain data."""
     batch, answer = explained.batch, explained.answer
     return {
-        "batch": {
-            "role": batch.role,
-            "num_reqs": batch.num_reqs,
-            "num_tokens": batch.num_tokens,
-            "query_len": batch.query_len,
-            "past_prompt": batch.past_prompt,
-            "active_loras": batch.active_loras,
-        },
+        "batch": batch_data(batch),
         "mode": answer.mode.value,
         "entry": entry_data(answer.entry),
         "padded_tokens": answer.padded_tokens,

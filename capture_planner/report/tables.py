@@ -21,7 +21,7 @@ from capture_planner.words import counted
 _COLORS = {GraphMode.FULL: "green", GraphMode.PIECEWISE: "cyan", GraphMode.NONE: "yellow"}
 
 
-def _table(*columns: str, right: Iterable[str] = ()) -> Table:
+def table_of(*columns: str, right: Iterable[str] = ()) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -35,7 +35,7 @@ def mode_text(mode: GraphMode) -> Text:
 
 def plan_summary(plan: Plan) -> RenderableType:
     """One line a role: what was wanted, what it became, how many graphs."""
-    table = _table("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",))
+    table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",))
     for role in plan.roles:
         table.add_row(
             role.role,
@@ -65,7 +65,7 @@ def plan_tables(plan: Plan) -> RenderableType:
 
 
 def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
-    groups = _table("group", "layers", "backend", "support", "workspace", right=("layers",))
+    groups = table_of("group", "layers", "backend", "support", "workspace", right=("layers",))
     for group in role.groups:
         groups.add_row(
             group.name,
@@ -76,7 +76,7 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
         )
     yield Padding(groups, (0, 0, 0, 2))
     if role.entries:
-        graphs = _table("graphs", "for", "LoRA", "sizes, in capture order", right=("graphs",))
+        graphs = table_of("graphs", "for", "LoRA", "sizes, in capture order", right=("graphs",))
         for row in rows.pack(role.entries):
             sizes = (
                 row.num_reqs
@@ -93,7 +93,7 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
     for waiver in role.waivers:
         yield Padding(Text(f"waived ({waiver.reason}): {waiver.says}", style="yellow"), (0, 0, 0, 2))
     if role.decisions:
-        decisions = _table("decision", "before", "after", "because")
+        decisions = table_of("decision", "before", "after", "because")
         for decision in role.decisions:
             decisions.add_row(decision.rule, decision.before, decision.after, decision.says)
         yield Padding(decisions, (0, 0, 0, 2))
@@ -121,7 +121,7 @@ def explanation_table(explained: Explanation) -> RenderableType:
         Padding(Text(f"{answer.entry or 'no graph'}: {explained.says}"), (0, 0, 0, 2)),
     ]
     if explained.rejected:
-        table = _table("nearer entry", "rejected because it")
+        table = table_of("nearer entry", "rejected because it")
         for rejected in explained.rejected:
             table.add_row(str(rejected.entry), rejected.says)
         lines += [Text(""), Padding(table, (0, 0, 0, 2))]
@@ -130,7 +130,7 @@ def explanation_table(explained: Explanation) -> RenderableType:
 
 def coverage_table(walked: Coverage) -> RenderableType:
     """The whole admissible space by role: what serves it, how much of it is padding."""
-    table = _table(
+    table = table_of(
         "role",
         "batches",
         "LoRA",
@@ -191,14 +191,14 @@ def backends_table(data: list[dict[str, Any]], *, reasons: bool) -> RenderableTy
     """Backends against environments, or one environment with the reasons."""
     environments = list(dict.fromkeys(s["environment"] for backend in data for s in backend["support"]))
     if reasons:
-        table = _table("backend", "version", "role", "group", "support", "because")
+        table = table_of("backend", "version", "role", "group", "support", "because")
         for backend in data:
             for s in backend["support"]:
                 table.add_row(
                     backend["name"], backend["version"], s["role"], s["group"], s["level"], s["reason"]
                 )
         return table
-    table = _table("backend", "version", *environments)
+    table = table_of("backend", "version", *environments)
     for backend in data:
         levels = [
             min(

@@ -12,6 +12,7 @@ except ImportError as error:  # pragma: no cover - said in the message, seen wit
         "capture_planner.testing needs hypothesis; install it with: pip install capture-planner[testing]"
     ) from error
 
+from capture_planner.testing.ranks import submissions, vectors
 from capture_planner.testing.strategies import (
     Deployment,
     Document,
@@ -44,4 +45,6 @@ __all__ = [
     "plans",
     "registries",
     "specs",
+    "submissions",
+    "vectors",
 ]

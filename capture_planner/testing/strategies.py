@@ -505,28 +505,33 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
 
 
 @st.composite
-def batches(draw: DrawFn, plan: Plan) -> Batch:
-    """Return batches for a plan: admissible ones and others, biased to the edges of its sizes."""
+def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
+    """Return batches for a plan: admissible ones and others, biased to the edges of its sizes.
+
+    Of one role where it is given, else of any that the plan has.
+    """
     assume(plan.roles)
-    role = draw(st.sampled_from(plan.roles))
-    families = decode_families(role.role, plan)
-    edges = {1, plan.limits.max_num_reqs} | {entry.num_reqs or entry.num_tokens for entry in role.entries}
+    planned = draw(st.sampled_from(plan.roles)) if role is None else plan.role(role)
+    families = decode_families(planned.role, plan)
+    edges = {1, plan.limits.max_num_reqs} | {entry.num_reqs or entry.num_tokens for entry in planned.entries}
     for family in families:
         edges |= {edge for interval in family.requests.intervals for edge in interval}
     near = st.sampled_from([edge + shift for edge in sorted(edges) for shift in (-1, 0, 1)])
     num_reqs = draw(near | st.integers(-1, plan.limits.max_num_reqs + 2))
     lengths = (
-        {1} | {family.query_len for family in families} | {e.query_len for e in role.entries if e.query_len}
+        {1}
+        | {family.query_len for family in families}
+        | {e.query_len for e in planned.entries if e.query_len}
     )
     query_len = draw(st.none() | st.sampled_from(sorted(lengths)) | st.integers(0, 5))
-    totals = {plan.limits.max_num_tokens} | {entry.num_tokens for entry in role.entries}
+    totals = {plan.limits.max_num_tokens} | {entry.num_tokens for entry in planned.entries}
     any_total = st.sampled_from([total + shift for total in sorted(totals) for shift in (-1, 0, 1)])
     total: SearchStrategy[int] = any_total | st.integers(num_reqs, num_reqs + 64)
     if query_len is not None:
         total = st.just(num_reqs * query_len) | st.just(num_reqs * query_len) | total
     most_loras = 0 if plan.lora is None else plan.lora.max_active + 1
     return Batch(
-        role=role.role,
+        role=planned.role,
         num_reqs=num_reqs,
         num_tokens=draw(total),
         query_len=query_len,
