@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import multiprocessing
 import random
 import sys
@@ -67,6 +68,8 @@ def plan_of(number: int, seed: int) -> tuple[str, Plan]:
             made = planner.plan(changed(specs[name], rng), environment, registry.load())
         except CapturePlannerError:
             continue
+        if not any(decodes_of(made, role.role) for role in made.roles):
+            continue  # so few tokens that no decode fits
         if rng.random() < 0.5:
             made = replace(made, roles=tuple(scattered(role, made, rng) for role in made.roles))
             name += ", entries scattered"
@@ -95,7 +98,7 @@ def changed(spec: Spec, rng: random.Random) -> Spec:
         ),
         speculative=speculative,
         lora=lora if rng.random() < 0.5 else None,
-        mode=rng.choice(list(GraphMode)),
+        mode=rng.choice((*GraphMode, GraphMode.FULL, *[GraphMode.FULL_AND_PIECEWISE] * 5)),
     )
 
 
@@ -132,12 +135,25 @@ def scheduled_k(plan: Plan, num_reqs: int) -> int:
     return k
 
 
+def decodes_of(plan: Plan, role: Role) -> list[tuple[int, int, int]]:
+    """Return first and last requests of each range of decodes, with their length; none that never run."""
+    limits, found = plan.limits, []
+    starts = [first for first, *_ in plan.speculative.schedule] if plan.speculative is not None else []
+    starts = [first for first in starts if first <= limits.max_num_reqs] or [1]
+    for first, after in itertools.pairwise([*starts, limits.max_num_reqs + 1]):
+        k = scheduled_k(plan, first)
+        each = 1 if role is Role.DRAFT_DECODE else 1 + k
+        last = min(after - 1, limits.max_num_tokens // each)
+        if first <= last and (role is not Role.DRAFT_DECODE or k >= 2):
+            found.append((first, last, each))
+    return found
+
+
 def batch_of(plan: Plan, role: Role, decode: bool, rng: random.Random) -> Batch:
     """Return a decode of its own scheduled length, or a mixed batch."""
     limits = plan.limits
-    reqs = rng.choice((1, limits.max_num_reqs, rng.randint(1, limits.max_num_reqs)))
-    each = 1 if role is Role.DRAFT_DECODE else 1 + scheduled_k(plan, reqs)
-    reqs = max(1, min(reqs, limits.max_num_tokens // each))
+    first, last, each = rng.choice(decodes_of(plan, role))
+    reqs = rng.choice((first, last, rng.randint(first, last)))
     loras = 0
     if plan.lora is not None and rng.random() < 0.5:
         loras = rng.randint(0, min(plan.lora.max_active + 1, reqs))
@@ -158,7 +174,7 @@ def batch_of(plan: Plan, role: Role, decode: bool, rng: random.Random) -> Batch:
 
 def vector_of(plan: Plan, rng: random.Random) -> Vector:
     """Return a vector of one role: mostly decodes, with idle, mixed and poorer ranks among them."""
-    role = rng.choice(plan.roles)
+    role = rng.choice([role for role in plan.roles if decodes_of(plan, role.role)])
     idle, mixed = rng.choice((0, 0, 0.3, 0.9)), rng.choice((0, 0, 0.1, 1))
     alike = rng.random() < 0.3
     same = batch_of(plan, role.role, rng.random() >= mixed, rng)
