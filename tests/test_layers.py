@@ -40,9 +40,9 @@ LAYERS = [
     "models",
     "runtime",
     "bench",
+    "testing",
     "report",
     "cli",
-    "testing",
 ]
 
 

@@ -11,6 +11,7 @@ import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
 from capture_planner.cli.environment import environment
+from capture_planner.cli.gallery import gallery
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
 from capture_planner.codec import dumps_json
@@ -78,5 +79,6 @@ for command in (
     run,
     bench,
     environment,
+    gallery,
 ):
     cli.add_command(command)
