@@ -111,7 +111,9 @@ def healthy() -> dict[str, Callable[[Task], str | None]]:
     bases: dict[str, Backend | str] = {"reference": "reference"}
     for mutant in MUTANTS:
         if mutant.base is not None:
-            bases.setdefault(f"{mutant.base.__module__.rpartition('.')[2]}.{mutant.base.__qualname__}", mutant.base())
+            bases.setdefault(
+                f"{mutant.base.__module__.rpartition('.')[2]}.{mutant.base.__qualname__}", mutant.base()
+            )
     found: dict[str, Callable[[Task], str | None]] = {
         f"backend {name}": partial(_suite, backend) for name, backend in bases.items()
     }
@@ -124,7 +126,9 @@ def healthy() -> dict[str, Callable[[Task], str | None]]:
 
 
 def _suite(backend: Backend | str, task: Task) -> str | None:
-    outcome = conform(tested(backend), Choices(profile=task.profile, seed=task.seed, shrink=False, blame=False))
+    outcome = conform(
+        tested(backend), Choices(profile=task.profile, seed=task.seed, shrink=False, blame=False)
+    )
     return None if outcome.passed else str(outcome.findings[0])
 
 
@@ -180,7 +184,9 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, help="processes")
     made.add_argument("--profile", choices=PROFILES, default=DEFAULT.name, help="how much the suite tries")
     made.add_argument("--examples", type=int, metavar="N", help="scenes, in place of the profile's number")
-    made.add_argument("--only", nargs="+", metavar="NAME", default=[], help="these mutants, and nothing healthy")
+    made.add_argument(
+        "--only", nargs="+", metavar="NAME", default=[], help="these mutants, and nothing healthy"
+    )
     arguments = made.parse_args()
     arguments.mutants = [named(name) for name in arguments.only] or list(MUTANTS)
     return arguments
@@ -215,7 +221,9 @@ def main() -> int:
     ]
     sound = [result for result in results if result.task.healthy]
     faults = [
-        {"name": r.task.name, "seed": r.task.seed, "says": r.says or r.error} for r in sound if r.by or r.error
+        {"name": r.task.name, "seed": r.task.seed, "says": r.says or r.error}
+        for r in sound
+        if r.by or r.error
     ]
     shown = table("gallery", "mutant", "class", "planted in", "found", "by", "median s")
     for made in mutants:
@@ -224,7 +232,9 @@ def main() -> int:
     CONSOLE.print(shown)
     for made in mutants:
         if made["missed"]:
-            CONSOLE.print(f"missed: {made['name']} with seeds {made['missed']} {made['errors']}", markup=False)
+            CONSOLE.print(
+                f"missed: {made['name']} with seeds {made['missed']} {made['errors']}", markup=False
+            )
     for fault in faults:
         CONSOLE.print(f"not passed: {fault['name']}, seed {fault['seed']}: {fault['says']}", markup=False)
     targets = {

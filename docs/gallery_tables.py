@@ -20,7 +20,9 @@ def campaign() -> dict[str, Any]:
     """Return the newest campaign; raises ``FileNotFoundError``."""
     found = gpu_results.files("gallery-*.json")
     if not found:
-        raise FileNotFoundError("benchmarks/results has no gallery-*.json: run benchmarks/gallery.py --output")
+        raise FileNotFoundError(
+            "benchmarks/results has no gallery-*.json: run benchmarks/gallery.py --output"
+        )
     return found[-1]
 
 
@@ -39,14 +41,19 @@ def run() -> str:
     ]
     for made in mutants:
         if made["hits"] < made["seeds"]:
-            lines += ["", f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds."]
+            lines += [
+                "",
+                f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds.",
+            ]
     return "\n".join(lines)
 
 
 def table() -> str:
     """Return every mutant with its bug, class, place, what found it and the smallest case."""
     rows = []
-    for made in sorted(campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])):
+    for made in sorted(
+        campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])
+    ):
         threads = ", ".join(f"[{thread}]({link(thread)})" for thread in made["threads"])
         rows.append(
             (

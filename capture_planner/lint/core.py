@@ -12,7 +12,6 @@ from capture_planner.coverage import Coverage, coverage
 from capture_planner.modes import Role
 from capture_planner.plan import Plan
 
-
 REPOSITORIES = {
     "vllm": "vllm-project/vllm",
     "vllm-ascend": "vllm-project/vllm-ascend",

@@ -152,7 +152,9 @@ def coarse_decode_sizes(walked: Coverage) -> Iterator[Found]:
         return
     for index, role in enumerate(walked.plan.roles):
         full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
-        if any(group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups):
+        if any(
+            group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups
+        ):
             continue
         coarse = [cell for cell in walked.cells if cell.role is role.role and _is_coarse(cell)]
         if coarse:

@@ -71,9 +71,7 @@ def deployed(
     speculative = Speculative(method=Method.EAGLE3, num_tokens=drafts, schedule=schedule) if drafts else None
     limits = Limits(max_num_reqs=reqs, max_num_tokens=tokens)
     plain = Spec(model=MODEL, limits=limits, backend="wide", speculative=speculative)
-    return Deployed(
-        spec=replace(plain, **changes), environment=find_environment(machine), registry=registry
-    )
+    return Deployed(spec=replace(plain, **changes), environment=find_environment(machine), registry=registry)
 
 
 def with_sizes(deployment: Deployed, **sizes: Any) -> Deployed:
@@ -105,9 +103,7 @@ def _ceiling_left_out() -> Plan:
     return on_role(
         _DECODES_ONLY.plan(),
         Role.TARGET,
-        lambda role: replace(
-            role, entries=tuple(entry for entry in role.entries if entry.num_tokens <= 40)
-        ),
+        lambda role: replace(role, entries=tuple(entry for entry in role.entries if entry.num_tokens <= 40)),
     )
 
 
@@ -222,9 +218,7 @@ def _piecewise_draft_decode() -> Plan:
     return on_role(_DRAFTED.plan(), Role.DRAFT_DECODE, piecewise)
 
 
-_FIVE_LAYERS = deployed(
-    reqs=32, tokens=512, drafts=3, roles=Roles(draft_prefill=RoleSpec(backend="narrow"))
-)
+_FIVE_LAYERS = deployed(reqs=32, tokens=512, drafts=3, roles=Roles(draft_prefill=RoleSpec(backend="narrow")))
 
 
 def _weakest_of_all_models(told: bool) -> Plan:
@@ -282,7 +276,9 @@ def _budgeted(bounded: Deployed, allowed: Callable[[Budget], int]) -> Plan:
 
 def _two_samples() -> Plan:
     """The first graph is measured, and each further one counts as the second, which shares its pool."""
-    return _budgeted(_MEMORY, lambda budget: 1 + ((budget.memory or 0) - budget.memory_per_graph) // (1 << 20))
+    return _budgeted(
+        _MEMORY, lambda budget: 1 + ((budget.memory or 0) - budget.memory_per_graph) // (1 << 20)
+    )
 
 
 def _time_not_counted() -> Plan:

@@ -106,8 +106,12 @@ def _own_batch(submitted: Submission, answer: Answer) -> Answer:
 
 def _padded(answer: Answer) -> Answer:
     entry, batch = answer.dispatch.entry, answer.batch
-    tokens, reqs = (0, 0) if entry is None or batch is None else _beyond(entry.num_tokens, entry.num_reqs, batch)
-    return attrs.evolve(answer, dispatch=attrs.evolve(answer.dispatch, padded_tokens=tokens, padded_reqs=reqs))
+    tokens, reqs = (
+        (0, 0) if entry is None or batch is None else _beyond(entry.num_tokens, entry.num_reqs, batch)
+    )
+    return attrs.evolve(
+        answer, dispatch=attrs.evolve(answer.dispatch, padded_tokens=tokens, padded_reqs=reqs)
+    )
 
 
 def _beyond(tokens: int, reqs: int | None, batch: Batch) -> tuple[int, int]:
