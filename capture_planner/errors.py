@@ -9,6 +9,7 @@
      +- RunError              a plan cannot be executed here, or not on this model or these requests
          +- CaptureError      a forward did what no graph can hold
          +- GuardError        something that a graph counts on has moved; names what
+         +- DifferenceError   a graph computed something else than an eager forward; carries where
 
 Errors carry objects; text is made where it is shown. Asserts are for what cannot happen.
 """
@@ -100,3 +101,14 @@ class CaptureError(RunError):
 
 class GuardError(RunError):
     """Something that a graph counts on is no longer what it was at capture."""
+
+
+class DifferenceError(RunError):
+    """A graph computed something else than an eager forward of the same batch.
+
+    ``difference`` is the ``Difference`` of ``capture_planner.runtime.comparison``.
+    """
+
+    def __init__(self, message: str, difference: object) -> None:
+        self.difference = difference
+        super().__init__(message)

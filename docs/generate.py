@@ -37,6 +37,7 @@ import attrs
 import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
+import gpu_results
 
 from capture_planner import cli, codec, contract, hookspecs, lint, schema, spec
 from capture_planner.admissible import Domain
@@ -234,6 +235,34 @@ def _laws() -> str:
     return "\n".join(lines)
 
 
+def _ranks() -> str:
+    """The newest campaign over vectors of ranks."""
+    result = gpu_results.files("ranks-*.json")[-1]
+    counts, plans = result["counts"], result["plans"]
+    vectors = result["vectors"]
+    lines = [
+        f"{vectors:,} vectors over {plans['all']} plans, {plans['shipped']} of them shipped; "
+        f"{result['answers']:,} answers of single ranks; {len(result['violations'])} violations; "
+        f"seed {result['seed']}, {result['provenance']['date'][:10]}.",
+        "",
+        "| vectors | number | share |",
+        "| --- | --: | --: |",
+    ]
+    told = {
+        "all ranks replay FULL": "FULL",
+        "all ranks replay PIECEWISE": "PIECEWISE",
+        "all run eager, as a rank lacks the graph": "NONE: rank",
+        "all take the next graph, as a rank lost one": "took the next entry, one being lost",
+        "all idle": "NONE: idle",
+        "some idle": "with idle ranks",
+        "K by each rank's own requests differs": "with ranks whose own K differs",
+        "with active LoRA": "with LoRA",
+        "gone apart, had each rank dispatched alone": "apart, if each rank dispatched alone",
+    }
+    lines += [f"| {what} | {counts[key]:,} | {counts[key] / vectors:.1%} |" for what, key in told.items()]
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "laws": _laws,
     "rules": _rules,
@@ -243,6 +272,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "policies": _policies,
     "figures": _figures,
     "environments": _environments,
+    "ranks": _ranks,
     "spec": lambda: _reference(spec.Spec),
     "environment": lambda: _reference(Environment),
     "plan": lambda: _reference(Plan, spec.Spec, Environment),

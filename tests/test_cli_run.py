@@ -329,6 +329,7 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
         (("plan.yaml", "--speed", "2"), "--speed goes with --trace"),
         (("plan.yaml", "--trace", "a", "--rate", "2"), "--rate goes with generated requests"),
         (("plan.yaml", "--eager", "--strict"), "--strict goes with"),
+        (("plan.yaml", "--eager", "--compare"), "--compare goes with"),
         (("h100.yaml",), "the plan is for NVIDIA H100 80GB HBM3"),
         (("h100.yaml", "--any-environment"), "the plan is for NVIDIA H100 80GB HBM3"),
         (("unreadable.yaml",), "not YAML"),

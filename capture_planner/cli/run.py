@@ -135,6 +135,11 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.option("--strict", is_flag=True, help="Stop where a graph does not fit, instead of leaving it out.")
 @click.option("--eager", is_flag=True, help="Capture nothing.")
 @click.option("--verify", is_flag=True, help="Compare with plain greedy decoding; exit code 2 if it differs.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Run each step eager too; stop with exit code 2 at the first tensor that differs.",
+)
 @click.option("--trust", is_flag=True, help="Replay without guards.")
 @click.option("--debug", is_flag=True, help="Check every index field at every step.")
 @click.option("--poison", is_flag=True, help="Spoil every buffer and pool before each forward.")
@@ -171,8 +176,10 @@ def _page(report: RunReport) -> str:
 
 
 def _end(outcome: Outcome, *, as_json: bool) -> None:
-    """Say what a verification found, and leave with the exit code that fits."""
-    context = click.get_current_context()
+    """Say what was found by comparing, and leave with the exit code that fits."""
+    context, comparison = click.get_current_context(), outcome.report.comparison
+    if comparison is not None:
+        click.echo(comparison.says, err=as_json)
     if outcome.differing is not None:
         count = len(outcome.differing)
         compared = [done for done in outcome.report.served if done.tokens]
@@ -188,7 +195,7 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
         click.echo(says, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
-    if outcome.differing:
+    if outcome.differing or (comparison is not None and comparison.difference is not None):
         context.exit(FINDINGS)
 
 
@@ -221,7 +228,11 @@ def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
         any_environment=given["any_environment"],
         any_plan=given["any_plan"],
         options=Options(
-            trust=given["trust"], debug=given["debug"], poison=given["poison"], strict=given["strict"]
+            trust=given["trust"],
+            debug=given["debug"],
+            poison=given["poison"],
+            strict=given["strict"],
+            compare=given["compare"],
         ),
     )
     return launch(plan, registry.load(), source, choices, progress_bars(given["progress"]), decode=decode)
@@ -288,6 +299,7 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "strict": ("captures, so without --eager", lambda given: not given["eager"]),
     "graph_memory": ("captures, so without --eager", lambda given: not given["eager"]),
     "trust": ("graphs, so without --eager", lambda given: not given["eager"]),
+    "compare": ("graphs, so without --eager", lambda given: not given["eager"]),
 } | dict.fromkeys(
     _GENERATED, ("generated requests", lambda given: given["trace"] is None and given["prompts"] is None)
 )

@@ -74,7 +74,8 @@ def run_data(report: RunReport) -> dict[str, Any]:
     served; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the run holds, and the
     device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by role, with
     ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null without a
-    drafter. ``latency``: percentiles, each null where nothing was measured. ``throughput``. Then a row
+    drafter. ``comparison``: what was compared with eager forwards, and the first ``difference``; null
+    where nothing was to be. ``latency``: percentiles, each null where nothing was measured. ``throughput``. Then a row
     each in ``steps``, ``forwards`` and ``requests``, which have the tokens that were generated.
     """
     numbers = summary(report)
@@ -119,6 +120,7 @@ def run_data(report: RunReport) -> dict[str, Any]:
             "finished": numbers.finished,
             "cut_off": numbers.cut_off,
         },
+        "comparison": report.comparison and _record(report.comparison),
         "steps": _records(report.steps),
         "forwards": [_record(forward) | {"mode": forward.mode.value} for forward in report.forwards],
         "requests": _records(report.served),

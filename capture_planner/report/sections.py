@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from capture_planner.report.comparison import comparison_sections
 from capture_planner.report.memory import memory_sections
 from capture_planner.report.summary import Fallback, Percentiles, RunSummary
 from capture_planner.report.writing import Grid, Section, extent, many, percent, seconds, size
@@ -23,17 +24,23 @@ UNKNOWN = "unknown"
 
 
 def alert(report: RunReport, numbers: RunSummary) -> str | None:
-    """Return what must not be overlooked: that the run was stopped. None where it was not."""
-    if not report.interrupted:
-        return None
-    done = f"{numbers.finished} of {many(len(report.served), 'request')} finished"
-    return f"INTERRUPTED: the run was stopped before all requests were served; {done}"
+    """Return what must not be overlooked: that the run was stopped, and by what. None where it was not."""
+    told = report.comparison and report.comparison.difference
+    if report.interrupted:
+        done = f"{numbers.finished} of {many(len(report.served), 'request')} finished"
+        return f"INTERRUPTED: the run was stopped before all requests were served; {done}"
+    if told:
+        return (
+            f"DIFFERENT: {told.role.value}, {told.entry}: {told.where} is not what eager has; stopped there"
+        )
+    return None
 
 
 def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
     """Return the parts of the report in the order in which they are read."""
     return (
         _run(report),
+        *comparison_sections(report.comparison),
         _captured(report, numbers),
         _served_from(numbers),
         _fallbacks(numbers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -18,6 +19,8 @@ from capture_planner.plan import GroupPlan, Plan, RolePlan
 from capture_planner.registry import Registered, Registry
 from capture_planner.runtime import kv, padding
 from capture_planner.runtime.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
+from capture_planner.runtime.compare import ComparedRole
+from capture_planner.runtime.comparison import Comparing
 from capture_planner.runtime.contract import LayerCache, Reservation, Runnable
 from capture_planner.runtime.fields import SAMPLED_FIELDS, Extents, Fields, tensor_of
 from capture_planner.runtime.graph import Grapher
@@ -50,6 +53,8 @@ class Parts:
     """Whether verification and the drafter's fields are worked out where the target's answers are."""
     kv_cache: int
     """Bytes of the KV cache, over all layers of target and drafter."""
+    findings: Comparing | None
+    """What graphs are compared with eager forwards for; None: they are not."""
 
     @property
     def buffers(self) -> int:
@@ -151,8 +156,10 @@ def assemble(
         for group_run in itertools.chain.from_iterable(reserved.values()):
             group_run.executor.release()
         raise
+    findings = Comparing() if options.compare else None
+    make = RoleRun if findings is None else functools.partial(ComparedRole, findings=findings)
     roles = {
-        role.role: RoleRun(
+        role.role: make(
             role,
             bodies[role.role],
             fields[role.role],
@@ -185,6 +192,7 @@ def assemble(
         drafts_on_device=device.type == "cuda"
         if options.drafts_on_device is None
         else options.drafts_on_device,
+        findings=findings,
         kv_cache=sum(c.keys.nbytes + c.values.nbytes for found in caches.values() for c in found),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,13 +55,16 @@ class CudaPool:
         self.limit = limit
         self.handle = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._idle: tuple[int, list[torch.Tensor]] | None = None
+        """What no live tensor owns, as it was with so many graphs: to ask the allocator takes long."""
 
     def open(self) -> None:
-        """Make it ready for a capture.
+        """Make it ready for a capture: what is idle is not known after it.
 
         The allocator gives a pool up with the last graph of it, and with torch 2.11 nothing can be
         captured into that one again: it goes on in a new one.
         """
+        self._idle = None
         if not self._graphs:
             self.handle = torch.cuda.graph_pool_handle()
 
@@ -76,11 +79,17 @@ class CudaPool:
 
     def poison(self) -> None:
         """Overwrite every block that no live tensor owns with ``0xFF``."""
+        if self._idle is None or self._idle[0] != len(self._graphs):
+            self._idle = len(self._graphs), list(self._inactive())
+        for block in self._idle[1]:
+            block.fill_(255)
+
+    def _inactive(self) -> Iterator[torch.Tensor]:
         for segment in self._segments():
             address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"] == "inactive":
-                    borrowed(address, block["size"]).fill_(255)
+                    yield borrowed(address, block["size"])
                 address += block["size"]
 
     def _segments(self) -> list[dict[str, Any]]:
@@ -113,9 +122,12 @@ class CudaGraph:
 
 
 class CudaGraphs:
-    """Captures CUDA graphs on one device and one stream, which become the current ones."""
+    """Captures CUDA graphs on one device and one stream, which become the current ones.
 
-    def __init__(self, device: torch.device) -> None:
+    Without ``accounts`` the device's memory is not read around captures, which takes longer than they do.
+    """
+
+    def __init__(self, device: torch.device, *, accounts: bool = True) -> None:
         device = torch.empty(0, device=device).device  # with its index, which set_device asks for
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -123,9 +135,12 @@ class CudaGraphs:
         torch.cuda.set_stream(self._stream)
         self._open: CudaGraph | None = None
         self._pool: CudaPool | None = None
+        self._accounts = accounts
 
-    def reading(self) -> Reading:
+    def reading(self) -> Reading | None:
         """Wait for the device, give back what no tensor owns, and read its memory."""
+        if not self._accounts:
+            return None
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()

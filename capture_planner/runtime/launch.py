@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,7 +12,7 @@ import attrs
 import torch
 
 from capture_planner.contract import Attention
-from capture_planner.errors import RunError
+from capture_planner.errors import DifferenceError, RunError
 from capture_planner.models.auxiliary import choose_drafter
 from capture_planner.models.contract import Drafter, TargetModel
 from capture_planner.models.huggingface import HuggingFaceModel, load_target
@@ -130,7 +131,9 @@ def launch(
             if choices.verify or choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
             run.capture(runner)
-            run.serve(runner, answers)
+            # Where a comparison found a difference, the report has it.
+            with contextlib.suppress(DifferenceError):
+                run.serve(runner, answers)
         except KeyboardInterrupt:
             interrupted = True
         report = run.report(runner, drafter, decode, interrupted=interrupted)
@@ -176,12 +179,12 @@ def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int
     return model
 
 
-def grapher_for(device: torch.device) -> Grapher:
-    """Return what captures on a device. One does for a process: CUDA's changes the current stream."""
+def grapher_for(device: torch.device, *, accounts: bool = True) -> Grapher:
+    """Return what captures on a device; ``accounts``: and reads a GPU's memory around each capture."""
     if device.type == "cuda":
         from capture_planner.runtime.cuda import CudaGraphs
 
-        return CudaGraphs(device)
+        return CudaGraphs(device, accounts=accounts)
     return RecordedGraphs()
 
 
@@ -321,4 +324,5 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
+            comparison=runner.parts.findings.report() if runner.parts.findings is not None else None,
         )

@@ -9,6 +9,7 @@ import attrs
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Plan, Waiver
+from capture_planner.runtime.comparison import Comparison
 
 
 @attrs.frozen(kw_only=True)
@@ -206,3 +207,5 @@ class RunReport:
     """Bytes of the weights of target and drafter, each counted once."""
     served_reading: Reading | None = None
     """The device after the last request; None: recorded on a host."""
+    comparison: Comparison | None = None
+    """What was compared with eager forwards; None: nothing was to be."""

@@ -54,6 +54,9 @@ class Options:
     drafts_on_device: bool | None = None
     """Verify, and fill the drafter's fields, where the target's answers are, instead of waiting for them
     on the host; None: where there is a GPU. Not where a backend of the drafter needs lengths on the host."""
+    compare: bool = False
+    """Run what a graph serves eager too, and stop at the first tensor that differs: see ``compare``. Poisons
+    before every forward, and nothing runs ahead or drafts on the device. Raises ``DifferenceError``."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -296,10 +299,14 @@ class RoleRun:
 
     def _forward(self, extents: Extents, entry: Entry | None) -> None:
         """Run the body as it is captured, or eagerly: both parts, or the part per token alone."""
-        for _ in range((entry and entry.draft_steps) or 1):
-            self.body.per_token(extents, self._attend)
+        for step in range((entry and entry.draft_steps) or 1):
+            self._per_token(step, extents)
         if entry is None or entry.num_reqs is not None:
             self.body.per_request(extents, entry)
+
+    def _per_token(self, step: int, extents: Extents) -> None:
+        """Run the part per token; ``step``: of a chain."""
+        self.body.per_token(extents, self._attend)
 
     def _attend(
         self,

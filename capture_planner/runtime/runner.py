@@ -19,6 +19,7 @@ from capture_planner.plan import Plan
 from capture_planner.registry import Registry
 from capture_planner.runtime.assembly import Parts, assemble
 from capture_planner.runtime.capture import as_captured, capture_all, without_graphs
+from capture_planner.runtime.compare import comparing
 from capture_planner.runtime.graph import Grapher
 from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.ledger import Captured, Forward, Served, Step
@@ -63,7 +64,8 @@ class Runner:
                 else "a drafter was given, and the plan has none"
             )
         self.plan, self.model, self.drafter = plan, model, drafter
-        self.pages, self.options = pages, options or Options()
+        options = options or Options()
+        self.pages, self.options = pages, comparing(options) if options.compare else options
         self.session = Session()
         self._grapher, self.device = grapher, device or torch.device("cpu")
         self.parts: Parts = assemble(

@@ -116,6 +116,8 @@ class Serving:
 
     def _launch(self, scheduled: Scheduled, started: float) -> Launched:
         index, self._count = self._count, self._count + 1
+        if self._parts.findings is not None:
+            self._parts.findings.begin(index, scheduled.live, self.scheduler.unfinished)
         begun, batch = perf_counter(), _batch(Role.TARGET, scheduled)
         values, goes_on = self._values(scheduled)
         proposed = None

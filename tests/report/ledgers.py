@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.dispatch import Dispatcher
-from capture_planner.entry import Batch
-from capture_planner.modes import Reason
+from capture_planner.entry import Batch, Entry
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Kind, Waiver
+from capture_planner.runtime.comparison import Comparison, Difference, FieldSeen, Largest
 from capture_planner.runtime.ledger import Captured, Forward, Reading, RunReport, Served, Step
 from capture_planner.testing import arbitrary_plans, batches, plans
 
@@ -144,6 +145,63 @@ def served(draw):
     )
 
 
+@st.composite
+def differences(draw):
+    """Anything that a graph can have wrong, with any names."""
+    tables = st.lists(st.lists(st.integers(-(1 << 63), 1 << 31), max_size=9), max_size=9)
+    maybe = st.none() | st.integers(0, 1 << 20)
+    numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.integers()
+    mode = draw(st.sampled_from((GraphMode.FULL, GraphMode.PIECEWISE)))
+    seen = FieldSeen(name=draw(names), real=draw(tables | maybe), padding=draw(st.none() | tables))
+    return Difference(
+        step=draw(counts),
+        role=draw(st.sampled_from(Role)),
+        entry=Entry(mode=mode, num_tokens=draw(st.integers(1, 99))),
+        draft_step=draw(maybe),
+        layer=draw(maybe),
+        tensor=draw(names),
+        row=draw(counts),
+        request=draw(st.none() | names),
+        token=draw(maybe),
+        graph=draw(numbers),
+        eager=draw(numbers),
+        error=draw(st.none() | times),
+        tolerance=draw(st.sampled_from((0.0, 1e-9))),
+        rows=draw(counts),
+        after=draw(st.none() | names),
+        num_tokens=draw(counts),
+        num_reqs=draw(counts),
+        padded_tokens=draw(counts),
+        padded_reqs=draw(counts),
+        requests=tuple(draw(st.lists(names, max_size=20))),
+        fields=(seen,) * draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def comparisons(draw):
+    """What was compared: nothing, something, up to a difference or to the end."""
+    compared, eager = (draw(st.dictionaries(st.sampled_from(Role), counts, max_size=3)) for _ in range(2))
+    largest = [
+        Largest(
+            tensor=draw(names),
+            error=draw(st.just(0.0) | times),
+            tolerance=0.05,
+            role=draw(st.sampled_from(Role)),
+            layer=draw(st.none() | st.integers(0, 99)),
+        )
+        for _ in range(draw(st.integers(0, 2)))
+    ]
+    return Comparison(
+        compared=compared,
+        eager=eager,
+        steps=draw(counts),
+        largest=tuple(largest),
+        near_ties=draw(counts),
+        difference=draw(st.none() | differences()),
+    )
+
+
 @attrs.frozen(kw_only=True, repr=False)
 class Drawn(RunReport):
     """A report that a failing test can print: Hypothesis warns of one with its whole plan."""
@@ -183,4 +241,5 @@ def reports(draw):
         workspaces=draw(counts),
         weights=draw(counts),
         served_reading=draw(st.none() | readings()),
+        comparison=draw(st.none() | comparisons()),
     )

@@ -1,14 +1,15 @@
 """The conformance suite: attacks a backend's padding contract, its captures and its replays.
 
     from capture_planner.testing import conformance
-    outcome = conformance.conform(conformance.tested("reference"))
+    outcome = conformance.conform(conformance.under_test("reference"))
 
 ``capture-planner conformance NAME`` is the same from the command line, and ``capture_planner.testing.plugin``
 from pytest.
 """
 
+from capture_planner.testing.conformance.audit import Attack, Audited, Verdict, attacked, audit, verdicts
 from capture_planner.testing.conformance.finding import Check, Finding, Violation
-from capture_planner.testing.conformance.here import tested
+from capture_planner.testing.conformance.here import under_test
 from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play, scenes
 from capture_planner.testing.conformance.scene import Case, Scene, Shape, dumps, loads
 from capture_planner.testing.conformance.shapes import Refused, usable_shapes
@@ -28,6 +29,8 @@ from capture_planner.testing.conformance.suite import (
 __all__ = [
     "DEFAULT",
     "THOROUGH",
+    "Attack",
+    "Audited",
     "Case",
     "Check",
     "Choices",
@@ -41,8 +44,11 @@ __all__ = [
     "Shape",
     "Stage",
     "Tested",
+    "Verdict",
     "Violation",
     "again",
+    "attacked",
+    "audit",
     "blamed",
     "conform",
     "dumps",
@@ -50,6 +56,7 @@ __all__ = [
     "play",
     "scenes",
     "search",
-    "tested",
+    "under_test",
     "usable_shapes",
+    "verdicts",
 ]

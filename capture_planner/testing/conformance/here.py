@@ -14,7 +14,7 @@ from capture_planner.runtime.launch import grapher_for
 from capture_planner.testing.conformance.stage import Tested
 
 
-def tested(
+def under_test(
     backend: str | Backend,
     *,
     environment: Environment | None = None,
@@ -25,7 +25,7 @@ def tested(
     ``environment`` is planned for in place of this machine's. A host's own names no packages, since no
     recorded graph depends on one. Raises ``BackendError`` for a name that is not installed.
     """
-    registry = plugins.load() if isinstance(backend, str) else plugins.load(_Plugin(backend))
+    registry = plugins.load() if isinstance(backend, str) else plugins.load(Plugin(backend), installed=False)
     name = backend if isinstance(backend, str) else backend.name
     here = environment or this_environment("here")
     if here.device.kind is DeviceKind.CPU:
@@ -37,12 +37,12 @@ def tested(
         registry=registry,
         environment=here,
         device=device,
-        grapher=grapher_for(device),
+        grapher=grapher_for(device, accounts=False),
         change=change,
     )
 
 
-class _Plugin:
+class Plugin:
     """A plugin that brings one backend."""
 
     def __init__(self, backend: Backend) -> None:

@@ -14,6 +14,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from capture_planner.testing.conformance.audit import Audited, audit
 from capture_planner.testing.conformance.declared import check_declared
 from capture_planner.testing.conformance.finding import Finding, Violation
 from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play
@@ -53,6 +54,8 @@ class Choices:
     """Make a failing case small. It takes longer than finding it does."""
     blame: bool = True
     """Say which garbage a failing case needs."""
+    audits: bool = True
+    """Attack the declared fields of a backend that passed everything else."""
 
 
 @attrs.frozen(kw_only=True)
@@ -64,6 +67,8 @@ class Outcome:
     """Shapes that the backend does not run, each with its reason."""
     log: Log
     findings: tuple[Finding, ...]
+    audited: tuple[Audited, ...]
+    """What came of the attacks on declared fields; empty where something was found before."""
     seconds: float
 
     @property
@@ -73,10 +78,14 @@ class Outcome:
 
 
 def conform(
-    tested: Tested, choices: Choices | None = None, progress: Callable[[Log], None] = lambda log: None
+    tested: Tested,
+    choices: Choices | None = None,
+    progress: Callable[[Log], None] = lambda log: None,
+    attacking: Callable[[str, int], None] = lambda field, total: None,
 ) -> Outcome:
-    """Put a backend through the suite: declarations, then any scene and any order of steps.
+    """Put a backend through the suite: declarations, any scene and any order of steps, audits.
 
+    ``progress`` is called at each scene, ``attacking`` before each attack of an audit.
     Raises ``RunError`` where the backend runs none of the shapes here: there is nothing to say then.
     """
     choices, started, log = choices or Choices(), perf_counter(), Log(told=progress)
@@ -86,8 +95,16 @@ def conform(
     if not findings and (violation := search(tested, shapes, choices, log)) is not None:
         finding = violation.finding
         findings.append(blamed(tested, finding) if choices.blame else finding)
+    audited: tuple[Audited, ...] = ()
+    if choices.audits and not findings:
+        audited = audit(tested, shapes, seed=choices.seed, progress=attacking)
     return Outcome(
-        shapes=shapes, refused=refused, log=log, findings=tuple(findings), seconds=perf_counter() - started
+        shapes=shapes,
+        refused=refused,
+        log=log,
+        findings=tuple(findings),
+        audited=audited,
+        seconds=perf_counter() - started,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import numpy as np
@@ -147,19 +148,27 @@ class World:
         null = [NULL_PAGE] if self.is_spoilt["null page"] else []
         self._fill_pages([*free, *null], float("nan"))
 
+    @contextmanager
+    def clean_pages(self) -> Iterator[None]:
+        """Have finite numbers in the pages of nobody for a while."""
+        self._fill_pages([*np.flatnonzero(self._owners == 0).tolist(), NULL_PAGE], GARBAGE)
+        yield
+        self.spoil_free()
+
     def refresh(self) -> None:
         """Make the cache anew, after somebody else had it."""
-        self._fill_pages(range(self.pages.num_pages), GARBAGE)
+        self._fill_pages(list(range(self.pages.num_pages)), GARBAGE)
         self.spoil_free()
         for live in self.live.values():
             self.compute(live)
 
-    def _fill_pages(self, pages: Sequence[int], value: float) -> None:
+    def _fill_pages(self, pages: list[int], value: float) -> None:
+        if not pages:
+            return
         for family in self.families:
             for cache in family.caches:
-                for page in pages:
-                    cache.keys[page] = value
-                    cache.values[page] = -value
+                cache.keys[pages] = value
+                cache.values[pages] = -value
 
     @staticmethod
     def _on(family: Family, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:

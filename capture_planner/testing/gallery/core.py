@@ -13,7 +13,7 @@ from capture_planner.contract import Backend
 from capture_planner.lint import Severity, lint
 from capture_planner.lint.core import BugClass
 from capture_planner.plan import Plan
-from capture_planner.testing.conformance import DEFAULT, Choices, Finding, Profile, conform, tested
+from capture_planner.testing.conformance import DEFAULT, Choices, Finding, Profile, conform, under_test
 
 
 @attrs.frozen(kw_only=True)
@@ -76,8 +76,8 @@ def catch(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, small: b
     with patch:
         brought = mutant.backend or mutant.base
         outcome = conform(
-            tested("reference" if brought is None else brought()),
-            Choices(profile=profile, seed=seed, shrink=small, blame=small),
+            under_test("reference" if brought is None else brought()),
+            Choices(profile=profile, seed=seed, shrink=small, blame=small, audits=False),
         )
     if outcome.passed:
         return None

@@ -1,0 +1,136 @@
+"""The suite finds what is wrong, says where, and does the same again; a healthy backend passes."""
+
+import attrs
+import pytest
+from capture_planner_reference import Reference
+from faulty import Declaring, Impure, Never, OwnerReader, TailReader
+
+from capture_planner.errors import RunError
+from capture_planner.modes import Role
+from capture_planner.testing.conformance import (
+    Attack,
+    Check,
+    Choices,
+    Profile,
+    Verdict,
+    again,
+    attacked,
+    audit,
+    conform,
+    loads,
+    under_test,
+    usable_shapes,
+    verdicts,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHORT = Profile(name="short", examples=25, steps=15)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_healthy_backend_passes(seed):
+    """The reference backend: every kind of step, every role, graphs and eager steps, and no finding."""
+    outcome = conform(under_test("reference"), Choices(profile=SHORT, seed=seed, audits=False))
+    assert outcome.findings == ()
+    assert {"arrive", "depart", "move", "reload", "forward", "serve"} <= set(outcome.log.steps)
+    assert {f"{role.value} FULL" for role in Role} <= set(outcome.log.forwards)
+    assert {"target PIECEWISE", "target NONE", "draft_prefill PIECEWISE"} <= set(outcome.log.forwards)
+
+
+def test_the_same_seed_does_the_same():
+    """Twice the same scenes, steps and forwards; another seed does others."""
+    profile = attrs.evolve(SHORT, examples=8)
+    logs = [
+        conform(under_test("reference"), Choices(profile=profile, seed=seed, audits=False)).log
+        for seed in (3, 3, 4)
+    ]
+    assert (logs[0].steps, logs[0].forwards) == (logs[1].steps, logs[1].forwards)
+    assert (logs[0].steps, logs[0].forwards) != (logs[2].steps, logs[2].forwards)
+
+
+@pytest.mark.parametrize(("backend", "field", "axis"), [(TailReader, "skips", "request")])
+def test_a_finding_names_the_field_and_is_small_and_comes_again(backend, field, axis):
+    """What reads past its rows is told so by name; the smallest case has no step too many."""
+    put = under_test(backend())
+    outcome = conform(put, Choices(profile=SHORT, seed=0))
+    (finding,) = outcome.findings
+    assert finding.check in (Check.ROWS, Check.BOUNDED, Check.RAN)
+    assert finding.field.endswith(field)
+    assert finding.axis == axis
+    assert finding.entry is not None
+    case = loads(finding.case)
+    assert len(case.steps) <= 3
+    assert again(put, finding.case).check is finding.check
+    assert again(under_test("reference"), finding.case) is None
+
+
+def test_a_contract_that_is_kept_is_in_order():
+    """A backend that gathers by a field of its own over padded rows relies on its fill, and may."""
+    assert conform(under_test(OwnerReader()), Choices(profile=SHORT, audits=False)).passed
+
+
+def test_declarations_that_change_are_found():
+    """Asked twice, a backend must say the same."""
+    outcome = conform(under_test(Impure()), Choices(profile=SHORT))
+    assert {finding.check for finding in outcome.findings} <= {Check.DECLARED}
+    assert outcome.findings
+
+
+def test_a_backend_that_runs_nowhere_is_refused_with_its_reason():
+    """There is nothing to say about it: an error, and no pass."""
+    with pytest.raises(RunError, match="there is no kernel for this machine"):
+        conform(under_test(Never()))
+
+
+def test_what_is_no_case_is_refused():
+    """A case that was cut off, or is something else."""
+    for text in ("", "{}", '{"scene":{},"steps":[]}', '{"scene":{"shape":1},"steps":[]}'):
+        with pytest.raises(RunError, match="not a case"):
+            again(under_test("reference"), text)
+
+
+# Audits.
+
+
+@pytest.fixture(scope="module")
+def audited():
+    """Every attack on a backend with a field that nothing reads."""
+    put = under_test(Declaring())
+    return put, audit(put, usable_shapes(put)[0], fields={"skips", "slot_mapping"})
+
+
+def test_what_nothing_reads_is_over_declared(audited):
+    """The backend's own field alone; the runner's are its own affair."""
+    _, found = audited
+    over = {field for (_, field), verdict in verdicts(found).items() if verdict is Verdict.OVER_DECLARED}
+    assert {field.rpartition(".")[2] for field in over} == {"skips"}
+    assert all(each.attack in Attack for each in found)
+
+
+def test_what_matters_says_where_and_comes_again(audited):
+    """Slots that are not padded are written to somebody's page, and the smallest batch shows it."""
+    put, found = audited
+    assert verdicts(found)[Role.TARGET, "slot_mapping"] is Verdict.NEEDED
+    for each in found:
+        if each.field == "slot_mapping" and each.matters:
+            assert each.axis == "token"
+            assert each.batch.startswith("1 request")
+            seen = attacked(put, loads(each.case), each.role, each.field, each.attack)
+            assert seen is not None
+            assert seen.says == each.says
+
+
+def test_a_field_that_a_backend_reads_is_needed():
+    """An index over padded rows, declared with its fill: some attack on it matters."""
+    put = under_test(OwnerReader())
+    found = audit(put, usable_shapes(put)[0], fields={"owners"})
+    own = {field: v for (role, field), v in verdicts(found).items() if field.endswith("owners")}
+    assert set(own.values()) == {Verdict.NEEDED}
+
+
+def test_a_healthy_backend_is_the_baseline():
+    """The cases of the audits pass where nothing is attacked."""
+    put = under_test(Reference())
+    for each in audit(put, usable_shapes(put)[0], fields={"query_start_loc", "idx_mapping"}):
+        if each.matters:
+            assert again(put, each.case) is None

@@ -1,0 +1,106 @@
+"""A case is data: what is written is read again, and the oracle says what attention is defined as."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.modes import Role
+from capture_planner.testing.conformance.dispatching import cheapest
+from capture_planner.testing.conformance.machine import scenes
+from capture_planner.testing.conformance.probe import Heads, Tables
+from capture_planner.testing.conformance.scene import (
+    Arrive,
+    Case,
+    Depart,
+    Forward,
+    Move,
+    Reload,
+    Serve,
+    dumps,
+    loads,
+)
+from capture_planner.testing.conformance.shapes import KERNELS, SMALL
+
+small = st.integers(0, 9)
+STEPS = st.one_of(
+    st.builds(Arrive, prompt=small, computed=small, shares=st.none() | small),
+    st.builds(Depart, request=small),
+    st.builds(Move, request=small),
+    st.builds(Reload, seed=small),
+    st.builds(Forward, rows=st.lists(st.tuples(small, small, small)).map(tuple)),
+    st.builds(Serve, requests=st.lists(st.tuples(small, small, small)).map(tuple)),
+)
+
+
+@given(scenes((*SMALL, *KERNELS)), st.lists(STEPS).map(tuple))
+def test_a_case_is_read_as_it_was_written(scene, steps):
+    """Write and read are inverse, on one line."""
+    case = Case(scene=scene, steps=steps)
+    text = dumps(case)
+    assert loads(text) == case
+    assert "\n" not in text
+    assert dumps(loads(text)) == text
+
+
+@given(scenes(SMALL))
+def test_a_scene_is_a_spec(scene):
+    """Every scene that is drawn can be planned: its limits hold its drafts."""
+    spec = scene.spec("reference")
+    assert spec.limits.max_num_tokens >= 1 + scene.drafts
+    assert (spec.speculative is None) == (scene.drafts == 0)
+
+
+@given(
+    st.integers(1, 12),
+    st.data(),
+    st.sampled_from([(2, 1), (2, 2), (4, 2)]),
+    st.sampled_from([(None,), (3,), (None, 2)]),
+)
+def test_the_oracle_is_attention(length, data, heads, windows):
+    """Held against loops over every row, head and key."""
+    first = data.draw(st.integers(0, length - 1))
+    shape = Heads(layers=len(windows), heads=heads[0], kv_heads=heads[1], head_dim=3, windows=windows)
+    tables = Tables(shape, 11, 12, torch.float64, torch.device("cpu"), 1)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, 10), min_size=length, max_size=length)))
+    query, keys, values = tables.split(ids, torch.arange(length))
+    found = tables.attended(ids, first).view(length - first, len(windows), heads[0], 3)
+    for row in range(first, length):
+        for layer, window in enumerate(windows):
+            begin = 0 if window is None else max(0, row - window + 1)
+            for head in range(heads[0]):
+                of = head // (heads[0] // heads[1])
+                scores = [
+                    math.exp(float(query[row, layer, head] @ keys[key, layer, of]) / math.sqrt(3))
+                    for key in range(begin, row + 1)
+                ]
+                want = sum(
+                    score * values[begin + index, layer, of] for index, score in enumerate(scores)
+                ) / sum(scores)
+                torch.testing.assert_close(found[row - first, layer, head], want)
+
+
+def test_a_table_is_loaded_in_place():
+    """Weights are reloaded where they are, as graphs need."""
+    shape = Heads(layers=1, heads=2, kv_heads=1, head_dim=4, windows=(None,))
+    tables = Tables(shape, 5, 6, torch.float32, torch.device("cpu"), 1)
+    where, before = tables.by_token.data_ptr(), tables.by_token.clone()
+    tables.load(2)
+    assert tables.by_token.data_ptr() == where
+    assert not torch.equal(tables.by_token, before)
+
+
+@pytest.mark.parametrize("num_reqs", [0, 1, 5])
+def test_the_scan_sends_no_impossible_batch_to_a_graph(num_reqs):
+    """As many tokens as requests at least, and one request at least."""
+    from capture_planner import registry
+    from capture_planner.entry import Batch
+    from capture_planner.planner import plan
+    from capture_planner.testing.conformance.scene import Scene
+    from capture_planner.testing.runs import CPU
+
+    made = plan(Scene(shape=SMALL[0]).spec("reference"), CPU, registry.load())
+    batch = Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=max(num_reqs - 1, 0))
+    assert cheapest(made, batch) is None
