@@ -28,7 +28,15 @@ from capture_planner.contract import Backend
 from capture_planner.lint import Severity, lint
 from capture_planner.plan import Plan
 from capture_planner.ranks import agree
-from capture_planner.testing.conformance import DEFAULT, THOROUGH, Choices, Profile, conform, loads, tested
+from capture_planner.testing.conformance import (
+    DEFAULT,
+    THOROUGH,
+    Choices,
+    Profile,
+    conform,
+    loads,
+    under_test,
+)
 from capture_planner.testing.conformance.agreeing import check_agreement
 from capture_planner.testing.gallery import HEALTHY, MUTANTS, Caught, Mutant, catch, named
 
@@ -127,7 +135,8 @@ def healthy() -> dict[str, Callable[[Task], str | None]]:
 
 def _suite(backend: Backend | str, task: Task) -> str | None:
     outcome = conform(
-        tested(backend), Choices(profile=task.profile, seed=task.seed, shrink=False, blame=False)
+        under_test(backend),
+        Choices(profile=task.profile, seed=task.seed, shrink=False, blame=False, audits=False),
     )
     return None if outcome.passed else str(outcome.findings[0])
 

@@ -26,6 +26,7 @@ FOUND_BY = {
     "drafter-decides-for-the-target": "CP033",
     "drafter-decides-in-silence": "CP032",
     "doubling-sizes": "CP045",
+    "six-sizes-evenly-spread": "CP045",
     "widened-default": "CP043",
     "memory-from-two-samples": "CP040",
     "capture-time-not-counted": "CP040",

@@ -95,15 +95,16 @@ def _list_ends_at_40() -> Plan:
     return with_sizes(_VERIFIED, policy=Policy.VLLM, max_tokens=42).plan()
 
 
-_DECODES_ONLY = attrs.evolve(_VERIFIED, spec=replace(_VERIFIED.spec, mode=GraphMode.FULL_DECODE_ONLY))
+_OFF_STRIDE = deployed(reqs=12, tokens=512, mode=GraphMode.FULL_DECODE_ONLY)
+"""Twelve requests: no step of the engine's list."""
 
 
 def _ceiling_left_out() -> Plan:
-    """The decode of 42 tokens has no graph, and nothing says so."""
+    """Sizes go to the last step below the maximum, 8, and nothing says that 9 to 12 run eager."""
     return on_role(
-        _DECODES_ONLY.plan(),
+        _OFF_STRIDE.plan(),
         Role.TARGET,
-        lambda role: replace(role, entries=tuple(entry for entry in role.entries if entry.num_tokens <= 40)),
+        lambda role: replace(role, entries=tuple(entry for entry in role.entries if entry.num_tokens <= 8)),
     )
 
 
@@ -251,6 +252,13 @@ def _doubling() -> Plan:
     return with_sizes(_DENSE, policy=Policy.POWERS_OF_TWO).plan()
 
 
+_WIDE = deployed(reqs=512, tokens=8192)
+
+
+def _evenly_spread() -> Plan:
+    return with_sizes(_WIDE, policy=Policy.EXPLICIT, num_reqs=(1, 88, 192, 304, 408, 512)).plan()
+
+
 _SMALL_MACHINE = deployed(machine="l40s", reqs=256, tokens=4096, drafts=7)
 
 
@@ -379,8 +387,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "ceiling-left-out",
         BugClass.A,
         "vllm-ascend#16049",
-        says="the graph of the largest decode is dropped, and nothing says so",
-        healthy=_DECODES_ONLY,
+        says="at most 12 requests, sizes to 8: larger decodes run eager, and nothing says so",
+        healthy=_OFF_STRIDE,
         plan=_ceiling_left_out,
     ),
     _mutant(
@@ -466,6 +474,14 @@ MUTANTS: tuple[Mutant, ...] = (
         plan=_doubling,
     ),
     _mutant(
+        "six-sizes-evenly-spread",
+        BugClass.I,
+        "vllm-ascend#1168",
+        says="a limit on graphs leaves six sizes, evenly spread: 2 requests run as 88",
+        healthy=_WIDE,
+        plan=_evenly_spread,
+    ),
+    _mutant(
         "widened-default",
         BugClass.I,
         "vllm#50488",
@@ -503,7 +519,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "platform-limit-forgotten",
         BugClass.I,
         "vllm-ascend#8585",
-        says="more full graphs than the platform can hold",
+        says="graphs are planned for a whole device, and the platform here holds fewer",
         healthy=_LIMITED,
         plan=_platform_limit_forgotten,
     ),
