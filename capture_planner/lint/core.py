@@ -19,14 +19,19 @@ REPOSITORIES = {
     "mini-sglang": "sgl-project/mini-sglang",
     "TRT-LLM": "NVIDIA/TensorRT-LLM",
     "flashinfer": "flashinfer-ai/flashinfer",
+    "lmdeploy": "InternLM/lmdeploy",
+    "tokenspeed": "lightseekorg/tokenspeed",
 }
 """Where the threads are, by the name that stands before their number."""
 
 
 def link(thread: str) -> str:
-    """Return the address of a thread such as ``vllm#54933``; raises ``KeyError`` for an unknown project."""
+    """Return the address of a thread such as ``vllm#54933``, or ``owner/repository#1``.
+
+    Raises ``KeyError`` for a project that is neither known nor written whole.
+    """
     project, number = thread.split("#")
-    return f"https://github.com/{REPOSITORIES[project]}/issues/{number}"
+    return f"https://github.com/{project if '/' in project else REPOSITORIES[project]}/issues/{number}"
 
 
 class Severity(enum.Enum):

@@ -1,6 +1,7 @@
 """The gallery as a whole: what a mutant says of itself, and that no check is there for one of them."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -32,8 +33,15 @@ def test_a_mutant_says_what_it_is(mutant):
     assert not mutant.says.endswith(".")
     assert mutant.threads
     for thread in mutant.threads:
-        project, number = thread.split("#")
-        assert link(thread) == f"https://github.com/{REPOSITORIES[project]}/issues/{int(number)}"
+        assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/issues/\d+", link(thread))
+
+
+def test_a_thread_is_of_a_project_that_is_known_or_written_whole():
+    """What cannot be opened is refused."""
+    assert link("vllm#1") == f"https://github.com/{REPOSITORIES['vllm']}/issues/1"
+    assert link("owner/name#2") == "https://github.com/owner/name/issues/2"
+    with pytest.raises(KeyError):
+        link("unheard-of#3")
 
 
 def test_names_are_unique_and_found():
