@@ -400,7 +400,7 @@ MUTANTS: tuple[Mutant, ...] = (
         plan=_captured_to_32,
     ),
     _mutant(
-        "requests-from-rounded-tokens",
+        "decode-sizes-off-the-multiple",
         BugClass.B,
         "vllm#28207",
         says="with K = 2, decode graphs have 1, 2, 4, 8 tokens: no multiples of 3, the last request is short",
@@ -408,7 +408,7 @@ MUTANTS: tuple[Mutant, ...] = (
         plan=_requests_from_rounded_tokens,
     ),
     _mutant(
-        "target-formula-for-the-drafter",
+        "draft-query-below-one",
         BugClass.B,
         "vllm#48494",
         "vllm#48329",
