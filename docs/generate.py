@@ -35,6 +35,7 @@ from unittest import mock
 
 import attrs
 import conformance_tables
+import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
 import gpu_results
@@ -43,6 +44,7 @@ from capture_planner import cli, codec, contract, hookspecs, lint, schema, spec
 from capture_planner.admissible import Domain
 from capture_planner.catalog import find_environment, shipped_environments
 from capture_planner.environment import Environment
+from capture_planner.lint import core as lint_core
 from capture_planner.model import Speculative
 from capture_planner.plan import Plan
 from capture_planner.report.findings import DRIFT_CODE
@@ -51,14 +53,6 @@ from capture_planner.sizing.policies import Context, decode_sizes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-_REPOSITORIES = {
-    "vllm": "vllm-project/vllm",
-    "vllm-ascend": "vllm-project/vllm-ascend",
-    "sglang": "sgl-project/sglang",
-    "TRT-LLM": "NVIDIA/TensorRT-LLM",
-    "flashinfer": "flashinfer-ai/flashinfer",
-}
 
 
 # Parts -----------------------------------------------------------------------------------------
@@ -83,8 +77,7 @@ def _rules() -> str:
 
 
 def _thread(thread: str) -> str:
-    project, number = thread.split("#")
-    return f"[{thread}](https://github.com/{_REPOSITORIES[project]}/issues/{number})"
+    return f"[{thread}]({lint_core.link(thread)})"
 
 
 def _hooks() -> str:
@@ -295,6 +288,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **conformance_tables.PARTS,
     **gpu_bench_tables.PARTS,
     **gpu_equality_tables.PARTS,
+    **gallery_tables.PARTS,
 }
 
 

@@ -12,6 +12,7 @@ from capture_planner.cli import files
 from capture_planner.cli.bench import bench
 from capture_planner.cli.conformance import conformance
 from capture_planner.cli.environment import environment
+from capture_planner.cli.gallery import gallery
 from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
@@ -82,5 +83,6 @@ for command in (
     conformance,
     environment,
     new_backend,
+    gallery,
 ):
     cli.add_command(command)

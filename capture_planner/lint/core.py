@@ -12,6 +12,27 @@ from capture_planner.coverage import Coverage, coverage
 from capture_planner.modes import Role
 from capture_planner.plan import Plan
 
+REPOSITORIES = {
+    "vllm": "vllm-project/vllm",
+    "vllm-ascend": "vllm-project/vllm-ascend",
+    "sglang": "sgl-project/sglang",
+    "mini-sglang": "sgl-project/mini-sglang",
+    "TRT-LLM": "NVIDIA/TensorRT-LLM",
+    "flashinfer": "flashinfer-ai/flashinfer",
+    "lmdeploy": "InternLM/lmdeploy",
+    "tokenspeed": "lightseekorg/tokenspeed",
+}
+"""Where the threads are, by the name that stands before their number."""
+
+
+def link(thread: str) -> str:
+    """Return the address of a thread such as ``vllm#54933``, or ``owner/repository#1``.
+
+    Raises ``KeyError`` for a project that is neither known nor written whole.
+    """
+    project, number = thread.split("#")
+    return f"https://github.com/{project if '/' in project else REPOSITORIES[project]}/issues/{number}"
+
 
 class Severity(enum.Enum):
     """How bad a finding is. Errors and warnings are findings in the sense of exit code 2."""

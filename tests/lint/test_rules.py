@@ -108,6 +108,10 @@ CASES = {
     ),
     "CP043": (replace(PLAIN, environment=replace(MACHINE, device=replace(GPU, memory=1 << 30))), PLAIN),
     "CP044": (replace(DRAFTED, pool=Pool.PER_ROLE), DRAFTED),
+    "CP045": (
+        made(reqs=256, sizes=Sizes(policy=Policy.POWERS_OF_TWO)),
+        made(reqs=256, sizes=Sizes(policy=Policy.TENSORRT_LLM, padding=True, max_reqs=256)),
+    ),
     "CP050": (with_role(PLAIN, waivers=(replace(WAIVER, says=" "),)), with_role(PLAIN, waivers=(WAIVER,))),
     "CP051": (with_role(PLAIN, waivers=(WAIVER, *PLAIN.roles[0].waivers)), PLAIN),
     "CP052": (with_role(PLAIN, entries=()), PLAIN),
@@ -138,6 +142,16 @@ def test_a_chain_that_was_not_asked_for_is_an_error():
     single = replace(FUSED, speculative=replace(EAGLE, chain=Chain.SINGLE))
     assert "CP031" in codes(single)
     assert "CP031" not in codes(FUSED)
+
+
+def test_coarse_sizes_are_said_only_where_there_is_room_for_more():
+    """CP045 asks for graphs, so it is silent where budget or backend allow none."""
+    broken, _ = CASES["CP045"]
+    for graphs, found in ((broken.num_graphs, False), (broken.num_graphs + 1, True)):
+        assert ("CP045" in codes(replace(broken, budget=Budget(max_graphs=graphs)))) == found
+    full = sum(entry.mode is FULL for entry in broken.roles[0].entries)
+    for graphs, found in ((full, False), (full + 1, True)):
+        assert ("CP045" in codes(on_groups(broken, max_graphs=graphs))) == found
 
 
 @pytest.mark.parametrize("broken", [case[0] for case in CASES.values()], ids=list(CASES))

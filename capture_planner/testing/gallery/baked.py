@@ -250,7 +250,7 @@ F = BugClass.F
 MUTANTS = (
     Mutant(
         name="plan-not-refreshed",
-        threads=("TensorRT-LLM#18769",),
+        threads=("TRT-LLM#18769",),
         bug_class=F,
         says="A graph's plan is made at its capture and used again for every batch.",
         backend=lambda: Paged(PlanNotRefreshed),
@@ -313,7 +313,7 @@ MUTANTS = (
     ),
     Mutant(
         name="layout-of-batch",
-        threads=("TensorRT-LLM#18002",),
+        threads=("TRT-LLM#18002",),
         bug_class=F,
         says="The layout of a plan follows the batch, so that no other batch can be replayed.",
         backend=lambda: Paged(LayoutOfBatch),

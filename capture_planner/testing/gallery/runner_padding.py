@@ -225,7 +225,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="first-draft-unverified",
-        threads=("lattice#243",),
+        threads=("ohdearquant/lattice#243",),
         bug_class=BugClass.B,
         says="Verification looks at each draft one row too late, so that the first one is kept unseen.",
         patch=patched((serving_module, "settle", _first_unverified)),
