@@ -3,10 +3,11 @@ r"""The conformance suite on a GPU: backends at a thorough profile, in several p
     python benchmarks/conformance.py --output
     python benchmarks/conformance.py --compile      # only what libraries compile on first use
 
-The scenes of a backend are split over processes, each with a seed of its own: what they tried is added
-up, and what they found is kept with the command that shows it again. Kernels are compiled before that, in
-a process for each K. The audits of declared fields run once, beside the scenes. ``--device cpu`` has the
-reference backend with recorded graphs. Exit code 1 where something was found, or broke.
+The scenes of a backend are split over processes, which do them in portions, each with a seed of its own:
+what they tried is added up, and what they found is kept with the command that shows it again. All backends
+run at once. Kernels are compiled before that, in a process for each K. The audits of declared fields run
+once, beside the scenes. A process that ends in an illegal access takes nobody with it. ``--device cpu`` has
+the reference backend with recorded graphs. Exit code 1 where something was found, or broke.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+import attrs
 import torch
 from _bench import CONSOLE, finish, parser, table
 from _deployments import CASES, Case, environment, missing
@@ -46,6 +49,10 @@ from capture_planner.testing.conformance.shapes import KERNELS
 from capture_planner.testing.conformance.suite import DRAFTS, THOROUGH
 
 Data = dict[str, Any]
+PORTION = 25
+"""Scenes of one seed."""
+SEEDS = 1000
+"""From the first seed of one process to that of the next."""
 
 NAMES = ("flash_attention", "flashinfer", "flashinfer_wrappers", "triton")
 
@@ -84,12 +91,18 @@ def report(case: Case, under: Tested, profile: Profile, seed: int, outcome: Outc
     )
 
 
-def search(name: str, device: str, seed: int, profile: Profile) -> Data:
-    """Run a part of the scenes of one backend."""
+def search(name: str, device: str, seed: int, profile: Profile, until: float) -> Data:
+    """Run a part of the scenes of one backend, in portions, until the clock of the machine says ``until``."""
     case = CASES[name]
-    under = on(case, device)
-    choices = Choices(profile=profile, seed=seed, shapes=shapes_of(case), audits=False)
-    return report(case, under, profile, seed, conform(under, choices))
+    parts: list[Data] = []
+    under, left = on(case, device), profile.examples
+    while left > 0 and (not parts or (time.time() < until and parts[-1]["passed"])):
+        portion = attrs.evolve(profile, examples=min(PORTION, left))
+        portion_seed = seed + len(parts)
+        choices = Choices(profile=portion, seed=portion_seed, shapes=shapes_of(case), audits=False)
+        parts.append(report(case, under, portion, portion_seed, conform(under, choices)))
+        left -= portion.examples
+    return added(parts)
 
 
 def attack(name: str, device: str, seed: int) -> Data:
@@ -131,7 +144,7 @@ def added(parts: Sequence[Data]) -> Data:
     audited = [each for part in parts for each in part["audited"]]
     return {
         **{key: parts[0][key] for key in ("backend", "distribution", "version", "environment", "host")},
-        "seeds": [part["seed"] for part in parts if part["scenes"]],
+        "seeds": [seed for part in parts if part["scenes"] for seed in part.get("seeds", [part.get("seed")])],
         "drafts": parts[0]["drafts"],
         "passed": all(part["passed"] for part in parts),
         "findings": [finding for part in parts for finding in part["findings"]],
@@ -145,7 +158,7 @@ def added(parts: Sequence[Data]) -> Data:
         "refused": parts[0]["refused"],
         "audited": audited,
         "fields": [field for part in parts for field in part["fields"]],
-        "process_seconds": round(sum(part["seconds"] for part in parts), 1),
+        "seconds": round(sum(part["seconds"] for part in parts), 1),
     }
 
 
@@ -155,36 +168,59 @@ def split(examples: int, jobs: int) -> list[int]:
     return [each + (number < more) for number in range(jobs) if each + (number < more)]
 
 
-def campaign(case: Case, arguments: argparse.Namespace) -> Data:
-    """Put one backend through its scenes and audits; return what came of it all, or why nothing did."""
-    why = missing(case, torch.device(arguments.device))
-    if why is not None:
-        return {"case": case.name, "skipped": why, "passed": True}
-    try:
-        # Processes of its own: after an illegal access nothing more can be run in one. And a process that
-        # has used CUDA cannot be forked.
-        with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-            return _campaign(case, arguments, pool)
-    except Exception as error:
-        traceback.print_exc()
-        return {"case": case.name, "broke": f"{type(error).__name__}: {error}", "passed": False}
+@contextmanager
+def alone() -> Iterator[ProcessPoolExecutor]:
+    """Give a process to do one thing in: after an illegal access nothing more can be run in one.
+
+    It is spawned, since a process that has used CUDA cannot be forked.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
 
 
-def _campaign(case: Case, arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> Data:
-    name, device, seed = case.name, arguments.device, arguments.seed
-    began = time.perf_counter()
-    for done in [pool.submit(compile_for, name, device, k) for k in DRAFTS]:
-        done.result()
-    compiled = time.perf_counter()
-    took = {"seconds to compile": round(compiled - began, 1)}
-    if arguments.compile:
-        return {"case": name, **took, "passed": True}
-    parts: list[Future[Data]] = [pool.submit(attack, name, device, seed)]
-    for number, examples in enumerate(split(arguments.examples, arguments.jobs)):
-        profile = Profile(name="thorough", examples=examples, steps=arguments.steps)
-        parts.append(pool.submit(search, name, device, seed + number, profile))
-    results = [part.result() for part in parts]
-    return {"case": name, **added(results), **took, "seconds": round(time.perf_counter() - compiled, 1)}
+class Campaign:
+    """One backend's parts, each in a process of its own."""
+
+    def __init__(self, case: Case, arguments: argparse.Namespace, processes: ExitStack) -> None:
+        self.case, self._arguments, self._processes = case, arguments, processes
+        self.why = missing(case, torch.device(arguments.device))
+        self._parts: list[Future[Any]] = []
+        self._began = time.perf_counter()
+
+    def _submit(self, act: Callable[..., Any], *rest: object) -> None:
+        pool = self._processes.enter_context(alone())
+        self._parts.append(pool.submit(act, self.case.name, self._arguments.device, *rest))
+
+    def compile(self) -> None:
+        """Begin to compile, for each K."""
+        for k in DRAFTS:
+            self._submit(compile_for, k)
+
+    def run(self, until: float) -> None:
+        """Begin the audits and the scenes."""
+        self._submit(attack, self._arguments.seed)
+        for number, examples in enumerate(split(self._arguments.examples, self._arguments.jobs)):
+            profile = Profile(name="thorough", examples=examples, steps=self._arguments.steps)
+            self._submit(search, self._arguments.seed + number * SEEDS, profile, until)
+
+    def result(self) -> Data:
+        """Wait, and return what came of all parts; of one that broke, how."""
+        if self.why is not None:
+            return {"case": self.case.name, "skipped": self.why, "passed": True}
+        done, broke = [], []
+        for part in self._parts:
+            try:
+                done.append(part.result())
+            except Exception as error:
+                traceback.print_exc()
+                broke.append(f"{type(error).__name__}: {error}")
+        self._parts.clear()
+        took = {"wall_seconds": round(time.perf_counter() - self._began, 1)}
+        merged = added(done) if done and isinstance(done[0], dict) else {"passed": True}
+        found = {"case": self.case.name, **merged, **took}
+        if broke:
+            found |= {"broke": broke, "passed": False}
+        return found
 
 
 def main() -> int:
@@ -197,21 +233,35 @@ def main() -> int:
     options.add_argument("--jobs", type=int, default=8, help="processes at once")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--compile", action="store_true", help="only compile, in a process for each K")
+    options.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no portion of scenes after so many"
+    )
     arguments = options.parse_args()
     names = arguments.backends or (NAMES if arguments.device == "cuda" else ("reference",))
-    results = []
-    for name in names:
-        results.append(campaign(CASES[name], arguments))
-        CONSOLE.print(_said(results[-1]), highlight=False, markup=False)
-    if not arguments.compile:
-        _print(results)
-        finish(arguments, {"results": results})
+    until, results = time.time() + arguments.seconds, []
+    with ExitStack() as processes:
+        campaigns = [Campaign(CASES[name], arguments, processes) for name in names]
+        able = [campaign for campaign in campaigns if campaign.why is None]
+        if arguments.compile:
+            for campaign in able:
+                campaign.compile()
+            compiled = [campaign.result() for campaign in able]
+            CONSOLE.print(compiled)
+            return int(not all(result["passed"] for result in compiled))
+        for campaign in able:
+            campaign.run(until)
+        for campaign in campaigns:
+            results.append(campaign.result())
+            CONSOLE.print(_said(results[-1]), highlight=False, markup=False)
+            # Written anew after each: a run that is cut off keeps what it has.
+            finish(arguments, {"results": results})
+    _print(results)
     return int(not all(result["passed"] for result in results))
 
 
 def _said(result: Data) -> str:
     if "skipped" in result or "broke" in result:
-        return f"{result['case']}: {result.get('skipped') or result['broke']}"
+        return f"{result['case']}: {result.get('skipped') or '; '.join(result['broke'])}"
     found = "\n".join(f"{each['says']}\n{each['command']}" for each in result.get("findings", ()))
     return f"{result['case']}: {'passed' if result['passed'] else found}"
 
@@ -227,7 +277,7 @@ def _print(results: Sequence[Data]) -> None:
                 f"{sum(each['count'] for each in result['forwards']):,}",
                 str(len(result["audited"])),
                 str(len(result["findings"])),
-                f"{result['seconds']:.0f}",
+                f"{result['wall_seconds']:.0f}",
             )
     CONSOLE.print(shown)
 
