@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,18 @@ class _Bytes:
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.pointer, False), "version": 3}
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Collect no garbage for a while: a collection may free CUDA objects, which a capture does not survive."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def borrowed(pointer: int, size: int) -> torch.Tensor:
@@ -93,7 +106,9 @@ class CudaPool:
                 address += block["size"]
 
     def _segments(self) -> list[dict[str, Any]]:
-        found = torch.cuda.memory_snapshot(self.handle)  # type: ignore[no-untyped-call]
+        # Of all pools: asked for one, torch 2.11 gives a reference too many back of the numbers that name
+        # it, which ends the process once they are no small ones, after some hundred pools.
+        found = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return [segment for segment in found if tuple(segment["segment_pool_id"]) == tuple(self.handle)]
 
 
@@ -161,12 +176,11 @@ class CudaGraphs:
         torch.cuda.reset_peak_memory_stats()
         graph = CudaGraph([])
         self._open, self._pool = graph, pool
-        collecting = gc.isenabled()
-        gc.disable()  # A collection may free CUDA objects, which a capture does not survive.
         try:
-            self._begin()
-            forward()
-            self._end()
+            with nothing_collected():
+                self._begin()
+                forward()
+                self._end()
         except BaseException as error:
             self._abandon()
             if isinstance(error, RuntimeError) and "capturing" in str(error):
@@ -176,8 +190,6 @@ class CudaGraphs:
             raise
         finally:
             self._open = self._pool = None
-            if collecting:
-                gc.enable()
         torch.cuda.synchronize()
         graph.memory = torch.cuda.memory_reserved() - reserved
         graph.alone = torch.cuda.max_memory_allocated() - alive

@@ -19,6 +19,7 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 from capture_planner.errors import RunError
+from capture_planner.runtime.cuda import nothing_collected
 from capture_planner.runtime.padding import Write
 
 _COLUMNS = 9
@@ -165,7 +166,8 @@ class FusedPadding:
         if key not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             # The default stream, which may be the current one, captures nothing.
-            with torch.cuda.stream(torch.cuda.Stream(self._device.device)):  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(self._device.device)  # type: ignore[no-untyped-call]
+            with nothing_collected(), torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 self._copy(turn, count)
                 self._launch(key[2], self.max_writes)

@@ -34,8 +34,8 @@ class Profile:
     """Most steps of a scene."""
 
 
-DEFAULT = Profile(name="default", examples=150, steps=20)
-THOROUGH = Profile(name="thorough", examples=2000, steps=25)
+DEFAULT = Profile(name="default", examples=150, steps=15)
+THOROUGH = Profile(name="thorough", examples=2000, steps=15)
 
 DRAFTS = (0, 1, 2, 3, 5)
 """K of the scenes."""

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from capture_planner.contract import Fill
+from capture_planner.contract import Axis, Fill
 from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch, Entry
-from capture_planner.errors import RunError
 from capture_planner.modes import Reason, Role
-from capture_planner.runtime import padding
 from capture_planner.runtime.contract import NULL_SLOT, Scoring
 from capture_planner.runtime.fields import Extents, FieldBuffer, poison, tensor_of
 from capture_planner.runtime.role import Ran, RoleRun
@@ -28,6 +26,8 @@ from capture_planner.testing.conformance.world import World
 from capture_planner.words import counted
 
 Slots = set[int]
+Held = Mapping[str, np.ndarray[Any, Any]]
+"""What the fields hold, by key, as far as a forward reads."""
 
 
 class Watch:
@@ -104,8 +104,9 @@ class Watch:
     ) -> Ran:
         self.ran[f"{role.role.value} {answer.mode.value}"] += 1
         if not self._trusting:
-            self._check_fields(role, entry, extents)
-            self._check_placed(role, entry, extents, answer)
+            held = {buffer.key: buffer.view(extents).cpu().numpy() for buffer in role.fields}
+            self._check_fields(role, entry, extents, held)
+            self._check_placed(role, entry, extents, answer, held)
         self._spoil_beyond(role, extents)
         mine = self._own_slots(role, entry)
         caches = {index: tensor.clone() for index, tensor in enumerate(self._caches(role))}
@@ -170,31 +171,56 @@ class Watch:
         if expected is None and answer.reason in (None, Reason.UNCOVERED):
             self._refuse(Check.DISPATCHED, "this batch runs eager, and no reason is given", role, None)
 
-    def _check_fields(self, role: RoleRun, entry: Entry | None, extents: Extents) -> None:
+    def _check_fields(self, role: RoleRun, entry: Entry | None, extents: Extents, held: Held) -> None:
         values, batch = self._values, self.batch
         assert batch is not None, "a forward belongs to a batch"
         for buffer in role.fields:
             real = values.get(buffer.field.name)
             if real is not None and not buffer.is_frozen:
-                self._check_fill(role, entry, extents, buffer, real, batch)
-        checked = [
-            b for b in role.fields if not (b.field.name == "input_ids" and self.runner.parts.target.ahead)
-        ]
-        try:
-            padding.check_bounds(checked, values, extents, role._bounds)
-        except RunError as error:
-            self._refuse(Check.BOUNDED, str(error), role, entry, field=str(error).partition("[")[0])
+                self._check_fill(role, entry, held[buffer.key], buffer, real, batch)
+        for buffer in role.fields:
+            is_answer = buffer.field.name == "input_ids" and self.runner.parts.target.ahead
+            if buffer.field.indexes is not None and not (buffer.is_frozen or is_answer):
+                self._check_bounds(role, entry, extents, held[buffer.key], buffer)
+
+    def _check_bounds(
+        self,
+        role: RoleRun,
+        entry: Entry | None,
+        extents: Extents,
+        held: np.ndarray[Any, Any],
+        buffer: FieldBuffer,
+    ) -> None:
+        """Hold every value to what it indexes; -1 says skip, in padding alone."""
+        field, real = buffer.field, self._values.get(buffer.field.name)
+        assert field.indexes is not None, "asked of index fields"
+        top = role._bounds.of(field.indexes, extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
+        wrong = (held < 0) | (held >= top)
+        if field.fill is Fill.CONSTANT and field.value == -1:
+            padded = np.ones(held.shape, dtype=np.bool_)
+            padded[tuple(slice(length) for length in (() if real is None else real.shape))] = real is None
+            wrong &= ~(padded & (held == -1))
+        if wrong.any():
+            place = tuple(int(index) for index in np.argwhere(wrong)[0])
+            self._refuse(
+                Check.BOUNDED,
+                f"{buffer.key}{list(place)} is {held[place]}; it indexes {field.indexes.value}, so it must be at "
+                f"least 0 and less than {top}",
+                role,
+                entry,
+                field=buffer.key,
+                axis=field.axis.value,
+            )
 
     def _check_fill(
         self,
         role: RoleRun,
         entry: Entry | None,
-        extents: Extents,
+        held: np.ndarray[Any, Any],
         buffer: FieldBuffer,
         real: np.ndarray[Any, Any],
         batch: Batch,
     ) -> None:
-        held = buffer.view(extents).cpu().numpy()
         field = buffer.field
         fill = field.value or 0
         if field.fill is Fill.REAL_TOTAL:
@@ -214,11 +240,13 @@ class Watch:
                 axis=field.axis.value,
             )
 
-    def _check_placed(self, role: RoleRun, entry: Entry | None, extents: Extents, answer: Dispatch) -> None:
+    def _check_placed(
+        self, role: RoleRun, entry: Entry | None, extents: Extents, answer: Dispatch, held: Held
+    ) -> None:
         """Hold slots to positions and pages, and pages to those that the scheduler gave out."""
         tokens, reqs = extents.tokens - answer.padded_tokens, extents.reqs - answer.padded_reqs
         names = ("query_start_loc", "block_table", "positions", "slot_mapping", "idx_mapping")
-        starts, table, positions, slots, places = (role.fields[name].cpu().numpy() for name in names)
+        starts, table, positions, slots, places = (held[name] for name in names)
         owner = np.searchsorted(starts[1 : reqs + 1], np.arange(tokens), side="right")
         page, offset = np.divmod(positions[:tokens], self.world.pages.page_size)
         expected = table[owner, page].astype(np.int64) * self.world.pages.page_size + offset
@@ -261,7 +289,8 @@ class Watch:
         for buffer in role.fields:
             real = self._values.get(buffer.field.name)
             if buffer.field.name in _MOVED and real is not None and not buffer.is_frozen:
-                self._check_fill(role, entry, extents, buffer, real, self.batch)
+                held = buffer.view(extents).cpu().numpy()
+                self._check_fill(role, entry, held, buffer, real, self.batch)
 
     def _check_written(self, role: RoleRun, entry: Entry | None) -> None:
         """Hold every row of every attention output to be written, padding included."""
