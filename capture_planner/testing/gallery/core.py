@@ -26,7 +26,7 @@ class Mutant:
     name: str
     """Lower-case words with hyphens."""
     threads: tuple[str, ...]
-    """Public threads of the bug."""
+    """Public threads of the bug; none where only a backend's list of what it leaves unchecked names it."""
     bug_class: BugClass
     says: str
     """What it does wrong, in a sentence."""

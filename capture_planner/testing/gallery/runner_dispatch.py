@@ -157,14 +157,14 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#28207",),
         bug_class=BugClass.B,
         says="A batch whose last request is short is taken for a uniform decode, because its tokens, rounded "
-        "up to a multiple of 1 + K, give its number of requests.",
+        "up to a multiple of 1 + K, give its number of requests",
         patch=_asked(_rounded),
     ),
     Mutant(
         name="prompt-taken-for-a-decode",
         threads=("vllm#28207",),
         bug_class=BugClass.B,
-        says="A prompt of exactly 1 + K tokens has the shape of a decode and is sent to a decode's graph.",
+        says="A prompt of exactly 1 + K tokens has the shape of a decode and is sent to a decode's graph",
         patch=_asked(_past_any_prompt),
     ),
     Mutant(
@@ -172,14 +172,14 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#48494", "vllm#48329"),
         bug_class=BugClass.B,
         says="The query length of a draft decode is worked out as the target's is, as 1 + (k - K), so that no "
-        "graph fits where the schedule lowers k.",
+        "graph fits where the schedule lowers k",
         patch=_asked(_by_the_targets_formula),
     ),
     Mutant(
         name="chain-one-step-too-long",
         threads=("vllm#48494",),
         bug_class=BugClass.B,
-        says="A fused chain is captured with K draft decodes, though the first draft is the draft prefill's.",
+        says="A fused chain is captured with K draft decodes, though the first draft is the draft prefill's",
         patch=patched((RoleRun, "_forward", _one_step_more)),
     ),
     Mutant(
@@ -187,7 +187,7 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#53407",),
         bug_class=BugClass.C,
         says="The captured size that is nearest decides, so that a PIECEWISE graph hides a compatible FULL "
-        "graph which is a little larger.",
+        "graph which is a little larger",
         patch=_chosen(_nearest_of_any_mode),
     ),
     Mutant(
@@ -195,14 +195,14 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#56136",),
         bug_class=BugClass.C,
         says="With dynamic K the nearest uniform size decides, and where it belongs to another query length "
-        "the batch falls back to what is not uniform.",
+        "the batch falls back to what is not uniform",
         patch=_chosen(_nearest_of_any_tier),
     ),
     Mutant(
         name="padding-capped-at-twice",
         threads=("sglang#31487", "sglang#40253"),
         bug_class=BugClass.C,
-        says="A graph of more than twice the batch's tokens is refused, also where it is small and cheap.",
+        says="A graph of more than twice the batch's tokens is refused, also where it is small and cheap",
         patch=_chosen(_within_twice),
     ),
     Mutant(
@@ -210,28 +210,28 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#36165",),
         bug_class=BugClass.C,
         says="The key of a FULL graph has padded requests at capture and real ones at dispatch, so that only "
-        "batches without padding find it.",
+        "batches without padding find it",
         patch=_chosen(_of_as_many_requests),
     ),
     Mutant(
         name="draft-graphs-never-dispatched",
         threads=("vllm#47460",),
         bug_class=BugClass.J,
-        says="The drafter's graphs are captured, and every batch of it runs eager.",
+        says="The drafter's graphs are captured, and every batch of it runs eager",
         patch=_chosen(_never_for_drafts),
     ),
     Mutant(
         name="eager-without-a-reason",
         threads=("vllm#47460", "vllm#36165"),
         bug_class=BugClass.J,
-        says="A batch for which there is no graph runs eager, and nothing says why.",
+        says="A batch for which there is no graph runs eager, and nothing says why",
         patch=patched((RoleRun, "dispatch", _without_reason)),
     ),
     Mutant(
         name="eager-steps-not-counted",
         threads=("vllm#47460",),
         bug_class=BugClass.J,
-        says="Steps that run from a graph are written down, and those that run eager are not.",
+        says="Steps that run from a graph are written down, and those that run eager are not",
         patch=patched((Serving, "_note", _graphs_noted)),
     ),
 )

@@ -151,7 +151,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.G,
         says="Draft decodes are captured PIECEWISE, which pads tokens and not requests, so that a graph reads "
-        "what stands past the batch's own requests.",
+        "what stands past the batch's own requests",
         patch=patched(
             (Runner, "__init__", _piecewise_drafts), (role_module, "refuse_unpadded_requests", nothing)
         ),
@@ -161,7 +161,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="A FULL graph's tokens are padded and its requests are not: lengths and block tables of padded "
-        "rows are those of an earlier, larger batch.",
+        "rows are those of an earlier, larger batch",
         patch=_filled(_tail_left, ("seq_lens", "block_table")),
     ),
     Mutant(
@@ -169,21 +169,21 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="Behind the real requests of a draft prefill last_token_indices is not filled, and points past "
-        "the tokens of a smaller batch.",
+        "the tokens of a smaller batch",
         patch=_filled(_tail_left_of_prefills, ("last_token_indices",)),
     ),
     Mutant(
         name="slot-mapping-stale",
         threads=("vllm#39773", "lmdeploy#4569"),
         bug_class=BugClass.D,
-        says="Padded tokens keep the slots of an earlier, larger batch and write keys and values there.",
+        says="Padded tokens keep the slots of an earlier, larger batch and write keys and values there",
         patch=_filled(_tail_left, ("slot_mapping",)),
     ),
     Mutant(
         name="idx-mapping-padded-with-zero",
         threads=("tokenspeed#700",),
         bug_class=BugClass.D,
-        says="idx_mapping is padded with 0 instead of -1, so that padded rows are those of the first place.",
+        says="idx_mapping is padded with 0 instead of -1, so that padded rows are those of the first place",
         patch=_filled(_zeroed, ("idx_mapping",)),
     ),
     Mutant(
@@ -191,14 +191,14 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("tokenspeed#700",),
         bug_class=BugClass.D,
         says="The -1 of a padded row is clamped to 0 where it is used, and the row writes a live request's "
-        "draft state.",
+        "draft state",
         patch=patched((updates_module, "_places", _clamped)),
     ),
     Mutant(
         name="query-starts-fall-back",
         threads=("vllm#28579",),
         bug_class=BugClass.D,
-        says="Padded rows of query_start_loc hold 0 instead of the real total, so that it falls at its end.",
+        says="Padded rows of query_start_loc hold 0 instead of the real total, so that it falls at its end",
         patch=_filled(_zeroed, ("query_start_loc",)),
     ),
     Mutant(
@@ -206,28 +206,28 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="Each step cleans up to its own graph's extents and takes the rest for clean: after a large and "
-        "a small batch, a graph between them reads what the large one left.",
+        "a small batch, a graph between them reads what the large one left",
         patch=patched((RoleRun, "stage", _within_the_entry)),
     ),
     Mutant(
         name="padded-rows-moved-on",
         threads=("vllm#39773",),
         bug_class=BugClass.D,
-        says="A step moves positions and lengths of padded rows on too, so that they become real rows of the next.",
+        says="A step moves positions and lengths of padded rows on too, so that they become real rows of the next",
         patch=patched((TorchUpdates, "move_on", _all_moved)),
     ),
     Mutant(
         name="padded-rows-verified",
         threads=("vllm#39773",),
         bug_class=BugClass.D,
-        says="Verification on the device counts all rows that its fields have room for, not those of the batch.",
+        says="Verification on the device counts all rows that its fields have room for, not those of the batch",
         patch=patched((Serving, "_prepare_drafts", _all_verified)),
     ),
     Mutant(
         name="first-draft-unverified",
         threads=("ohdearquant/lattice#243",),
         bug_class=BugClass.B,
-        says="Verification looks at each draft one row too late, so that the first one is kept unseen.",
+        says="Verification looks at each draft one row too late, so that the first one is kept unseen",
         patch=patched((serving_module, "settle", _first_unverified)),
     ),
 )

@@ -198,7 +198,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#40023",),
         bug_class=BugClass.E,
         says="Graphs of any batch are captured with one request of all their tokens, which is longer than the "
-        "model, so that capture needs more room than any step.",
+        "model, so that capture needs more room than any step",
         patch=patched((capture_module, "warm_values", _one_long_request)),
     ),
     Mutant(
@@ -206,7 +206,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#48894", "vllm#32628"),
         bug_class=BugClass.E,
         says="Draft positions are not held at max_model_len, and go on past the last row of what is read by "
-        "position.",
+        "position",
         patch=patched((TorchUpdates, "move_on", _unclamped)),
     ),
     Mutant(
@@ -214,14 +214,14 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#37363",),
         bug_class=BugClass.F,
         says="The hidden states of a step are kept as a fresh tensor instead of being copied into the one that "
-        "graphs know.",
+        "graphs know",
         patch=patched((TargetBody, "per_token", _fresh_outputs), GUARDS_OFF),
     ),
     Mutant(
         name="weights-replaced",
         threads=("vllm#53915",),
         bug_class=BugClass.F,
-        says="Weights are reloaded into new tensors, without guards, and graphs go on with the old ones.",
+        says="Weights are reloaded into new tensors, without guards, and graphs go on with the old ones",
         patch=patched((Tables, "load", _replaced_weights), GUARDS_OFF),
     ),
     Mutant(
@@ -229,7 +229,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("TRT-LLM#18769", "vllm#38311"),
         bug_class=BugClass.F,
         says="A backend that plans on the host is not asked to before a replay, which runs with the plan of "
-        "the capture.",
+        "the capture",
         patch=patched((RoleRun, "prepare", _planned_at_capture), GUARDS_OFF),
         base=Planning,
     ),
@@ -237,7 +237,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         name="planned-once-a-chain",
         threads=("TRT-LLM#18769",),
         bug_class=BugClass.F,
-        says="A backend that plans on the host plans the first draft decode of a chain and none of the others.",
+        says="A backend that plans on the host plans the first draft decode of a chain and none of the others",
         patch=patched((RoleRun, "prepare", _planned_once_a_chain)),
         base=Planning,
     ),
@@ -245,14 +245,14 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         name="metadata-of-the-step-before",
         threads=("vllm#38311",),
         bug_class=BugClass.F,
-        says="Metadata is kept as long as extents are the same, whoever is in the batch.",
+        says="Metadata is kept as long as extents are the same, whoever is in the batch",
         patch=patched((RoleRun, "_describe", _described_once)),
     ),
     Mutant(
         name="memory-freed-early",
         threads=("flashinfer#4399",),
         bug_class=BugClass.F,
-        says="An intermediate gives up its place in the pool to the operator that reads it last.",
+        says="An intermediate gives up its place in the pool to the operator that reads it last",
         patch=patched((pool_module, "lay_out", _freed_early)),
     ),
 )
