@@ -12,6 +12,7 @@ ROOT = Path(capture_planner.__file__).parent
 LAYERS = [
     "words",
     "errors",
+    "needs",
     "_record",
     "modes",
     "entry",

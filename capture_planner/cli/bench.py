@@ -26,12 +26,12 @@ from capture_planner.cli.common import (
     prepare_torch,
     progress_bars,
     progress_option,
-    refuse_missing,
     refuse_places,
     seed_option,
     threads_option,
 )
 from capture_planner.codec import dumps_json
+from capture_planner.needs import refuse_missing
 from capture_planner.plan import Plan
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from rich.console import Console, RenderableType
 from capture_planner import catalog, codec, registry
 from capture_planner.codec import dumps_json
 from capture_planner.environment import Environment
-from capture_planner.errors import InvalidDocument, PlanningError, RunError
+from capture_planner.errors import InvalidDocument, PlanningError
 from capture_planner.plan import Plan
 from capture_planner.planner import plan as make_plan
 
@@ -26,9 +25,6 @@ FINDINGS = 2
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell gives it."""
-
-NEEDED = {"torch": "torch", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy"}
-"""Packages that executing needs, by the module that is looked for."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -167,16 +163,6 @@ def emit_file(form: str, file: Path | None, text: Callable[[], str]) -> None:
 
 def is_plan_file(file: str) -> bool:
     return codec.is_plan(codec.parse(codec.read(file), file))
-
-
-def refuse_missing() -> None:
-    """Refuse to execute anything where a package is missing, and say what to install."""
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise RunError(
-            f"executing a plan needs {', '.join(missing)}; install the extra `run`, from a clone with: "
-            "python -m pip install '.[run]'"
-        )
 
 
 def refuse_places(read: str | None, places: Mapping[str, Path | None], what: str = "the plan") -> None:

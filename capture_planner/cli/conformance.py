@@ -18,13 +18,13 @@ from capture_planner.cli.common import (
     format_option,
     prepare_torch,
     progress_option,
-    refuse_missing,
     refuse_places,
     seed_option,
     threads_option,
 )
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.needs import refuse_missing
 
 if TYPE_CHECKING:
     from capture_planner.report.conformance import Conformance

@@ -17,11 +17,11 @@ from capture_planner.cli.common import (
     prepare_torch,
     progress_bars,
     progress_option,
-    refuse_missing,
     seed_option,
 )
 from capture_planner.errors import RunError
 from capture_planner.lint.core import link
+from capture_planner.needs import refuse_missing
 
 if TYPE_CHECKING:
     from capture_planner.testing.gallery import Caught, Mutant

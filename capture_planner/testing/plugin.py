@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 import pytest
 
-from capture_planner.cli.common import refuse_missing
 from capture_planner.contract import Backend
 from capture_planner.errors import RunError
+from capture_planner.needs import refuse_missing
 
 # torch comes with the suite: only tests that run need it, not their collection.
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.step import Made
 from capture_planner.testing.conformance.drafts import check_drafts
 from capture_planner.testing.conformance.finding import Check, Finding, Violation
+from capture_planner.testing.conformance.outputs import Outputs
 from capture_planner.testing.conformance.probe import Heads, ProbeDrafter, ProbeTarget, Tables
 from capture_planner.testing.conformance.rows import Rows
 from capture_planner.testing.conformance.scene import (
@@ -40,7 +41,7 @@ from capture_planner.testing.conformance.scene import (
 )
 from capture_planner.testing.conformance.served import check_serving
 from capture_planner.testing.conformance.targets import check_target
-from capture_planner.testing.conformance.watch import Outputs, Watch, in_words, nothing_captured
+from capture_planner.testing.conformance.watch import Watch, in_words, nothing_captured
 from capture_planner.testing.conformance.world import Family, Live, World
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from capture_planner.contract import Axis, Fill
 from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch, Entry
 from capture_planner.modes import Reason, Role
-from capture_planner.runtime.contract import NULL_SLOT, Scoring
+from capture_planner.runtime.contract import NULL_SLOT
 from capture_planner.runtime.fields import Extents, FieldBuffer, poison, tensor_of
 from capture_planner.runtime.role import Ran, RoleRun
 from capture_planner.runtime.runner import Runner
@@ -22,6 +22,7 @@ from capture_planner.runtime.step import Made
 from capture_planner.runtime.updates import LENGTHS
 from capture_planner.testing.conformance.dispatching import cheapest
 from capture_planner.testing.conformance.finding import Check, Finding, Violation, broke
+from capture_planner.testing.conformance.outputs import Outputs, bits, mark
 from capture_planner.testing.conformance.world import World
 from capture_planner.words import counted
 
@@ -295,7 +296,7 @@ class Watch:
     def _check_written(self, role: RoleRun, entry: Entry | None) -> None:
         """Hold every row of every attention output to be written, padding included."""
         for layer, output in self.outputs.of(role):
-            unwritten = (_bits(output) == mark(output)).all(dim=1)
+            unwritten = (bits(output) == mark(output)).all(dim=1)
             if bool(unwritten.any()):
                 self._refuse(
                     Check.WRITTEN,
@@ -338,7 +339,7 @@ class Watch:
             own = mine if bool(number) == drafts else set()
             for tensor in family.flat():
                 then = before[index]
-                same = (_bits(tensor) == _bits(then)).all(dim=1)
+                same = (bits(tensor) == bits(then)).all(dim=1)
                 index += 1
                 if bool(same.all()):
                     continue
@@ -364,7 +365,7 @@ class Watch:
         mine = set() if role.role is Role.TARGET else {*self._values["idx_mapping"].tolist(), state.padding}
         others = [row for row in range(state.padding) if row not in mine]
         for name, then in before.items():
-            if not torch.equal(_bits(getattr(state, name)[others]), _bits(then[others])):
+            if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
                 self._refuse(
                     Check.STATE,
                     f"the draft state ({name}) of a request that is not in the batch",
@@ -404,43 +405,6 @@ _STATE = ("token", "hidden", "proposed")
 _MOVED = ("positions", "slot_mapping", *LENGTHS)
 
 
-class Outputs:
-    """What attention left in its outputs: marked before it, and copied behind it, inside the graph."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[Role, int], torch.Tensor] = {}
-        self._rows: dict[tuple[Role, int], int] = {}
-
-    def watch(self, role: RoleRun) -> None:
-        """Begin, before anything is captured."""
-        role._attend_now = functools.partial(self._attend, role, role._attend_now)  # type: ignore[method-assign]
-
-    def of(self, role: RoleRun) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield, for each layer that attended, its output ``[rows, width]`` of the last forward."""
-        rows = role.seen_rows()
-        for (of, layer), kept in self._kept.items():
-            if of is role.role:
-                yield layer, kept[:rows]
-
-    def _attend(
-        self,
-        role: RoleRun,
-        inner: Callable[..., None],
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        scoring: Scoring,
-    ) -> None:
-        out.view(_INTEGERS[out.itemsize]).fill_(mark(out))
-        inner(layer, query, keys, values, out, scoring)
-        key = role.role, layer
-        if key not in self._kept:
-            self._kept[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
-        self._kept[key][: len(out)].copy_(out.flatten(1))
-
-
 def in_words(batch: Batch) -> str:
     """Say what a batch is."""
     text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
@@ -460,16 +424,3 @@ def poison_high(tensor: torch.Tensor) -> None:
         poison(tensor)
     else:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return integers that are equal where bits are, NaNs included."""
-    return tensor.contiguous().view(_INTEGERS[tensor.itemsize])
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def mark(tensor: torch.Tensor) -> int:
-    """Return the integer whose bits stand in an output before attention: a number that no kernel makes."""
-    return int.from_bytes(b"\x7b" * tensor.itemsize, "little")
