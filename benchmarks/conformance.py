@@ -1,18 +1,21 @@
-r"""The conformance suite on a GPU: backends at a thorough profile, in several processes at once.
+r"""The conformance suite on a GPU: backends at a thorough profile, one after the other.
 
     python benchmarks/conformance.py --output
     python benchmarks/conformance.py --compile      # only what libraries compile on first use
+    python benchmarks/conformance.py --after FILE   # go on where another run ended, and add to what it has
 
-The scenes of a backend are split over processes, which do them in portions, each with a seed of its own:
-what they tried is added up, and what they found is kept with the command that shows it again. All backends
-run at once. Kernels are compiled before that, in a process for each K. The audits of declared fields run
-once, beside the scenes. A process that ends in an illegal access takes nobody with it. ``--device cpu`` has
-the reference backend with recorded graphs. Exit code 1 where something was found, or broke.
+The scenes of a backend are done in portions, each with a seed of its own: what they tried is added up, and
+what they found is kept with the command that shows it again. The audits of declared fields run before them.
+Audits and scenes are processes of their own, so that an illegal access takes nobody with it. Several may
+search at once (``--jobs``), which helps on a CPU alone: six that shared an H100 took six times as long for a
+scene as one. ``--device cpu`` has the reference backend with recorded graphs. Exit code 1 where something
+was found, or broke.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -193,21 +197,28 @@ class Campaign:
 
     def compile(self) -> None:
         """Begin to compile, for each K."""
-        for k in DRAFTS:
+        for k in DRAFTS if self.why is None else ():
             self._submit(compile_for, k)
 
-    def run(self, until: float) -> None:
-        """Begin the audits and the scenes."""
-        self._submit(attack, self._arguments.seed)
-        for number, examples in enumerate(split(self._arguments.examples, self._arguments.jobs)):
-            profile = Profile(name="thorough", examples=examples, steps=self._arguments.steps)
-            self._submit(search, self._arguments.seed + number * SEEDS, profile, until)
+    def run(self, seconds: float, before: Data | None) -> Data:
+        """Do the audits, where they were not done before, and then the scenes that are left."""
+        seed, examples = self._arguments.seed, self._arguments.examples
+        if before is None:
+            self._submit(attack, seed)
+        else:
+            examples = max(examples - before["scenes"], 0)
+            seed = 1 + max(before["seeds"], default=seed - 1)
+        audited = self.result(before)
+        until = time.time() + seconds
+        for number, part in enumerate(split(examples, self._arguments.jobs)):
+            profile = Profile(name="thorough", examples=part, steps=self._arguments.steps)
+            self._submit(search, seed + number * SEEDS, profile, until)
+        return self.result(audited) if self._parts else audited
 
-    def result(self) -> Data:
-        """Wait, and return what came of all parts; of one that broke, how."""
-        if self.why is not None:
-            return {"case": self.case.name, "skipped": self.why, "passed": True}
-        done, broke = [], []
+    def result(self, before: Data | None = None) -> Data:
+        """Wait, and return what came of all parts and of those before; of one that broke, how."""
+        done = [before] if before is not None and "scenes" in before else []
+        broke = list(before.get("broke", ())) if before is not None else []
         for part in self._parts:
             try:
                 done.append(part.result())
@@ -217,6 +228,7 @@ class Campaign:
         self._parts.clear()
         took = {"wall_seconds": round(time.perf_counter() - self._began, 1)}
         merged = added(done) if done and isinstance(done[0], dict) else {"passed": True}
+        merged.pop("wall_seconds", None)
         found = {"case": self.case.name, **merged, **took}
         if broke:
             found |= {"broke": broke, "passed": False}
@@ -230,33 +242,43 @@ def main() -> int:
     options.add_argument("--examples", type=int, default=THOROUGH.examples, help="scenes of each backend")
     options.add_argument("--steps", type=int, default=THOROUGH.steps, help="most steps of a scene")
     options.add_argument("--seed", type=int, default=0, help="of the first process; the next has one more")
-    options.add_argument("--jobs", type=int, default=8, help="processes at once")
+    options.add_argument("--jobs", type=int, default=1, help="processes that search at once")
+    options.add_argument("--after", type=Path, help="results to go on from")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--compile", action="store_true", help="only compile, in a process for each K")
     options.add_argument(
-        "--seconds", type=float, default=1e9, help="begin no portion of scenes after so many"
+        "--seconds", type=float, default=1e9, help="of each backend: begin no portion of scenes after so many"
     )
     arguments = options.parse_args()
     names = arguments.backends or (NAMES if arguments.device == "cuda" else ("reference",))
-    until, results = time.time() + arguments.seconds, []
+    before, results = _before(arguments.after), []
     with ExitStack() as processes:
         campaigns = [Campaign(CASES[name], arguments, processes) for name in names]
-        able = [campaign for campaign in campaigns if campaign.why is None]
         if arguments.compile:
-            for campaign in able:
+            for campaign in campaigns:
                 campaign.compile()
-            compiled = [campaign.result() for campaign in able]
+            compiled = [campaign.result() for campaign in campaigns]
             CONSOLE.print(compiled)
             return int(not all(result["passed"] for result in compiled))
-        for campaign in able:
-            campaign.run(until)
         for campaign in campaigns:
-            results.append(campaign.result())
+            name = campaign.case.name
+            if campaign.why is not None:
+                results.append({"case": name, "skipped": campaign.why, "passed": True})
+            else:
+                results.append(campaign.run(arguments.seconds, before.pop(name, None)))
             CONSOLE.print(_said(results[-1]), highlight=False, markup=False)
             # Written anew after each: a run that is cut off keeps what it has.
-            finish(arguments, {"results": results})
+            finish(arguments, {"results": [*results, *before.values()]})
     _print(results)
     return int(not all(result["passed"] for result in results))
+
+
+def _before(file: Path | None) -> dict[str, Data]:
+    """Return what an earlier run has of each backend; nothing of one that did nothing."""
+    if file is None:
+        return {}
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    return {result["case"]: result for result in results if "scenes" in result}
 
 
 def _said(result: Data) -> str:
