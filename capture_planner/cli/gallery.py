@@ -22,6 +22,7 @@ from capture_planner.cli.common import (
 from capture_planner.errors import RunError
 from capture_planner.lint.core import link
 from capture_planner.needs import refuse_missing
+from capture_planner.words import counted
 
 if TYPE_CHECKING:
     from capture_planner.testing.gallery import Caught, Mutant
@@ -127,7 +128,7 @@ def _caught_data(caught: Caught | None, seed: int, profile: str) -> dict[str, An
 
 
 def _listed(chosen: list[Mutant]) -> RenderableType:
-    table = Table(title=f"{len(chosen)} mutants", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=counted(len(chosen), "mutant"), title_justify="left", box=None, pad_edge=False)
     for column in ("mutant", "class", "planted in", "bug"):
         table.add_column(column, justify="left", overflow="fold", no_wrap=column == "mutant")
     for mutant in chosen:

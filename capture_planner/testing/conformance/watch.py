@@ -15,13 +15,14 @@ from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch, Entry
 from capture_planner.modes import Reason, Role
 from capture_planner.runtime.contract import NULL_SLOT
-from capture_planner.runtime.fields import Extents, FieldBuffer, poison, tensor_of
+from capture_planner.runtime.fields import Extents, FieldBuffer, tensor_of
 from capture_planner.runtime.role import Ran, RoleRun
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.step import Made
 from capture_planner.runtime.updates import LENGTHS
 from capture_planner.testing.conformance.dispatching import cheapest
 from capture_planner.testing.conformance.finding import Check, Finding, Violation, broke
+from capture_planner.testing.conformance.garbage import SOURCES, Garbage
 from capture_planner.testing.conformance.outputs import Outputs, bits, mark
 from capture_planner.testing.conformance.world import World
 from capture_planner.words import counted
@@ -44,8 +45,7 @@ class Watch:
         outputs: Outputs | None = None,
     ) -> None:
         self.runner, self.world, self._trusting = runner, world, trusting
-        self.spared = frozenset(spared)
-        """Sources of garbage that are left clean; see ``sources``."""
+        self._garbage = Garbage(spared)
         self.ran: Counter[str] = Counter()
         """Forwards, by role and by what ran: the mode of a graph, or NONE."""
         self.largest = (0, 0)
@@ -59,12 +59,11 @@ class Watch:
             role.again = functools.partial(self._again, role, role.again)  # type: ignore[method-assign]
         self._persistent = self._where()
         self.outputs = outputs or Outputs()
-        self._turns: Counter[Role] = Counter()
 
     def sources(self) -> tuple[str, ...]:
         """Return the names of all that is spoilt."""
         fields = {buffer.key for role in self.runner.parts.roles.values() for buffer in role.fields}
-        return ("outputs", "pool", "workspace", "null page", "free pages", *sorted(fields))
+        return (*SOURCES, *sorted(fields))
 
     # Around one forward.
 
@@ -80,9 +79,8 @@ class Watch:
         answer: Dispatch | None = None,
     ) -> Ran:
         self.batch, self._values, self._filled = batch, values, filled
-        self._turns[role.role] += 1
         self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
-        self._spoil(role, filled=filled)
+        self._garbage.before(role, filled=filled)
         try:
             ran = inner(batch, values, started, filled=filled, answer=answer)
         except Violation:
@@ -108,7 +106,7 @@ class Watch:
             held = {buffer.key: buffer.view(extents).cpu().numpy() for buffer in role.fields}
             self._check_fields(role, entry, extents, held)
             self._check_placed(role, entry, extents, answer, held)
-        self._spoil_beyond(role, extents)
+        self._garbage.beyond(role, extents)
         mine = self._own_slots(role, entry)
         caches = {index: tensor.clone() for index, tensor in enumerate(self._caches(role))}
         state = self._state()
@@ -120,42 +118,6 @@ class Watch:
         self._check_state(role, entry, state)
         self._check_pointers(role, entry)
         return ran
-
-    # Garbage.
-
-    def _spoil(self, role: RoleRun, *, filled: bool) -> None:
-        """Overwrite all that a forward must not depend on; fields only where they are filled after it."""
-        if not filled:
-            self._spoil_fields(role, None)
-        if "outputs" not in self.spared:
-            for held in role.body.outputs():
-                poison(tensor_of(held))
-        if "pool" not in self.spared and role.pool is not None:
-            role.pool.poison()
-        if "workspace" not in self.spared:
-            for group in role.groups:
-                group.workspace.fill_(255)
-
-    def _spoil_beyond(self, role: RoleRun, extents: Extents) -> None:
-        """Overwrite what lies past the extents that this forward has."""
-        self._spoil_fields(role, extents)
-
-    def _spoil_fields(self, role: RoleRun, beyond: Extents | None) -> None:
-        """Overwrite fields past some extents, or as a whole: with the least number, or the largest.
-
-        At every third turn they are left as the steps before left them. What is out of bounds below is to
-        some a mark to skip a row, what is stale is in bounds, and a runner that is told that all is spoilt
-        does not show what it forgets to clean: each hides what the others show. A turn is two forwards
-        long, so that one follows another undisturbed.
-        """
-        turn = self._turns[role.role] // 2 % 3
-        if turn == 2:
-            return
-        for buffer in role.fields:
-            if not buffer.is_frozen and buffer.key not in self.spared:
-                rows = 0 if beyond is None else beyond.rows(buffer.field)
-                (poison if turn else poison_high)(buffer.tensor[rows:])
-                buffer.spoil()
 
     # Checks before.
 
@@ -416,11 +378,3 @@ def in_words(batch: Batch) -> str:
 def nothing_captured(batch: Batch) -> Dispatch:
     """Return the answer that runs a batch eager."""
     return Dispatch(None, reason=Reason.MODE)
-
-
-def poison_high(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or with the largest integer that there is."""
-    if tensor.is_floating_point() or tensor.dtype == torch.bool:
-        poison(tensor)
-    else:
-        tensor.fill_(torch.iinfo(tensor.dtype).max)
