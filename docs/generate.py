@@ -405,18 +405,18 @@ def commands(block: str) -> Iterator[tuple[str, str]]:
         yield command, shown
 
 
-_MEASURED = re.compile(r"[ ]*\b[\d.,]*\d (?:us|ms|s|tokens/s|bytes|B|KiB|MiB|GiB)\b")
+_MEASURED = re.compile(r"[ ]*\b[\d.,]*\d ?(?:us|ms|s|tokens/s|bytes|B|KiB|MiB|GiB)\b")
 
 
 def kept(command: str, shown: str, now: str) -> str:
     """Return the output that a page goes on to show: what it has, where that is still true."""
-    mask = _masked if "capture-planner run " in command else str
+    mask = _masked if re.search(r"capture-planner run |pytest ", command) else str
     parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", mask(shown), flags=re.M)]
     return shown if re.fullmatch("(?:.*\n)*?".join(parts), mask(now)) else now
 
 
 def _masked(output: str) -> str:
-    """Return an output of ``run`` without what was measured, and the columns' widths that follow it."""
+    """Return an output without what was measured, and the columns' widths that follow it."""
     return re.sub(r" +", " ", _MEASURED.sub(" measured", output))
 
 
