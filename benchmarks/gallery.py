@@ -179,7 +179,7 @@ def summary(mutant: Mutant, results: list[Result]) -> dict[str, Any]:
         "by": dict(Counter(result.by for result in hits).most_common()),
         "missed": [result.task.seed for result in results if not result.by],
         "errors": sorted({result.error for result in results if result.error}),
-        "found": first.says if first else None,
+        "found": first.says.replace(f"{ROOT}/", "") if first else None,
         "shown": first.shown if first else None,
         "case": first.case or None if first else None,
         "seconds": {
