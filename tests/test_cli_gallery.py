@@ -1,6 +1,6 @@
 """The command gallery: lists mutants, looks for them, and fails where one is not found."""
 
-import importlib
+import importlib.util
 import json
 
 import attrs
@@ -102,10 +102,9 @@ def test_a_name_that_no_mutant_has_is_an_error(call):
 
 def test_without_hypothesis_it_says_what_to_install(call, monkeypatch):
     """No traceback of an import."""
-    command = importlib.import_module("capture_planner.cli.gallery")
-    real = command.importlib.util.find_spec
+    real = importlib.util.find_spec
     monkeypatch.setattr(
-        command.importlib.util, "find_spec", lambda name: None if name == "hypothesis" else real(name)
+        importlib.util, "find_spec", lambda name: None if name == "hypothesis" else real(name)
     )
     ran = call("gallery", "--format", "json")
     assert ran.code == 1

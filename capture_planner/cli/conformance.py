@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,8 @@ from capture_planner.cli.common import (
     threads_option,
 )
 from capture_planner.codec import dumps_json
-from capture_planner.errors import CapturePlannerError, RunError
-from capture_planner.needs import refuse_missing
+from capture_planner.errors import CapturePlannerError
+from capture_planner.needs import refuse_without_hypothesis
 
 if TYPE_CHECKING:
     from capture_planner.report.conformance import Conformance
@@ -143,8 +142,7 @@ def conformance(backend: str, environment: str | None, form: str, **given: Any) 
     case = given["case"]
     file = case[1:] if case is not None and case.startswith("@") else None
     refuse_places(file, {"--output": given["output"], "--html": given["html"]}, "the case")
-    refuse_missing()
-    _refuse_without_hypothesis()
+    refuse_without_hypothesis("the suite")
     prepare_torch(given["threads"])
     from capture_planner.cli.conforming import report as conform
     from capture_planner.report.conformance import conformance_data, conformance_page, conformance_tables
@@ -193,14 +191,6 @@ def _refuse_unused(given: dict[str, Any]) -> None:
         raise click.UsageError(f"--thorough and --profile {given['profile']}: give one.")
     if given["strict"] and not given["audits"]:
         raise click.UsageError("--strict goes with audits, which --no-audits leaves out.")
-
-
-def _refuse_without_hypothesis() -> None:
-    if importlib.util.find_spec("hypothesis") is None:
-        raise RunError(
-            "the suite needs hypothesis; install the extras `run` and `testing`, from a clone with: "
-            "python -m pip install '.[run,testing]'"
-        )
 
 
 def _read(file: str) -> str:

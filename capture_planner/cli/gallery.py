@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,8 @@ from capture_planner.cli.common import (
     progress_option,
     seed_option,
 )
-from capture_planner.errors import RunError
 from capture_planner.lint.core import link
-from capture_planner.needs import refuse_missing
+from capture_planner.needs import refuse_without_hypothesis
 from capture_planner.words import counted
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ def gallery(
     With --catch, each is looked for: plans by the lint, ranks by random vectors, all others by the
     conformance suite, with one seed and profile. The exit code is 1 where one is not found.
     """
-    _refuse_without_hypothesis()
+    refuse_without_hypothesis("the gallery")
     from capture_planner.testing.gallery import MUTANTS, named
 
     chosen = [named(name) for name in dict.fromkeys(names)] or list(MUTANTS)
@@ -73,15 +71,6 @@ def gallery(
     )
     if any(caught is None for _, caught, _ in found):
         click.get_current_context().exit(1)
-
-
-def _refuse_without_hypothesis() -> None:
-    refuse_missing()
-    if importlib.util.find_spec("hypothesis") is None:
-        raise RunError(
-            "the gallery needs hypothesis; install the extra `testing`, from a clone with: "
-            "python -m pip install '.[run,testing]'"
-        )
 
 
 def _catch(

@@ -14,7 +14,8 @@ by so much of it."""
 HALF = 1e-3
 """Dtypes with a larger tolerance have near ties: two tokens that are as likely."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype that has the bits of an element, by its bytes."""
 
 
 def tolerance_of(tensor: torch.Tensor) -> float:
@@ -50,7 +51,7 @@ def prints(cache: torch.Tensor) -> torch.Tensor:
 
     A copy of a whole cache would not fit beside it.
     """
-    return cache.view(_BITS[cache.element_size()]).sum(1, dtype=torch.int64)
+    return cache.view(INTEGERS[cache.element_size()]).sum(1, dtype=torch.int64)
 
 
 def _finite(errors: torch.Tensor) -> torch.Tensor:

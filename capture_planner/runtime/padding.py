@@ -130,30 +130,68 @@ class Bounds:
         return number
 
 
+@attrs.frozen(kw_only=True)
+class OutOfBounds:
+    """A value of an index field that is not inside what it indexes."""
+
+    buffer: FieldBuffer
+    place: tuple[int, ...]
+    value: int
+    is_padding: bool
+    top: int
+    """The first value that is out of range."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.buffer.key}[{', '.join(map(str, self.place))}] is {self.value}, "
+            f"{'padding' if self.is_padding else 'a real value'}; it indexes "
+            f"{_indexed(self.buffer).value}, so it must be at least 0 and less than {self.top}"
+        )
+
+
+def out_of_bounds(
+    buffer: FieldBuffer,
+    held: np.ndarray[Any, Any],
+    real: np.ndarray[Any, Any] | None,
+    extents: Extents,
+    bounds: Bounds,
+) -> OutOfBounds | None:
+    """Return the first value of an index field's ``held``, real or padding, that is out of bounds.
+
+    A fill of -1 says skip, and is in order in padding alone. An offset past the end of the tokens is
+    in order where the field holds offsets (one more than requests).
+    """
+    field = buffer.field
+    top = bounds.of(_indexed(buffer), extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
+    wrong = (held < 0) | (held >= top)
+    padded = np.ones(held.shape, dtype=np.bool_)
+    if real is not None:
+        padded[tuple(slice(length) for length in real.shape)] = False
+    if field.fill is Fill.CONSTANT and field.value == -1:
+        wrong &= ~(padded & (held == -1))
+    if not wrong.any():
+        return None
+    place = tuple(int(index) for index in np.argwhere(wrong)[0])
+    return OutOfBounds(
+        buffer=buffer, place=place, value=int(held[place]), is_padding=bool(padded[place]), top=top
+    )
+
+
+def _indexed(buffer: FieldBuffer) -> Bound:
+    assert buffer.field.indexes is not None, "asked of index fields"
+    return buffer.field.indexes
+
+
 def check_bounds(buffers: Iterable[FieldBuffer], values: Values, extents: Extents, bounds: Bounds) -> None:
     """Check every real and padded value of the index fields, up to the extents that a step reads.
 
-    A fill of -1 says skip, and is in order in padding alone. An offset past the end of the tokens is
-    in order where the field holds offsets (one more than requests). Raises ``RunError`` with the
-    field, the place, the value and the bound. Reads the device: for debugging.
+    Raises ``RunError`` with the field, the place, the value and the bound. Reads the device: for
+    debugging.
     """
     for buffer in buffers:
-        field = buffer.field
-        if field.indexes is None or buffer.is_frozen:
+        if buffer.field.indexes is None or buffer.is_frozen:
             continue
-        held = buffer.view(extents).cpu()
-        top = bounds.of(field.indexes, extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
-        wrong = (held < 0) | (held >= top)
-        padded = torch.ones_like(wrong)
-        real = values.get(field.name)
-        if real is not None:
-            padded[tuple(slice(length) for length in real.shape)] = False
-        if field.fill is Fill.CONSTANT and field.value == -1:
-            wrong &= ~(padded & (held == -1))
-        if bool(wrong.any()):
-            place = tuple(int(i) for i in wrong.nonzero()[0])
-            raise RunError(
-                f"{buffer.key}[{', '.join(map(str, place))}] is {held[place].item()}, "
-                f"{'padding' if padded[place] else 'a real value'}; it indexes {field.indexes.value}, so it "
-                f"must be at least 0 and less than {top}"
-            )
+        held = buffer.view(extents).cpu().numpy()
+        wrong = out_of_bounds(buffer, held, values.get(buffer.field.name), extents, bounds)
+        if wrong is not None:
+            raise RunError(str(wrong))

@@ -1,10 +1,9 @@
 """The mutants that are backends, and the healthy ones that they are made of."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from capture_planner.contract import Backend
 from capture_planner.lint.core import BugClass
@@ -15,16 +14,8 @@ from capture_planner.testing.gallery.padding import CopiesTable, Renamed
 from capture_planner.testing.gallery.paged import Paged
 from capture_planner.testing.gallery.scheduled import Scheduled
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = conformance.Profile(name="few", examples=6, steps=12)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Probes are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("brought", [Paged, Scheduled, Renamed, CopiesTable])

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import Role
-from capture_planner.testing.conformance.dispatching import cheapest
 from capture_planner.testing.conformance.machine import scenes
 from capture_planner.testing.conformance.probe import Heads, Tables
 from capture_planner.testing.conformance.scene import (
@@ -23,6 +22,7 @@ from capture_planner.testing.conformance.scene import (
     loads,
 )
 from capture_planner.testing.conformance.shapes import KERNELS, SMALL
+from capture_planner.testing.dispatching import cheapest
 
 small = st.integers(0, 9)
 STEPS = st.one_of(

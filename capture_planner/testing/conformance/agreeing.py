@@ -12,7 +12,6 @@ from functools import cache
 
 import attrs
 import hypothesis
-from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 
 from capture_planner import planner
@@ -27,7 +26,8 @@ from capture_planner.plan import Plan
 from capture_planner.ranks import Agreement, Vector
 from capture_planner.registry import Registered, Registry
 from capture_planner.spec import Limits, Lora, Spec
-from capture_planner.testing.conformance.dispatching import cheapest
+from capture_planner.testing.conformance.drawing import drawn
+from capture_planner.testing.dispatching import cheapest
 from capture_planner.testing.ranks import vectors as any_vectors
 from capture_planner.testing.strategies import FakeBackend
 
@@ -45,16 +45,7 @@ def check_agreement(agree: Agree, seed: int, vectors: int = 300) -> str | None:
     """
 
     @hypothesis.seed(seed)
-    @settings(
-        max_examples=vectors,
-        database=None,
-        deadline=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-    )
+    @drawn(vectors)
     @hypothesis.given(st.data())
     def hold(data: st.DataObject) -> None:
         plan = data.draw(st.sampled_from(plans()))

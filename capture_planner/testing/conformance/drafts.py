@@ -34,11 +34,10 @@ def check_drafts(stage: Stage, batch: Rows, target: Made, k: int) -> None:
     places = stage.on(target["idx_mapping"]).long()
     ends = [start + batch.settled(*row) for start, row in zip(batch.starts[:-1], batch.rows, strict=True)]
     last = torch.tensor(ends, device=places.device) - 1
-    expected: list[torch.Tensor] = []
     for eager in stage.order():
         entry = stage.run(Role.DRAFT_PREFILL, batch.batch(Role.DRAFT_PREFILL), made, eager=eager)
         hidden = parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
-        expected = []
+        expected: list[torch.Tensor] = []
         for index, live, where, ids in batch.each(shift=1):
             attention = drafter.tables.attended(stage.on(ids), live.computed).flatten(1)
             want = drafter.mixed(attention, given[where].double())
@@ -110,8 +109,9 @@ def _check_state(
     eager: bool,
 ) -> None:
     off = (got.double() - want).norm(dim=1)
-    if not bool((off <= 2 * stage.tolerance * (want.norm(dim=1) + 0.1)).all()):
-        row = int((~(off <= 2 * stage.tolerance * (want.norm(dim=1) + 0.1))).nonzero()[0])
+    wrong = ~(off <= 2 * stage.tolerance * (want.norm(dim=1) + 0.1))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
         stage.refuse(
             Check.EAGER if eager else Check.ROWS,
             f"the state that request {row} of the batch drafts on from is off by "

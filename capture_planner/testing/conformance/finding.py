@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from capture_planner.entry import Entry
-from capture_planner.errors import BackendError, CaptureError, CapturePlannerError, GuardError
+from capture_planner.errors import CaptureError, GuardError
 from capture_planner.modes import Role
 
 
@@ -128,8 +128,6 @@ def broke(error: Exception, **where: Any) -> Finding:
         check = Check.FROZEN
     elif isinstance(error, (IndexError, RuntimeError)) and "out of" in str(error):
         check = Check.BOUNDED
-    elif isinstance(error, BackendError) and not isinstance(error.__cause__, CapturePlannerError):
-        check = Check.RAN
     says = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, CaptureError):
         says = f"not capturable: {says}"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from capture_planner import registry as plugins
 from capture_planner.contract import Backend
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.hookspecs import hookimpl
-from capture_planner.plan import Plan
 from capture_planner.runtime.host import device_of, this_environment
 from capture_planner.runtime.launch import grapher_for
 from capture_planner.testing.conformance.stage import Tested
@@ -18,7 +15,6 @@ def under_test(
     backend: str | Backend,
     *,
     environment: Environment | None = None,
-    change: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Tested:
     """Return a backend as it is tested on this machine: an installed one by its name, or any object.
 
@@ -38,7 +34,6 @@ def under_test(
         environment=here,
         device=device,
         grapher=grapher_for(device, accounts=False),
-        change=change,
     )
 
 

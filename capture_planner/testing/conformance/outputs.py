@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from capture_planner.modes import Role
+from capture_planner.runtime.agreement import INTEGERS
 from capture_planner.runtime.contract import Scoring
 from capture_planner.runtime.role import RoleRun
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Outputs:
@@ -19,7 +18,6 @@ class Outputs:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Role, int], torch.Tensor] = {}
-        self._rows: dict[tuple[Role, int], int] = {}
 
     def watch(self, role: RoleRun) -> None:
         """Begin, before anything is captured."""
@@ -43,7 +41,7 @@ class Outputs:
         out: torch.Tensor,
         scoring: Scoring,
     ) -> None:
-        out.view(_INTEGERS[out.itemsize]).fill_(mark(out))
+        out.view(INTEGERS[out.itemsize]).fill_(mark(out))
         inner(layer, query, keys, values, out, scoring)
         key = role.role, layer
         if key not in self._kept:
@@ -53,7 +51,7 @@ class Outputs:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return integers that are equal where bits are, NaNs included."""
-    return tensor.contiguous().view(_INTEGERS[tensor.itemsize])
+    return tensor.contiguous().view(INTEGERS[tensor.itemsize])
 
 
 def mark(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -85,8 +85,9 @@ def _refusal(tested: Tested, shape: Shape) -> str | None:
     scene = Scene(shape=shape, mode=GraphMode.NONE, layers=1, size_tokens=(16,), size_reqs=(3,))
     spec = scene.spec(tested.backend)
     attention = Attention.of(spec, Role.TARGET, layers=1, window=shape.window)
-    for says in _levels(tested, attention):
-        return says
+    support = tested.registry[tested.backend].support(Role.TARGET, attention, tested.environment)
+    if support.level is GraphSupport.NEVER:
+        return support.reason
     if tested.environment.device.kind is DeviceKind.CUDA and shape.dtype == "float64":
         return "float64 on a GPU shows nothing that float32 does not"
     try:
@@ -95,12 +96,5 @@ def _refusal(tested: Tested, shape: Shape) -> str | None:
     except BackendError as error:
         # What a backend refuses it says itself; what breaks in it is for the suite to find.
         return None if error.__cause__ is not None else str(error)
-    except Exception:
+    except Exception:  # This too: the shape is used, and what broke is a finding with its case.
         return None
-
-
-def _levels(tested: Tested, attention: Attention) -> Iterator[str]:
-    """Yield the reason where no graph can hold the backend at all."""
-    support = tested.registry[tested.backend].support(Role.TARGET, attention, tested.environment)
-    if support.level is GraphSupport.NEVER:
-        yield support.reason

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from capture_planner.contract import Attention
-from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Environment
 from capture_planner.lint import Severity, lint
@@ -41,7 +40,7 @@ from capture_planner.testing.conformance.scene import (
 )
 from capture_planner.testing.conformance.served import check_serving
 from capture_planner.testing.conformance.targets import check_target
-from capture_planner.testing.conformance.watch import Watch, in_words, nothing_captured
+from capture_planner.testing.conformance.watch import EAGER, Watch, in_words
 from capture_planner.testing.conformance.world import Family, Live, World
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
@@ -60,8 +59,6 @@ class Tested:
     environment: Environment
     device: torch.device
     grapher: Grapher
-    change: Callable[[Plan], Plan] = lambda plan: plan
-    """What somebody does to a plan after it was made; nothing, as a rule."""
 
 
 class Stage:
@@ -84,7 +81,7 @@ class Stage:
         """
         self.scene, self.tested = scene, tested
         self._turn = True
-        self.plan = tested.change(make_plan(scene.spec(tested.backend), tested.environment, tested.registry))
+        self.plan = make_plan(scene.spec(tested.backend), tested.environment, tested.registry)
         errors = [found for found in lint(self.plan) if found.rule.severity is Severity.ERROR]
         if errors:
             raise Violation(Finding(check=Check.PLANNED, says=str(errors[0]), role=errors[0].found.role))
@@ -192,8 +189,8 @@ class Stage:
         batch = Rows(self, rows)
         made = batch.target()
         for eager in self.order():
-            self.run(Role.TARGET, batch.batch(Role.TARGET), made, eager=eager)
-            check_target(self, batch, eager=eager)
+            entry = self.run(Role.TARGET, batch.batch(Role.TARGET), made, eager=eager)
+            check_target(self, batch, entry, eager=eager)
         k = self.draft_tokens(len(rows))
         if self.drafter is not None and k and all(count for _, count, _ in rows):
             check_drafts(self, batch, made, k)
@@ -213,23 +210,22 @@ class Stage:
     def run(self, role: Role, batch: Batch, made: Made, *, eager: bool, steps: int = 1) -> Entry | None:
         """Run one forward, or a chain of them, from a graph or eager."""
         run = self.runner.parts.roles[role]
-        answer: Dispatch | None = nothing_captured(batch) if eager else None
         longest = self.scene.shape.longest
-        ran, _ = run_chain(run, batch, dict(made), steps, max_model_len=longest, answer=answer)
+        ran, _ = run_chain(
+            run, batch, dict(made), steps, max_model_len=longest, answer=EAGER if eager else None
+        )
         return ran.dispatch.entry
 
     # Beside.
 
-    def entry(self, role: Role, batch: Rows, *, eager: bool) -> Entry | None:
-        run = self.runner.parts.roles[role]
-        return None if eager else run.dispatch(batch.batch(role)).entry
-
     def on(self, array: np.ndarray) -> torch.Tensor:
+        """Return an array on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.tested.device)
 
     def refuse(
         self, check: Check, says: str, batch: Rows | None, role: Role | None, entry: Entry | None
     ) -> None:
+        """Raise the violation of a check."""
         words = "" if batch is None or role is None else in_words(batch.batch(role))
         raise Violation(Finding(check=check, says=says, role=role, entry=entry, batch=words))
 

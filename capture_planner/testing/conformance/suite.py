@@ -11,11 +11,11 @@ from time import perf_counter
 
 import attrs
 import hypothesis
-from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from capture_planner.testing.conformance.audit import Audited, audit
 from capture_planner.testing.conformance.declared import check_declared
+from capture_planner.testing.conformance.drawing import drawn
 from capture_planner.testing.conformance.finding import Finding, Violation
 from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play
 from capture_planner.testing.conformance.scene import Case, Shape, dumps, loads
@@ -128,18 +128,7 @@ def search(
     try:
         run_state_machine_as_test(
             hypothesis.seed(choices.seed)(machine),
-            settings=settings(
-                max_examples=choices.profile.examples,
-                stateful_step_count=choices.profile.steps,
-                database=None,
-                deadline=None,
-                derandomize=False,
-                print_blob=False,
-                report_multiple_bugs=False,
-                phases=(Phase.generate, Phase.shrink) if choices.shrink else (Phase.generate,),
-                suppress_health_check=list(HealthCheck),
-                verbosity=Verbosity.quiet,
-            ),
+            settings=drawn(choices.profile.examples, steps=choices.profile.steps, shrink=choices.shrink),
         )
     except Violation as violation:
         return violation

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from capture_planner.entry import Entry
 from capture_planner.modes import Role
 from capture_planner.testing.conformance.closeness import check_stored, compare_rows, is_likeliest
@@ -16,26 +14,14 @@ if TYPE_CHECKING:
     from capture_planner.testing.conformance.stage import Stage
 
 
-def check_target(stage: Stage, batch: Rows, *, eager: bool) -> None:
+def check_target(stage: Stage, batch: Rows, entry: Entry | None, *, eager: bool) -> None:
     """Check hidden states, tokens and slots of the forward that was just run."""
     body = stage.runner.parts.target
-    entry = stage.entry(Role.TARGET, batch, eager=eager)
     for index, live, where, ids in batch.each():
         if where.stop > where.start:
             want = stage.target.tables.attended(stage.on(ids), live.computed).flatten(1)
             compare_rows(stage, batch, Role.TARGET, entry, index, body.hidden[where], want, eager=eager)
-            if entry is not None and entry.query_len is not None:
-                _check_likeliest(stage, batch, entry, body.tokens[where], want, stage.target.head)
+            holds_head = entry is not None and entry.query_len is not None
+            if holds_head and not is_likeliest(stage, body.tokens[where], want, stage.target.head):
+                stage.refuse(Check.ROWS, "a token is not the likeliest of its row", batch, Role.TARGET, entry)
     check_stored(stage, batch, 0, entry, Role.TARGET)
-
-
-def _check_likeliest(
-    stage: Stage,
-    batch: Rows,
-    entry: Entry | None,
-    tokens: torch.Tensor,
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-) -> None:
-    if not is_likeliest(stage, tokens, hidden, head):
-        stage.refuse(Check.ROWS, "a token is not the likeliest of its row", batch, Role.TARGET, entry)

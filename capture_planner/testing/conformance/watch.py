@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from capture_planner.contract import Axis, Fill
+from capture_planner.contract import Fill
 from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch, Entry
 from capture_planner.modes import Reason, Role
 from capture_planner.runtime.contract import NULL_SLOT
 from capture_planner.runtime.fields import Extents, FieldBuffer, tensor_of
+from capture_planner.runtime.padding import out_of_bounds
 from capture_planner.runtime.role import Ran, RoleRun
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.step import Made
 from capture_planner.runtime.updates import LENGTHS
-from capture_planner.testing.conformance.dispatching import cheapest
 from capture_planner.testing.conformance.finding import Check, Finding, Violation, broke
 from capture_planner.testing.conformance.garbage import SOURCES, Garbage
 from capture_planner.testing.conformance.outputs import Outputs, bits, mark
 from capture_planner.testing.conformance.world import World
+from capture_planner.testing.dispatching import cheapest
 from capture_planner.words import counted
 
 Slots = set[int]
@@ -42,9 +43,9 @@ class Watch:
         spared: Iterable[str] = (),
         *,
         trusting: bool = False,
-        outputs: Outputs | None = None,
+        outputs: Outputs,
     ) -> None:
-        self.runner, self.world, self._trusting = runner, world, trusting
+        self.runner, self.world, self._trusting, self._outputs = runner, world, trusting, outputs
         self._garbage = Garbage(spared)
         self.ran: Counter[str] = Counter()
         """Forwards, by role and by what ran: the mode of a graph, or NONE."""
@@ -53,12 +54,10 @@ class Watch:
         self.batch: Batch | None = None
         self._values: Made = {}
         self._filled = False
-        self._places: np.ndarray | None = None
         for role in runner.parts.roles.values():
             role.run = functools.partial(self._run, role, role.run)  # type: ignore[method-assign]
             role.again = functools.partial(self._again, role, role.again)  # type: ignore[method-assign]
         self._persistent = self._where()
-        self.outputs = outputs or Outputs()
 
     def sources(self) -> tuple[str, ...]:
         """Return the names of all that is spoilt."""
@@ -108,7 +107,7 @@ class Watch:
             self._check_placed(role, entry, extents, answer, held)
         self._garbage.beyond(role, extents)
         mine = self._own_slots(role, entry)
-        caches = {index: tensor.clone() for index, tensor in enumerate(self._caches(role))}
+        caches = [[tensor.clone() for tensor in family.flat()] for family in self.world.families]
         state = self._state()
         ran = inner(answer, entry, extents, started)
         if not self._trusting:
@@ -144,36 +143,11 @@ class Watch:
         for buffer in role.fields:
             is_answer = buffer.field.name == "input_ids" and self.runner.parts.target.ahead
             if buffer.field.indexes is not None and not (buffer.is_frozen or is_answer):
-                self._check_bounds(role, entry, extents, held[buffer.key], buffer)
-
-    def _check_bounds(
-        self,
-        role: RoleRun,
-        entry: Entry | None,
-        extents: Extents,
-        held: np.ndarray[Any, Any],
-        buffer: FieldBuffer,
-    ) -> None:
-        """Hold every value to what it indexes; -1 says skip, in padding alone."""
-        field, real = buffer.field, self._values.get(buffer.field.name)
-        assert field.indexes is not None, "asked of index fields"
-        top = role._bounds.of(field.indexes, extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
-        wrong = (held < 0) | (held >= top)
-        if field.fill is Fill.CONSTANT and field.value == -1:
-            padded = np.ones(held.shape, dtype=np.bool_)
-            padded[tuple(slice(length) for length in (() if real is None else real.shape))] = real is None
-            wrong &= ~(padded & (held == -1))
-        if wrong.any():
-            place = tuple(int(index) for index in np.argwhere(wrong)[0])
-            self._refuse(
-                Check.BOUNDED,
-                f"{buffer.key}{list(place)} is {held[place]}; it indexes {field.indexes.value}, so it must be at "
-                f"least 0 and less than {top}",
-                role,
-                entry,
-                field=buffer.key,
-                axis=field.axis.value,
-            )
+                real = values.get(buffer.field.name)
+                wrong = out_of_bounds(buffer, held[buffer.key], real, extents, role._bounds)
+                if wrong is not None:
+                    axis = buffer.field.axis.value
+                    self._refuse(Check.BOUNDED, str(wrong), role, entry, field=buffer.key, axis=axis)
 
     def _check_fill(
         self,
@@ -257,7 +231,7 @@ class Watch:
 
     def _check_written(self, role: RoleRun, entry: Entry | None) -> None:
         """Hold every row of every attention output to be written, padding included."""
-        for layer, output in self.outputs.of(role):
+        for layer, output in self._outputs.of(role):
             unwritten = (bits(output) == mark(output)).all(dim=1)
             if bool(unwritten.any()):
                 self._refuse(
@@ -288,21 +262,13 @@ class Watch:
                         mine.add(int(table[row, position // size]) * size + position % size)
         return mine | set(range(self.world.pages.page_size))
 
-    def _caches(self, role: RoleRun) -> Iterable[torch.Tensor]:
-        for family in self.world.families:
-            yield from family.flat()
-
     def _check_untouched(
-        self, role: RoleRun, entry: Entry | None, mine: Slots, before: Mapping[int, torch.Tensor]
+        self, role: RoleRun, entry: Entry | None, mine: Slots, before: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        drafts = bool(role.role.is_drafter)
-        index = 0
-        for number, family in enumerate(self.world.families):
-            own = mine if bool(number) == drafts else set()
-            for tensor in family.flat():
-                then = before[index]
+        for number, (family, held) in enumerate(zip(self.world.families, before, strict=True)):
+            own = mine if bool(number) == role.role.is_drafter else set()
+            for tensor, then in zip(family.flat(), held, strict=True):
                 same = (bits(tensor) == bits(then)).all(dim=1)
-                index += 1
                 if bool(same.all()):
                     continue
                 others = set((~same).nonzero().flatten().tolist()) - own
@@ -375,6 +341,5 @@ def in_words(batch: Batch) -> str:
     return text + ("" if batch.past_prompt else ", prompts among them")
 
 
-def nothing_captured(batch: Batch) -> Dispatch:
-    """Return the answer that runs a batch eager."""
-    return Dispatch(None, reason=Reason.MODE)
+EAGER = Dispatch(None, reason=Reason.MODE)
+"""The answer that runs any batch eager."""
