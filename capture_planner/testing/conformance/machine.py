@@ -43,6 +43,7 @@ MODES = (
     GraphMode.FULL_AND_PIECEWISE,
     GraphMode.FULL,
     GraphMode.PIECEWISE,
+    GraphMode.FULL_AND_PIECEWISE,
 )
 """What is drawn: most is to be seen where requests are padded."""
 
@@ -56,18 +57,17 @@ def scenes(
     num_reqs = draw(st.sampled_from((*range(2, MOST_REQS + 1), 1)))
     several = [k for k in drafts if k > 1] or list(drafts)
     k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
-    num_tokens = draw(st.integers(max(num_reqs, 1 + k), 24 + num_reqs))
+    # Both budgets that a decode of all requests fits, and ones that it does not.
+    decodes = num_reqs * (1 + k)
+    tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
+    num_tokens = draw(st.one_of(tight, roomy))
     explicit = draw(st.integers(0, 3)) > 0
-    some = st.sets(st.integers(1, num_tokens), min_size=1, max_size=2)
+    # Sizes of mixed batches lie beside those of decodes, so that the nearest graph is not always the best.
+    beside = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
+    near = st.sampled_from([size for size in beside if 1 <= size <= num_tokens])
+    some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
     few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
-    schedule: tuple[tuple[int, int, int], ...] = ()
-    if k > 1 and num_reqs > 1 and draw(st.booleans()):
-        middle = draw(st.integers(1, num_reqs - 1))
-        lower = [*range(1, k), 0]
-        fewer = draw(st.sampled_from(lower))
-        schedule = ((1, middle, k), (middle + 1, num_reqs, fewer))
-        if draw(st.booleans()):
-            schedule = ((1, middle, fewer), (middle + 1, num_reqs, k))
+    scheduled = k > 1 and num_reqs > 1 and draw(st.integers(0, 2)) > 0
     return Scene(
         shape=draw(st.sampled_from(shapes)),
         mode=draw(st.sampled_from(MODES)),
@@ -77,13 +77,23 @@ def scenes(
         size_tokens=tuple(sorted(draw(some) | {num_tokens})) if explicit else (),
         size_reqs=tuple(sorted(draw(st.one_of(st.just(set()), few)) | {num_reqs})) if explicit else (),
         drafts=k,
-        schedule=schedule,
+        schedule=draw(schedules(k, num_reqs)) if scheduled else (),
         eagle3=draw(st.booleans()),
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),
         seed=draw(st.integers(0, 7)),
     )
+
+
+@st.composite
+def schedules(draw: DrawFn, k: int, num_reqs: int) -> tuple[tuple[int, int, int], ...]:
+    """Return tiers of requests, each with drafts of its own, K among them: query lengths lie side by side."""
+    starts = sorted(draw(st.sets(st.integers(2, num_reqs), min_size=1, max_size=2)) | {1})
+    fewer = draw(st.permutations(range(k)))[: len(starts) - 1]
+    drafts = draw(st.permutations([k, *fewer]))
+    ends = [start - 1 for start in starts[1:]]
+    return tuple(zip(starts, [*ends, num_reqs], drafts, strict=True))
 
 
 @attrs.define

@@ -37,6 +37,9 @@ class Profile:
 DEFAULT = Profile(name="default", examples=150, steps=15)
 THOROUGH = Profile(name="thorough", examples=2000, steps=15)
 
+FRESH = 10
+"""Scenes that are drawn afresh before a new search is begun."""
+
 DRAFTS = (0, 1, 2, 3, 5)
 """K of the scenes."""
 
@@ -125,11 +128,13 @@ def search(
             "log": log,
         },
     )
+    steps, shrink = choices.profile.steps, choices.shrink
     try:
-        run_state_machine_as_test(
-            hypothesis.seed(choices.seed)(machine),
-            settings=drawn(choices.profile.examples, steps=choices.profile.steps, shrink=choices.shrink),
-        )
+        for number, examples in enumerate(_portions(choices.profile.examples)):
+            run_state_machine_as_test(
+                hypothesis.seed(f"{choices.seed}/{number}")(machine),
+                settings=drawn(examples, steps=steps, shrink=shrink),
+            )
     except Violation as violation:
         return violation
     except hypothesis.errors.FlakyFailure:
@@ -139,6 +144,16 @@ def search(
             attrs.evolve(log.violation.finding, says=f"(not at every run) {log.violation.finding.says}")
         )
     return None
+
+
+def _portions(examples: int) -> list[int]:
+    """Return how many scenes are drawn afresh together, so often.
+
+    After its tenth example Hypothesis draws mostly what it drew before with a part exchanged: of 150 scenes
+    70 were different ones.
+    """
+    whole, rest = divmod(examples, FRESH)
+    return [FRESH] * whole + [rest] * (rest > 0)
 
 
 def blamed(tested: Tested, finding: Finding) -> Finding:
