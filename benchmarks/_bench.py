@@ -82,8 +82,16 @@ def finish(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     if target.suffix != ".json":
         target = target / f"{Path(sys.argv[0]).stem}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"provenance": provenance(), **results}, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps({"provenance": provenance(), **results}, indent=2) + "\n"
+    target.write_text(_without_folders(text), encoding="utf-8")
     CONSOLE.print(f"written to {target.name}")
+
+
+def _without_folders(text: str) -> str:
+    """Return a text without the folders that packages lie in here: libraries name their files in errors."""
+    for folder in sorted({str(Path(entry).resolve()) for entry in sys.path}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "") if folder != "/" else text
+    return text
 
 
 def table(title: str, *columns: str) -> Table:

@@ -57,7 +57,7 @@ def table() -> str:
         threads = ", ".join(f"[{thread}]({link(thread)})" for thread in made["threads"])
         rows.append(
             (
-                f"`{made['name']}`: {_cell(made['says'])} ({threads})",
+                f"`{made['name']}`: {_cell(made['says'])}{f' ({threads})' if threads else ''}",
                 made["class"],
                 made["planted"],
                 ", ".join(_check(by) for by in made["by"]) or "nothing",
