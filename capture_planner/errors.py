@@ -3,6 +3,7 @@
     CapturePlannerError
      +- InvalidValue          a value breaks a rule; carries one Problem per broken rule
      |   +- InvalidDocument   the same, for a file: each Problem has a line and a column
+     |   +- FlagError         an engine would refuse its flags, or we cannot follow one; each Problem names it
      +- PlanningError         a valid spec for which there is no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
      +- DispatchError         a question the plan cannot be asked, such as an unknown role
@@ -77,6 +78,14 @@ class InvalidValue(CapturePlannerError):
 
 class InvalidDocument(InvalidValue):
     """A file cannot be read as what it should be; all of its problems, with their places."""
+
+
+class FlagError(InvalidValue):
+    """Flags of an engine that it would refuse, or that are not emulated.
+
+    ``path`` of a Problem is the flag, as in ``("--max-num-seqs",)``, or leads into its JSON value;
+    ``message`` gives the engine's own reason first, then ours; ``remedy`` what to give instead.
+    """
 
 
 class PlanningError(InvalidValue):

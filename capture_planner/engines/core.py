@@ -1,0 +1,161 @@
+"""What an engine captures and how it dispatches, as data: the same for every engine.
+
+An emulation is what one engine, at one version, does with its own flags: which graphs it captures,
+in which order, and which of them serves a batch. It is *exact*: where the engine leaves a hole, the
+emulation leaves it too. ``capture_planner.dispatch`` is what we would do with the same graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from capture_planner.dispatch import Dispatch
+from capture_planner.entry import Batch, Entry
+from capture_planner.environment import Environment
+from capture_planner.errors import DispatchError
+from capture_planner.model import Speculative
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Decision
+from capture_planner.spec import Limits, Lora, Parallel
+
+
+@attrs.frozen(kw_only=True)
+class Graph:
+    """One graph that an engine captures.
+
+    ``max_query_len`` is set where a graph serves any mix of decodes up to that many tokens each
+    (vLLM's varlen decode graphs, which have no ``query_len``); None: the entry says it all.
+    """
+
+    role: Role
+    entry: Entry
+    max_query_len: int | None = None
+
+    def data(self) -> dict[str, Any]:
+        """Return the graph as JSON has it."""
+        entry = self.entry
+        found: dict[str, Any] = {
+            "role": self.role.value,
+            "mode": entry.mode.value,
+            "num_tokens": entry.num_tokens,
+            "num_reqs": entry.num_reqs,
+            "query_len": entry.query_len,
+            "active_loras": entry.active_loras,
+        }
+        optional = {"max_query_len": self.max_query_len, "draft_steps": entry.draft_steps}
+        return found | {name: value for name, value in optional.items() if value is not None}
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """One value that the engine ends up with, and where it comes from."""
+
+    name: str
+    """As the engine's flag is called, without dashes: ``max_num_seqs``."""
+    value: Any
+    """Plain data: a number, a text, a list, None."""
+    source: str
+    """``flag``, ``file``, ``default``, or the rule that rewrote it."""
+
+
+class Manager(Protocol):
+    """One role's graphs and the rule by which the engine finds one."""
+
+    @property
+    def role(self) -> Role: ...
+    @property
+    def mode(self) -> GraphMode:
+        """The mode that the engine has resolved for the role."""
+        ...
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """In the order in which the engine captures them."""
+        ...
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return what the engine's own dispatcher answers, once everything is captured.
+
+        Total: a batch that there can never be is answered as the engine would.
+        """
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Emulation:
+    """What one engine does with its flags."""
+
+    engine: str
+    """vllm, sglang or tensorrt-llm."""
+    version: str
+    command: tuple[str, ...]
+    """The engine's own flags, as they were given."""
+    settings: tuple[Setting, ...]
+    """What the engine ends up with, as far as it matters for graphs."""
+    sizes: tuple[int, ...]
+    """The engine's list of capture sizes, ascending, in the engine's unit: tokens for vLLM, requests for
+    the decode graphs of SGLang and TensorRT-LLM."""
+    managers: tuple[Manager, ...]
+    """One for each role that can have graphs, target first."""
+    decisions: tuple[Decision, ...]
+    """What the engine's rules made of the flags, in order: rewrites of modes, clamps, dropped sizes."""
+    limits: Limits
+    speculative: Speculative | None = None
+    lora: Lora | None = None
+    parallel: Parallel = Parallel()
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All graphs, in the order in which the engine captures them, role by role."""
+        return tuple(graph for manager in self.managers for graph in manager.graphs)
+
+    @property
+    def modes(self) -> dict[Role, GraphMode]:
+        """The resolved mode of each role."""
+        return {manager.role: manager.mode for manager in self.managers}
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Answer a batch as the engine's dispatcher does; raises ``DispatchError`` for a role it does not run."""
+        for manager in self.managers:
+            if manager.role is batch.role:
+                return manager.dispatch(batch)
+        roles = ", ".join(manager.role for manager in self.managers)
+        raise DispatchError(f"{self.engine} runs no role {batch.role} with these flags; it runs {roles}")
+
+    def data(self) -> dict[str, Any]:
+        """Return the emulation as JSON has it: sizes, graphs, modes, decisions and settings."""
+        return {
+            "engine": self.engine,
+            "version": self.version,
+            "sizes": list(self.sizes),
+            "graphs": [graph.data() for graph in self.graphs],
+            "mode": {role.value: mode.value for role, mode in self.modes.items()},
+            "decisions": [
+                {
+                    "rule": decision.rule,
+                    "role": decision.role.value,
+                    "before": decision.before,
+                    "after": decision.after,
+                    "says": decision.says,
+                }
+                for decision in self.decisions
+            ],
+            "settings": {s.name: {"value": s.value, "source": s.source} for s in self.settings},
+        }
+
+
+@attrs.frozen(kw_only=True)
+class Engine:
+    """An engine that can be emulated."""
+
+    name: str
+    version: str
+    """The release whose rules these are."""
+    emulate: Callable[[Sequence[str], Environment], Emulation]
+    """From the engine's own command line and the machine it runs on. Raises ``FlagError`` with all
+    that is wrong with the flags."""
+    flags: Mapping[str, str]
+    """Each flag that is understood, with what it is for in a few words."""
