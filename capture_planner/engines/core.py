@@ -105,7 +105,7 @@ class Emulation:
     limits: Limits
     speculative: Speculative | None = None
     lora: Lora | None = None
-    parallel: Parallel = Parallel()
+    parallel: Parallel = attrs.Factory(Parallel)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
