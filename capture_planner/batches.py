@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
-from capture_planner.dispatch import Dispatcher
+from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
 from capture_planner.ranks import Submission, Vector
 
 T = TypeVar("T")
@@ -21,22 +20,22 @@ _REQUIRED = ("role", "num_reqs", "num_tokens")
 _FIELDS = (*_REQUIRED, "query_len", "past_prompt", "active_loras")
 
 
-def read_batches(lines: Iterable[bytes], name: str, plan: Plan) -> Iterator[Batch]:
+def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Batch]:
     """Return the batches of a file, in order; empty lines are left out.
 
     Raises ``InvalidDocument`` with every wrong line of the file, before any batch is answered.
     """
-    return _read(lines, name, lambda line: _batch(_parsed(line), plan))
+    return _read(lines, name, lambda line: _batch(_parsed(line), roles))
 
 
-def read_vectors(lines: Iterable[bytes], name: str, plan: Plan) -> Iterator[Vector]:
+def read_vectors(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Vector]:
     """Return the vectors of a file, in order: each line is a list with an item for each rank.
 
     An item is a batch as ``read_batches`` reads it, or null where the rank is idle. With ``captured``
     false the rank uses no graph; an idle one is then an object of that key alone. All batches of a
     line have one role. Raises ``InvalidDocument`` with every wrong line of the file.
     """
-    return _read(lines, name, lambda line: _vector(_parsed(line), plan))
+    return _read(lines, name, lambda line: _vector(_parsed(line), roles))
 
 
 def _read(lines: Iterable[bytes], name: str, read: Callable[[bytes], T]) -> Iterator[T]:
@@ -65,33 +64,33 @@ def _parsed(line: bytes) -> Any:
         raise _wrong(f"not JSON: {error}") from None
 
 
-def _vector(data: Any, plan: Plan) -> Vector:
+def _vector(data: Any, roles: Sequence[Role]) -> Vector:
     if not isinstance(data, list) or not data:
         raise _wrong("expected a list with a batch, or null, for each rank")
     problems: list[Problem] = []
     ranks = []
     for rank, item in enumerate(data):
         try:
-            ranks.append(_submission(item, plan))
+            ranks.append(_submission(item, roles))
         except InvalidValue as error:
             problems += [
                 problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems
             ]
     if problems:
         raise InvalidValue(problems)
-    roles = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
+    present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
     for rank, submitted in enumerate(ranks):
-        if submitted.batch is not None and submitted.batch.role is not roles[0]:
+        if submitted.batch is not None and submitted.batch.role is not present[0]:
             raise _wrong(
-                f"expected {roles[0]} as in the batches before it, got {submitted.batch.role}; each role has a "
+                f"expected {present[0]} as in the batches before it, got {submitted.batch.role}; each role has a "
                 "vector of its own",
                 rank,
                 "role",
             )
-    return Vector(role=roles[0] if roles else plan.roles[0].role, ranks=tuple(ranks))
+    return Vector(role=present[0] if present else roles[0], ranks=tuple(ranks))
 
 
-def _submission(data: Any, plan: Plan) -> Submission:
+def _submission(data: Any, roles: Sequence[Role]) -> Submission:
     if data is None:
         return Submission()
     captured = True
@@ -102,10 +101,10 @@ def _submission(data: Any, plan: Plan) -> Submission:
         data = {name: value for name, value in data.items() if name != "captured"}
         if not data:
             return Submission(captured=captured)
-    return Submission(batch=_batch(data, plan), captured=captured)
+    return Submission(batch=_batch(data, roles), captured=captured)
 
 
-def _batch(data: Any, plan: Plan) -> Batch:
+def _batch(data: Any, roles: Sequence[Role]) -> Batch:
     if not isinstance(data, dict):
         raise _wrong(f"expected an object with {', '.join(_FIELDS)}")
     for name in data:
@@ -114,7 +113,7 @@ def _batch(data: Any, plan: Plan) -> Batch:
     for name in _REQUIRED:
         if name not in data:
             raise _wrong("is missing", name)
-    planned = [role.role.value for role in plan.roles]
+    planned = [role.value for role in roles]
     if data["role"] not in planned:
         raise _wrong(f"expected one of {', '.join(planned)}, got {data['role']!r}", "role")
     past_prompt = data.get("past_prompt", True)
@@ -147,9 +146,8 @@ def _count(data: dict[str, Any], name: str) -> int:
     return value
 
 
-def answer_line(batch: Batch, dispatcher: Dispatcher) -> dict[str, Any]:
-    """Return the answer to one batch; where it runs eager, its own extents and the reason."""
-    answer = dispatcher.answer(batch)
+def answer_line(batch: Batch, answer: Dispatch) -> dict[str, Any]:
+    """Return the answer to one batch as data; where it runs eager, its own extents and the reason."""
     shape = answer.entry or batch
     return {
         "mode": answer.mode.value,

@@ -143,6 +143,11 @@ class Plan:
         raise DispatchError(f"the plan has no role {role!s}; it has {', '.join(r.role for r in self.roles)}")
 
     @property
+    def planned(self) -> tuple[Role, ...]:
+        """The roles that there are, target first."""
+        return tuple(role.role for role in self.roles)
+
+    @property
     def num_graphs(self) -> int:
         """How many graphs the plan captures, over all roles."""
         return sum(len(role.entries) for role in self.roles)

@@ -11,6 +11,7 @@ import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
 from capture_planner.cli.conformance import conformance
+from capture_planner.cli.engine import engine
 from capture_planner.cli.environment import environment
 from capture_planner.cli.gallery import gallery
 from capture_planner.cli.new_backend import new_backend
@@ -76,6 +77,7 @@ for command in (
     ranks,
     files.check,
     files.diff,
+    engine,
     files.backends,
     files.schema,
     run,

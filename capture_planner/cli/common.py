@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -227,3 +227,45 @@ def progress_bars(wanted: bool | None) -> Any:
             yield lambda now: bars.update(bar, advance=1, now=now)
 
     return task
+
+
+class OwnOptions(click.Command):
+    """A command that takes its own long options anywhere, and leaves every other word as it is.
+
+    Engines have short flags of several letters (``-cc.mode=NONE``, ``-O3``), which click would take apart.
+    """
+
+    def takes_foreign_words(self, args: Sequence[str]) -> bool:
+        """Say whether these words have some that are not ours."""
+        return True
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not self.takes_foreign_words(args):
+            return super().parse_args(ctx, args)
+        takes_value = {
+            name: not option.is_flag
+            for option in self.get_params(ctx)
+            if isinstance(option, click.Option)
+            for name in (*option.opts, *option.secondary_opts)
+            if name.startswith("--")
+        }
+        own, rest = _parted(args, takes_value)
+        return super().parse_args(ctx, [*own, "--", *rest])
+
+
+def _parted(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Part the words into options of ours, with their values, and all others."""
+    own: list[str] = []
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        name, _, value = word.partition("=")
+        if word == "--":
+            rest += words
+        elif name not in takes_value:
+            rest.append(word)
+        else:
+            own.append(word)
+            if takes_value[name] and not value:
+                own += [given for given in [next(words, None)] if given is not None]
+    return own, rest

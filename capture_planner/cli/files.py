@@ -24,10 +24,12 @@ from capture_planner.cli.common import (
     planned,
     show_text,
 )
+from capture_planner.cli.engine import OrEngine, check_engine
 from capture_planner.codec import dumps_json, to_data
 from capture_planner.compare import compare
 from capture_planner.coverage import coverage
 from capture_planner.dispatch import Dispatcher
+from capture_planner.engines import ENGINES
 from capture_planner.entry import Batch
 from capture_planner.errors import CapturePlannerError, InvalidDocument
 from capture_planner.explain import explain as explain_batch
@@ -149,8 +151,8 @@ def explain(
         return
     dispatcher = Dispatcher(asked)
     if batches is not None:
-        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), asked):
-            click.echo(json.dumps(answer_line(batch, dispatcher)))
+        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), asked.planned):
+            click.echo(json.dumps(answer_line(batch, dispatcher.answer(batch))))
         return
     assert num_reqs is not None
     if num_tokens is None:
@@ -177,18 +179,38 @@ def explain(
     emit(form, partial(explanation_data, explained), partial(tables.explanation_table, explained))
 
 
-@click.command()
-@click.argument("files", metavar="PLAN|SPEC...", nargs=-1, required=True)
+@click.command(cls=OrEngine)
+@click.argument("files", metavar="PLAN|SPEC...", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--engine",
+    type=click.Choice(list(ENGINES)),
+    help="Check what this engine makes of its own flags, which stand in place of files.",
+)
 @click.option("--spec", metavar="SPEC", help="The spec a plan must be the plan of: any drift is a finding.")
 @click.option("--strict", is_flag=True, help="Count notes as findings too.")
 @environment_option
 @format_option("text", "json", "github", "sarif")
-def check(files: tuple[str, ...], spec: str | None, strict: bool, environment: str | None, form: str) -> None:
+def check(
+    files: tuple[str, ...],
+    engine: str | None,
+    spec: str | None,
+    strict: bool,
+    environment: str | None,
+    form: str,
+) -> None:
     """Check plans, and specs by planning them. Exit code 2 where there are findings.
 
     Notes are printed and count only with --strict. With --spec, a plan is also compared with the
-    one that the spec gives now, on the plan's own environment.
+    one that the spec gives now, on the plan's own environment. With --engine, what follows are the flags of
+    that engine, as its server takes them: check --engine vllm --max-num-seqs 256.
     """
+    if engine is not None:
+        if spec is not None:
+            raise click.UsageError("--spec is for plans; leave it out with --engine.")
+        check_engine(engine, files, environment, form, strict)
+        return
+    if not files:
+        raise click.UsageError("Missing argument 'PLAN|SPEC...'.")
     placed = []
     drift: list[findings.Drift] = []
     for file in files:

@@ -53,7 +53,7 @@ def ranks(
     asked = plan_of(plan_file, environment)
     dispatcher = Dispatcher(asked)
     if vectors is not None:
-        for vector in read_vectors(vectors, getattr(vectors, "name", "<stdin>"), asked):
+        for vector in read_vectors(vectors, getattr(vectors, "name", "<stdin>"), asked.planned):
             click.echo(json.dumps(agreement_data(dispatcher, agree(dispatcher, vector))))
         return
     shown_role = asked.role(role or Role.TARGET).role

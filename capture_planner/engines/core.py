@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import attrs
 
 from capture_planner.dispatch import Dispatch
-from capture_planner.entry import Batch, Entry
+from capture_planner.entry import Batch, Entry, Rejection
 from capture_planner.environment import Environment
 from capture_planner.errors import DispatchError
 from capture_planner.model import Speculative
@@ -33,6 +33,15 @@ class Graph:
     role: Role
     entry: Entry
     max_query_len: int | None = None
+
+    def rejection(self, batch: Batch, draft_steps: int | None = None) -> Rejection | None:
+        """Return why the graph cannot serve a batch, or None where it can: compatibility, not dispatch."""
+        if self.max_query_len is not None:
+            if not batch.past_prompt:
+                return Rejection.PROMPT
+            if (batch.query_len or 1) > self.max_query_len:
+                return Rejection.QUERY_LEN
+        return self.entry.rejection(batch, draft_steps)
 
     def data(self) -> dict[str, Any]:
         """Return the graph as JSON has it."""

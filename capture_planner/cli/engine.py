@@ -1,0 +1,73 @@
+"""``engine``: what an engine captures and serves, by its own flags; ``check --engine``: what to mend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import IO
+
+import click
+
+from capture_planner.batches import answer_line, read_batches
+from capture_planner.cli.common import (
+    FINDINGS,
+    OwnOptions,
+    emit,
+    environment_named,
+    format_option,
+    show_text,
+)
+from capture_planner.codec import dumps_json
+from capture_planner.engines import ENGINES, emulate
+from capture_planner.engines.check import check
+from capture_planner.lint import Severity
+from capture_planner.report import engine as shown
+
+
+class OrEngine(OwnOptions):
+    """A command about files that is about an engine's flags where ``--engine`` is given."""
+
+    def takes_foreign_words(self, args: Sequence[str]) -> bool:
+        return any(word.partition("=")[0] == "--engine" for word in args)
+
+
+environment_option = click.option(
+    "--environment", metavar="NAME|FILE", help="The machine: a shipped environment or a file."
+)
+
+
+@click.command(cls=OwnOptions)
+@click.argument("name", metavar="|".join(ENGINES), type=click.Choice(list(ENGINES)))
+@click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--batches", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")
+@environment_option
+@format_option()
+def engine(
+    name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str
+) -> None:
+    """Show what an engine captures and which batches it serves from graphs, from its own flags.
+
+    FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. A line of
+    --batches and its answer are as those of explain: what the engine's own dispatcher would say.
+    """
+    emulated = emulate(name, flags, environment_named(environment))
+    if batches is not None:
+        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulated.modes)):
+            click.echo(json.dumps(answer_line(batch, emulated.dispatch(batch))))
+        return
+    emit(form, emulated.data, partial(shown.emulation_table, emulated))
+
+
+def check_engine(name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool) -> None:
+    """Lint what an engine makes of its flags; exit code 2 where there are findings."""
+    emulated = emulate(name, flags, environment_named(environment))
+    found = check(emulated)
+    if form == "json":
+        click.echo(dumps_json({"findings": [shown.finding_data(each) for each in found]}))
+    elif form == "text":
+        show_text(shown.findings_text(emulated, found))
+    else:
+        raise click.UsageError(f"--format {form} is for files; with --engine give text or json.")
+    if any(strict or each.rule.severity is not Severity.NOTE for each in found):
+        click.get_current_context().exit(FINDINGS)

@@ -1,0 +1,159 @@
+"""Every batch that an engine's limits admit, with the engine's answer and the best graph it has.
+
+The whole space is asked, batch by batch, through the engine's own rule: nothing is assumed about how
+it finds a graph, so that a hole between two sizes is seen wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from capture_planner.admissible import Domain, decode_families, draft_steps, mixed_tokens
+from capture_planner.dispatch import Dispatch
+from capture_planner.engines.core import Emulation, Graph, Manager
+from capture_planner.entry import Batch, Entry
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Kind
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """One batch, what the engine answers, and the graph of its own that would serve it best."""
+
+    kind: Kind
+    batch: Batch
+    answer: Dispatch
+    best: Entry | None
+    """The cheapest compatible graph that is captured; None where there is none."""
+    last: int
+    """The extent up to which larger batches are answered alike; its own, but beyond the largest graph."""
+
+    @property
+    def extent(self) -> int:
+        """Requests of a decode, tokens of a mixed batch."""
+        return self.batch.num_reqs if self.kind is Kind.DECODE else self.batch.num_tokens
+
+    @property
+    def misses_full(self) -> bool:
+        """Whether a compatible FULL graph is captured, and the answer is no FULL graph."""
+        best = self.best
+        return best is not None and best.mode is GraphMode.FULL and self.answer.mode is not GraphMode.FULL
+
+    @property
+    def misses_any(self) -> bool:
+        """Whether a compatible graph is captured, and the batch runs eager."""
+        return self.best is not None and self.answer.entry is None
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """Batches of one role and kind that follow each other and have something in common."""
+
+    role: Role
+    kind: Kind
+    query_len: int | None
+    first: int
+    last: int
+    active_loras: int
+    asked: tuple[Asked, ...]
+
+    def __str__(self) -> str:
+        span = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
+        if self.kind is Kind.MIXED:
+            text = f"mixed batches of {span} tokens"
+        else:
+            text = f"decodes of {span} requests, query length {self.query_len}"
+        return text + (f", {self.active_loras} active LoRA" if self.active_loras else "")
+
+
+def walk(emulation: Emulation) -> tuple[Asked, ...]:
+    """Ask about every admissible batch of every role: decodes by requests, mixed batches by tokens.
+
+    Of mixed batches the one with most requests is asked. Beyond the largest graph nothing is captured, so
+    that one batch stands for all.
+    """
+    return tuple(asked for manager in emulation.managers for asked in _role(emulation, manager))
+
+
+def _role(emulation: Emulation, manager: Manager) -> Iterator[Asked]:
+    role = manager.role
+    graphs = sorted(manager.graphs, key=lambda graph: graph.entry.cost)
+    largest = max((graph.entry.num_tokens for graph in graphs), default=0)
+    for kind, batch, last in _batches(emulation, role, largest):
+        best = _best(graphs, batch, emulation)
+        yield Asked(kind=kind, batch=batch, answer=manager.dispatch(batch), best=best, last=last)
+
+
+def _best(graphs: Iterable[Graph], batch: Batch, emulation: Emulation) -> Entry | None:
+    """Return the first graph that serves the batch; ``graphs`` are cheapest first."""
+    steps = draft_steps(batch.role, batch.num_reqs, emulation.speculative)
+    return next((graph.entry for graph in graphs if graph.rejection(batch, steps) is None), None)
+
+
+def _batches(emulation: Emulation, role: Role, largest: int) -> Iterator[tuple[Kind, Batch, int]]:
+    for loras in _adapters(emulation, role):
+        for family in decode_families(role, emulation):
+            query_len = family.query_len
+            for num_reqs, last in _counts(family.requests, largest // query_len, loras):
+                batch = Batch(
+                    role=role,
+                    num_reqs=num_reqs,
+                    num_tokens=num_reqs * query_len,
+                    query_len=query_len,
+                    active_loras=loras,
+                )
+                yield Kind.DECODE, batch, last
+        for num_tokens, last in _counts(mixed_tokens(role, emulation), largest, loras):
+            num_reqs = min(num_tokens, emulation.limits.max_num_reqs)
+            batch = Batch(
+                role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=loras
+            )
+            yield Kind.MIXED, batch, last
+
+
+def _counts(domain: Domain, largest: int, least: int) -> Iterator[tuple[int, int]]:
+    """Yield each count from ``least`` on up to ``largest``, and the first beyond it with the last there is."""
+    for first, last in domain.intervals:
+        for count in range(max(first, least), min(last, largest) + 1):
+            yield count, count
+        if last > largest:
+            yield max(first, least, largest + 1), last
+
+
+def _adapters(emulation: Emulation, role: Role) -> range:
+    """Return the counts of active adapters: rows without one count as one more (vLLM 0.33)."""
+    if emulation.lora is None or role.is_drafter:
+        return range(1)
+    return range(emulation.lora.max_active + 2)
+
+
+def runs(asked: Iterable[Asked]) -> Iterator[Run]:
+    """Group batches of one role, kind, query length and adapter count that follow each other."""
+    run: list[Asked] = []
+    for one in sorted(asked, key=_place):
+        if run and (_place(one)[:-1] != _place(run[0])[:-1] or one.extent > run[-1].last + 1):
+            yield _run(run)
+            run = []
+        run.append(one)
+    if run:
+        yield _run(run)
+
+
+def _place(asked: Asked) -> tuple[str, str, int, int, int]:
+    batch = asked.batch
+    return (batch.role, asked.kind.value, batch.query_len or 0, batch.active_loras, asked.extent)
+
+
+def _run(asked: list[Asked]) -> Run:
+    first, last = asked[0], asked[-1]
+    return Run(
+        role=first.batch.role,
+        kind=first.kind,
+        query_len=first.batch.query_len,
+        first=first.extent,
+        last=last.last,
+        active_loras=first.batch.active_loras,
+        asked=tuple(asked),
+    )

@@ -1,0 +1,147 @@
+"""Emulated engines as rich tables and plain data."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from capture_planner.engines.check import EngineFinding
+from capture_planner.engines.core import Emulation, Graph
+from capture_planner.engines.walk import Asked, runs, walk
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Kind
+from capture_planner.report.tables import mode_text, table_of
+from capture_planner.words import counted
+
+
+def emulation_table(emulation: Emulation) -> RenderableType:
+    """The whole emulation: modes, graphs by kind, what serves which batches, and what decided it."""
+    asked = walk(emulation)
+    parts: list[RenderableType] = [
+        Text(
+            f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"
+        ),
+        Text(shlex.join(emulation.command) or "(no flags: all as by default)", style="dim"),
+        Text(f"sizes: {sizes_text(emulation.sizes)}"),
+    ]
+    for manager in emulation.managers:
+        parts += [Text(), *_role(manager.role, manager.mode, manager.graphs, asked)]
+    if emulation.decisions:
+        parts += [Text(), Text("decisions", style="bold"), _decisions(emulation)]
+    parts += [Text(), Text("settings", style="bold"), _settings(emulation)]
+    return Group(*parts)
+
+
+def _role(
+    role: Role, mode: GraphMode, graphs: Sequence[Graph], asked: Sequence[Asked]
+) -> Iterator[RenderableType]:
+    yield Text.assemble((f"{role} ", "bold"), mode_text(mode), f", {counted(len(graphs), 'graph')}")
+    if graphs:
+        table = table_of("graphs", "of", "LoRA", "tokens", right=("LoRA",))
+        kinds: dict[tuple[str, str, int], list[int]] = {}
+        for graph in graphs:
+            entry = graph.entry
+            key = (entry.mode.value, _of(graph), entry.active_loras)
+            kinds.setdefault(key, []).append(entry.num_tokens)
+        for (name, of, loras), sizes in kinds.items():
+            table.add_row(name, of, str(loras) if loras else "", sizes_text(sorted(set(sizes))))
+        yield table
+    yield _served([one for one in asked if one.batch.role is role])
+
+
+def _of(graph: Graph) -> str:
+    entry = graph.entry
+    if graph.max_query_len is not None:
+        return f"decodes of 1 to {graph.max_query_len}"
+    text = f"decodes of {entry.query_len}" if entry.query_len else "any batch"
+    return text + (f", chain of {entry.draft_steps}" if entry.draft_steps else "")
+
+
+def _served(asked: Sequence[Asked]) -> RenderableType:
+    """Which batches run how: ranges with one mode, and how far they are padded."""
+    table = table_of("batches", "run", "padding", "why", right=("padding",))
+    for kind in Kind:
+        for mode in (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE):
+            found = [one for one in asked if one.kind is kind and one.answer.mode is mode]
+            for run in runs(found):
+                reasons = dict.fromkeys(str(one.answer.reason) for one in run.asked if one.answer.reason)
+                table.add_row(str(run), mode_text(mode), _padding(run.asked), ", ".join(reasons))
+    return table
+
+
+def _padding(asked: Sequence[Asked]) -> str:
+    """Write the share of the computed tokens that is padding."""
+    computed = sum(one.answer.entry.num_tokens for one in asked if one.answer.entry is not None)
+    padded = sum(one.answer.padded_tokens for one in asked)
+    return f"{padded / computed:.0%}" if computed else ""
+
+
+def _decisions(emulation: Emulation) -> Table:
+    table = table_of("role", "rule", "before", "after", "says")
+    for decision in emulation.decisions:
+        table.add_row(decision.role, decision.rule, decision.before, decision.after, decision.says)
+    return table
+
+
+def _settings(emulation: Emulation) -> Table:
+    table = table_of("setting", "value", "from")
+    for setting in emulation.settings:
+        table.add_row(setting.name, _value(setting.value), setting.source)
+    return table
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
+        return sizes_text(value)
+    return "none" if value is None else str(value)
+
+
+def sizes_text(sizes: Sequence[int]) -> str:
+    """Write ascending sizes with their steps: ``1 2 4 8..256 by 8 272..512 by 16``."""
+    parts, at = [], 0
+    while at < len(sizes):
+        end = at + 1
+        while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[at + 1] - sizes[at]:
+            end += 1
+        if end - at < 3:
+            parts.append(str(sizes[at]))
+            at += 1
+        else:
+            parts.append(f"{sizes[at]}..{sizes[end]} by {sizes[at + 1] - sizes[at]}")
+            at = end + 1
+    return " ".join(parts) or "none"
+
+
+def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> RenderableType:
+    """One finding a paragraph: what, which flag mends it, and where it was seen."""
+    parts: list[RenderableType] = []
+    for each in found:
+        rule = each.rule
+        parts += [
+            Text.assemble((f"{rule.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.seen.says}"),
+            Text(f"  mend: {each.mend}"),
+            Text(f"  seen: {', '.join(rule.threads)}"),
+        ]
+    total = counted(len(found), "finding") if found else "nothing to report"
+    return Group(*parts, Text(f"{emulation.engine} {emulation.version}: {total}"))
+
+
+def finding_data(found: EngineFinding) -> dict[str, Any]:
+    """Return a finding as JSON has it."""
+    rule = found.rule
+    return {
+        "code": rule.code,
+        "name": rule.name,
+        "severity": rule.severity.value,
+        "class": rule.bug_class.name,
+        "role": found.seen.role.value,
+        "message": found.seen.says,
+        "count": found.seen.count,
+        "mend": found.mend,
+        "threads": list(rule.threads),
+    }
