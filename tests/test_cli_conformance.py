@@ -314,6 +314,24 @@ def test_an_interruption_ends_in_a_report_of_what_was_done(run: Run, monkeypatch
     assert data["scenes"] > 0
 
 
+def test_a_case_says_what_ran_and_what_did_not(run: Run) -> None:
+    """A step that does not apply is named, and what was done is counted, as in a search."""
+    ran = run("reference", "--case", CASE.replace('"steps":[', '"steps":[{"do":"depart","request":4},'))
+    assert ran.code == 0
+    assert "step 1 of the case did not apply and was left out" in ran.out
+    assert "Forwards" in ran.out
+
+
+@pytest.mark.parametrize(("field", "code"), [("slot_mapping", 2), ("seq_lens", 0)])
+def test_an_attack_says_whether_it_matters(run: Run, field: str, code: int) -> None:
+    """On one request in a graph of three: slots behind it are somebody's, lengths are nobody's."""
+    ran = run("reference", *TWO_THEN_ONE, f"target {field} other fill", "--format", "json")
+    assert ran.document(code)["passed"] is (code == 0)
+    said = run("reference", *TWO_THEN_ONE, f"target {field} other fill")
+    assert ("changes real rows" in said.out) is (code == 2)
+    assert ("changes no real row of this case" in said.out) is (code == 0)
+
+
 # Refusals --------------------------------------------------------------------------------------
 
 
@@ -335,9 +353,12 @@ def test_an_interruption_ends_in_a_report_of_what_was_done(run: Run, monkeypatch
         (("reference", "--case", CASE, "--head-dim", "8"), "--head-dim goes with a search"),
         (("reference", "--case", CASE, "--attack", "target x gone"), "--attack 'target x gone': give a role"),
         (("reference", "--case", "{}"), "this is not a case of the conformance suite"),
-        (("reference", "--case", CASE.replace("[0,1,0]", "[0,1]")), "forward: rows is ((0, 1),)"),
+        (("reference", "--case", CASE.replace("[0,1,0]", "[0,1]")), "steps[1].rows: expected a list, each ["),
         (("reference", "--case", CASE.replace("float32", "int4")), "'int4' is not a valid DataType"),
-        (("reference", "--case", CASE.replace('"prompt":3', '"prompt":"3"')), "arrive: prompt is '3'"),
+        (
+            ("reference", "--case", CASE.replace('"prompt":3', '"prompt":"3"')),
+            "steps[0].prompt: expected a whole number, got '3'",
+        ),
         (("reference", "--case", "@nowhere.json"), "--case @nowhere.json: No such file"),
         (("reference", "-o", "nowhere/x.json"), "--output nowhere/x.json: there is no such folder"),
         (("reference", "--html", "x", "-o", "x"), "--html x is the file of --output too"),

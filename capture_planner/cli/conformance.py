@@ -160,10 +160,10 @@ def _end(report: Conformance, *, strict: bool) -> None:
     context = click.get_current_context()
     if report.outcome.findings or (strict and report.over_declared):
         context.exit(FINDINGS)
-    if report.profile is None and report.outcome.audited:
-        context.exit(FINDINGS)
     if report.interrupted:
         context.exit(INTERRUPTED)
+    if not report.passed:
+        context.exit(FINDINGS)
 
 
 def _show_commands(report: Conformance) -> None:

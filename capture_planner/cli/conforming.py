@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
@@ -58,10 +57,12 @@ def report(backend: str, environment: str | None, given: dict[str, Any], case: s
     """Run the suite, or a case, and put what it was asked beside what came of it."""
     on = _tested(backend, environment)
     choices = _choices(given)
+    interrupted = False
+    left_out: tuple[int, ...] = ()
     if case is None:
         outcome, interrupted = _search(on, choices, given)
     else:
-        outcome, interrupted = _again(on, case, given["attack"]), False
+        outcome, left_out = _again(on, case, given["attack"])
     found = on.registry[on.backend]
     options = [] if environment is None else ["-e", environment]
     options += [] if given["threads"] == 1 else ["--threads", str(given["threads"])]
@@ -79,6 +80,8 @@ def report(backend: str, environment: str | None, given: dict[str, Any], case: s
         named=tuple(_named(given)),
         outcome=outcome,
         interrupted=interrupted,
+        attack=given["attack"] or "",
+        left_out=left_out,
     )
 
 
@@ -158,7 +161,7 @@ def _search(on: Tested, choices: Choices, given: dict[str, Any]) -> tuple[Outcom
                     raise
                 violation = bars.log.violation
                 return Outcome(
-                    shapes=(),
+                    shapes=bars.log.shapes,
                     refused=(),
                     log=bars.log,
                     findings=() if violation is None else (violation.finding,),
@@ -212,24 +215,29 @@ class _Bars:
         self._advance(name)
 
 
-def _again(on: Tested, text: str, attack: str | None) -> Outcome:
-    """Do one printed case again, with an attack where one is named."""
+def _again(on: Tested, text: str, attack: str | None) -> tuple[Outcome, tuple[int, ...]]:
+    """Do one printed case again, with an attack where one is named; returns the steps left out too."""
     case, started = loads(text), perf_counter()
     shapes, _ = usable_shapes(on, (case.scene.shape,))
     findings: tuple[Finding, ...] = ()
     audited: tuple[Audited, ...] = ()
+    log = Log(examples=1)
+    left_out: tuple[int, ...] = ()
     if attack is not None:
         audited = _attacked(on, text, attack)
-    elif (finding := again(on, text)) is not None:
-        findings = (blamed(on, finding),)
-    return Outcome(
+    else:
+        done = again(on, text)
+        log, left_out = done.log, done.left_out
+        findings = () if done.finding is None else (blamed(on, done.finding),)
+    outcome = Outcome(
         shapes=shapes,
         refused=(),
-        log=Log(examples=1, steps=Counter(type(step).__name__.lower() for step in case.steps)),
+        log=log,
         findings=findings,
         audited=audited,
         seconds=perf_counter() - started,
     )
+    return outcome, left_out
 
 
 def _attacked(on: Tested, text: str, named: str) -> tuple[Audited, ...]:

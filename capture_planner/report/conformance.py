@@ -59,6 +59,15 @@ class Conformance:
     """Its options that name shapes."""
     outcome: Outcome
     interrupted: bool = False
+    attack: str = ""
+    """Which attack was done on the printed case; empty: none."""
+    left_out: tuple[int, ...] = ()
+    """Steps of the printed case that did not apply, from 1."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was done and nothing found, and no attack that was asked for changed a real row."""
+        return self.outcome.passed and not self.interrupted and not (self.attack and self.outcome.audited)
 
     @property
     def log(self) -> Log:
@@ -86,6 +95,9 @@ class Conformance:
         found = self.outcome.findings
         if found:
             return many(len(found), "finding")
+        if self.attack:
+            what = "changes real rows" if self.outcome.audited else "changes no real row of this case"
+            return f"the attack {self.attack!r} {what}"
         return "stopped before its end, nothing found until then" if self.interrupted else "passed"
 
 
@@ -128,7 +140,7 @@ def conformance_sections(report: Conformance, *, commands: bool = False) -> tupl
         _finding(number, each, report.command(each.case) if commands else "")
         for number, each in enumerate(findings, 1)
     )
-    tried = () if report.profile is None else (_checks(report), _steps(report), _forwards(report))
+    tried = () if report.attack else (_checks(report), _steps(report), _forwards(report))
     return (_what(report), *found, *tried, _shapes(report), *_audits(report))
 
 
@@ -142,11 +154,12 @@ def _what(report: Conformance) -> Section:
         *([] if profile is None else [("seed", str(report.seed)), ("K", ", ".join(map(str, report.drafts)))]),
         *report.host.items(),
     ]
+    left_out = [f"step {number} of the case did not apply and was left out" for number in report.left_out]
     over = [f"over-declared: {role.value} {field}" for role, field in report.over_declared]
     return Section(
         name="conformance",
         title=f"Conformance of {report.backend}: {report.says}",
-        warnings=(*((STOPPED,) if report.interrupted else ()), *report.differences, *over),
+        warnings=(*((STOPPED,) if report.interrupted else ()), *report.differences, *left_out, *over),
         grid=Grid(columns=("", ""), rows=tuple(facts)),
         notes=(f"it took {seconds(report.outcome.seconds)}",),
     )
@@ -308,7 +321,7 @@ def conformance_data(report: Conformance) -> dict[str, Any]:
         "seed": report.seed,
         "profile": report.profile and _plain(report.profile),
         "drafts": list(report.drafts),
-        "passed": outcome.passed and not report.interrupted,
+        "passed": report.passed,
         "interrupted": report.interrupted,
         "findings": [
             _plain(finding)

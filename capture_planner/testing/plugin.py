@@ -92,7 +92,7 @@ class ConformanceTests:
         from capture_planner.testing import conformance
 
         if (case := _asked(request.config, "case")) is not None:
-            finding = conformance.again(tested, case)
+            finding = conformance.again(tested, case).finding
         else:
             violation = conformance.search(tested, shapes, choices(request.config), conformance.Log())
             finding = None if violation is None else violation.finding

@@ -28,6 +28,18 @@ class Declaring(Reference):
         return self.executor(reservation)
 
 
+class Doubling(Declaring):
+    """Wrong wherever it runs: each output is doubled, with a graph or without one."""
+
+    name = "doubling"
+    fields = ()
+
+    class executor(ReferenceExecutor):  # noqa: N801 - an attribute that is a class
+        def attend(self, layer, query, out, scoring, metadata):
+            super().attend(layer, query, out, scoring, metadata)
+            out.mul_(2)
+
+
 class TailReader(Declaring):
     """Adds up a field of its own as far as its buffer goes, which nobody fills behind the real rows."""
 

@@ -3,25 +3,30 @@
 import attrs
 import pytest
 from capture_planner_reference import Reference
-from faulty import Declaring, Impure, Never, OwnerReader, TailReader
+from faulty import Declaring, Doubling, Impure, Never, OwnerReader, TailReader
 
 from capture_planner.errors import RunError
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.testing.conformance import (
     Attack,
+    Case,
     Check,
     Choices,
     Profile,
+    Scene,
+    Shape,
     Verdict,
     again,
     attacked,
     audit,
     conform,
+    dumps,
     loads,
     under_test,
     usable_shapes,
     verdicts,
 )
+from capture_planner.testing.conformance.scene import Arrive, Depart, Forward, Move
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = Profile(name="short", examples=25, steps=15)
@@ -60,8 +65,20 @@ def test_a_finding_names_the_field_and_is_small_and_comes_again(backend, field, 
     assert finding.entry is not None
     case = loads(finding.case)
     assert len(case.steps) <= 3
-    assert again(put, finding.case).check is finding.check
-    assert again(under_test("reference"), finding.case) is None
+    assert again(put, finding.case).finding.check is finding.check
+    assert again(under_test("reference"), finding.case).finding is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_that_is_wrong_without_a_graph_is_not_called_a_wrong_graph(seed):
+    """Whichever of the two ran first: the law that is named is that of eager steps, whatever the mode."""
+    put = under_test(Doubling())
+    (finding,) = conform(put, Choices(profile=SHORT, seed=seed, shrink=False, blame=False)).findings
+    assert finding.check is Check.EAGER
+    case = loads(finding.case)
+    for mode in GraphMode:
+        changed = attrs.evolve(case, scene=attrs.evolve(case.scene, mode=mode))
+        assert again(put, dumps(changed)).finding.check is Check.EAGER
 
 
 def test_a_contract_that_is_kept_is_in_order():
@@ -87,6 +104,26 @@ def test_what_is_no_case_is_refused():
     for text in ("", "{}", '{"scene":{},"steps":[]}', '{"scene":{"shape":1},"steps":[]}'):
         with pytest.raises(RunError, match="not a case"):
             again(under_test("reference"), text)
+
+
+SMALL = Scene(shape=Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, longest=24))
+COMES = Arrive(prompt=3, computed=3)
+
+
+def test_a_case_of_which_nothing_runs_is_no_pass():
+    """A request that is not there, a batch that is too long, or no forward at all."""
+    for steps in ([Forward(rows=((5, 1, 0),))], [COMES, Forward(rows=((0, 99, 0),))], [COMES]):
+        with pytest.raises(RunError, match="nothing of this case runs"):
+            again(under_test("reference"), dumps(Case(scene=SMALL, steps=tuple(steps))))
+
+
+def test_steps_that_do_not_apply_are_said():
+    """They are counted from 1, and are not among the steps that were done."""
+    steps = (Depart(request=1), COMES, Forward(rows=((0, 1, 0),)), Move(request=7))
+    done = again(under_test("reference"), dumps(Case(scene=SMALL, steps=steps)))
+    assert (done.finding, done.left_out) == (None, (1, 4))
+    assert done.log.steps == {"arrive": 1, "forward": 1}
+    assert sum(done.log.forwards.values()) == 2
 
 
 # Audits.
@@ -120,6 +157,16 @@ def test_what_matters_says_where_and_comes_again(audited):
             assert seen.says == each.says
 
 
+def test_an_attack_on_what_is_not_there_is_refused():
+    """It is no evidence about a field: neither a name that nobody has, nor a role without graphs."""
+    case = Case(scene=SMALL, steps=(COMES, Forward(rows=((0, 1, 0),))))
+    put = under_test("reference")
+    with pytest.raises(RunError, match="target has no field 'nosuch' to attack; it has input_ids"):
+        attacked(put, case, Role.TARGET, "nosuch", Attack.STALE_TAIL)
+    with pytest.raises(RunError, match="no role draft_decode"):
+        attacked(put, case, Role.DRAFT_DECODE, "seq_lens", Attack.STALE_TAIL)
+
+
 def test_a_field_that_a_backend_reads_is_needed():
     """An index over padded rows, declared with its fill: some attack on it matters."""
     put = under_test(OwnerReader())
@@ -133,4 +180,4 @@ def test_a_healthy_backend_is_the_baseline():
     put = under_test(Reference())
     for each in audit(put, usable_shapes(put)[0], fields={"query_start_loc", "idx_mapping"}):
         if each.matters:
-            assert again(put, each.case) is None
+            assert again(put, each.case).finding is None

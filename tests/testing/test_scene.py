@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.testing.conformance.machine import scenes
 from capture_planner.testing.conformance.probe import Heads, Tables
@@ -17,6 +18,7 @@ from capture_planner.testing.conformance.scene import (
     Forward,
     Move,
     Reload,
+    Scene,
     Serve,
     dumps,
     loads,
@@ -43,6 +45,40 @@ def test_a_case_is_read_as_it_was_written(scene, steps):
     assert loads(text) == case
     assert "\n" not in text
     assert dumps(loads(text)) == text
+
+
+WRITTEN = dumps(
+    Case(scene=Scene(shape=SMALL[0]), steps=(Arrive(prompt=3, computed=2), Forward(rows=((0, 1, 0),))))
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"steps":[', '"stepz":[', "the case: steps is missing"),
+        ('{"scene"', '{"more":1,"scene"', "the case: unknown key 'more'; known are scene, steps"),
+        ('"heads"', '"kv_heads"', "'kv_heads' is given twice"),
+        ('"heads":', '"heads":0,"heds":', "scene.shape: unknown key 'heds'"),
+        ('"do":"arrive"', '"do":"arive"', "steps[0]: expected an object whose `do` is one of arrive,"),
+        ('"prompt":3', '"prompt":"3"', "steps[0].prompt: expected a whole number, got '3'"),
+        ('"prompt":3', '"prompt":-3', "steps[0].prompt: no number may be below 0, got -3"),
+        ('"prompt":3', '"prompt":9999', "steps[0]: longer than the longest sequence"),
+        ('"prompt":3', '"prompt":true', "steps[0].prompt: expected a whole number, got True"),
+        ("[0,1,0]", "[0,1]", "steps[1].rows: expected a list, each [a whole number, a whole number, a whole"),
+        ('"page_size":4', '"page_size":0', "scene.shape.page_size: must be at least 1, and is 0"),
+        ('{"shape"', '{"mode":"HALF","shape"', "scene.mode: expected one of NONE, PIECEWISE,"),
+        ('{"shape"', '{"schedule":[[1,2]],"shape"', "scene.schedule: expected a list, each ["),
+        (WRITTEN, "[]", "the case: expected an object with scene, steps, got []"),
+        (WRITTEN, WRITTEN[:-1], "delimiter"),
+    ],
+)
+def test_what_is_no_case_is_refused_with_its_place(old, new, says):
+    """Where it is, what was expected and what was found; and what to give instead."""
+    assert old in WRITTEN
+    with pytest.raises(RunError) as raised:
+        loads(WRITTEN.replace(old, new))
+    assert says in str(raised.value)
+    assert str(raised.value).endswith("give one as it was printed")
 
 
 @given(scenes(SMALL))

@@ -10,7 +10,14 @@ from pytest.
 from capture_planner.testing.conformance.audit import Attack, Audited, Verdict, attacked, audit, verdicts
 from capture_planner.testing.conformance.finding import Check, Finding, Violation
 from capture_planner.testing.conformance.here import under_test
-from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play, scenes
+from capture_planner.testing.conformance.machine import (
+    ConformanceMachine,
+    Log,
+    Played,
+    play,
+    played,
+    scenes,
+)
 from capture_planner.testing.conformance.scene import Case, Scene, Shape, dumps, loads
 from capture_planner.testing.conformance.shapes import Refused, usable_shapes
 from capture_planner.testing.conformance.stage import Stage, Tested
@@ -38,6 +45,7 @@ __all__ = [
     "Finding",
     "Log",
     "Outcome",
+    "Played",
     "Profile",
     "Refused",
     "Scene",
@@ -54,6 +62,7 @@ __all__ = [
     "dumps",
     "loads",
     "play",
+    "played",
     "scenes",
     "search",
     "under_test",

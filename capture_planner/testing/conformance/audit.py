@@ -21,6 +21,7 @@ from capture_planner._record import replace
 from capture_planner.contract import Axis, Bound
 from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Entry
+from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.fields import Extents, FieldBuffer, poison
 from capture_planner.runtime.padding import Write
@@ -127,15 +128,30 @@ def audit(
 
 
 def attacked(tested: Tested, case: Case, role: Role, field: str, attack: Attack) -> Audited | None:
-    """Do one case with one attack; returns what came of it where it matters, else None."""
+    """Do one case with one attack; returns what came of it where it matters, else None.
+
+    Raises ``RunError`` where the role has no such field.
+    """
+    failed: list[Exception] = []
+
+    def tamper(runner: Runner) -> None:
+        # What fails here is the attack's own fault, and no evidence about the field.
+        try:
+            _tamper(runner, role=role, key=field, attack=attack)
+        except Exception as error:
+            failed.append(error)
+            raise
+
     violation = play(
         tested,
         case,
         # What drafts hand on stays in range: on a device, one token that is none ends the process.
         spared=(field, "outputs"),
         trusting=True,
-        tamper=functools.partial(_tamper, role=role, key=field, attack=attack),
+        tamper=tamper,
     )
+    if failed:
+        raise failed[0]
     if violation is None:
         return None
     finding = violation.finding
@@ -215,8 +231,13 @@ def _declarer(role: RoleRun, key: str, backend: str) -> str:
 
 
 def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
+    if role not in runner.parts.roles:
+        raise RunError(f"the case has no role {role}; it has {', '.join(runner.parts.roles)}")
     run = runner.parts.roles[role]
-    buffer = next(buffer for buffer in run.fields if buffer.key == key)
+    fields = dict(_attackable(run))
+    if key not in fields:
+        raise RunError(f"{role} has no field {key!r} to attack; it has {', '.join(fields)}")
+    buffer = fields[key]
     match attack:
         case Attack.STALE_TAIL:
             run.fill = functools.partial(_without_fill, run.fill, buffer)  # type: ignore[method-assign]

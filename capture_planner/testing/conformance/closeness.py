@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from capture_planner.testing.conformance.stage import Stage
 
 
+def of_rows(entry: Entry | None, *, eager: bool) -> Check:
+    """Return what a wrong row breaks: of a replay, or of a step without a graph, wanted so or not."""
+    return Check.EAGER if eager or entry is None else Check.ROWS
+
+
 def compare_rows(
     stage: Stage,
     batch: Rows,
@@ -40,7 +45,7 @@ def compare_rows(
             f"{what} of layer {layer}, row {row} of request {index} in the batch, is off by "
             f"{float(off[row, layer] / (size[row, layer] + 1e-30)):.2g} of its norm"
         )
-        stage.refuse(Check.EAGER if eager else Check.ROWS, says, batch, role, entry)
+        stage.refuse(of_rows(entry, eager=eager), says, batch, role, entry)
 
 
 def is_likeliest(stage: Stage, tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from capture_planner.entry import Entry
 from capture_planner.modes import Role
 from capture_planner.runtime.step import Made
-from capture_planner.testing.conformance.closeness import check_stored, compare_rows, is_likeliest
+from capture_planner.testing.conformance.closeness import check_stored, compare_rows, is_likeliest, of_rows
 from capture_planner.testing.conformance.finding import Check
 from capture_planner.testing.conformance.probe import ProbeDrafter
 from capture_planner.testing.conformance.rows import Rows
@@ -34,7 +34,8 @@ def check_drafts(stage: Stage, batch: Rows, target: Made, k: int) -> None:
     places = stage.on(target["idx_mapping"]).long()
     ends = [start + batch.settled(*row) for start, row in zip(batch.starts[:-1], batch.rows, strict=True)]
     last = torch.tensor(ends, device=places.device) - 1
-    for eager in stage.order():
+
+    def forward(eager: bool) -> None:
         entry = stage.run(Role.DRAFT_PREFILL, batch.batch(Role.DRAFT_PREFILL), made, eager=eager)
         hidden = parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
         expected: list[torch.Tensor] = []
@@ -53,6 +54,8 @@ def check_drafts(stage: Stage, batch: Rows, target: Made, k: int) -> None:
         ):
             stage.refuse(Check.STATE, "the first draft", batch, Role.DRAFT_PREFILL, entry)
         check_stored(stage, batch, 1, entry, Role.DRAFT_PREFILL)
+
+    stage.both_ways(forward)
     if k > 1:
         _chain(stage, batch, k, places)
 
@@ -63,7 +66,8 @@ def _chain(stage: Stage, batch: Rows, k: int, places: torch.Tensor) -> None:
     assert state is not None, "a drafter has a state"
     before = {name: getattr(state, name).clone() for name in ("token", "hidden", "proposed", "column")}
     made = batch.draft_decode()
-    for eager in stage.order():
+
+    def forward(eager: bool) -> None:
         for name, tensor in before.items():
             getattr(state, name).copy_(tensor)
         ends = [row[0].computed + batch.settled(*row) for row in batch.rows]
@@ -81,7 +85,7 @@ def _chain(stage: Stage, batch: Rows, k: int, places: torch.Tensor) -> None:
                 hidden[row] = drafter.mixed(attention, hidden[row : row + 1])[0]
             if within and not is_likeliest(stage, proposed[within, number], hidden[within], drafter.head):
                 stage.refuse(
-                    Check.EAGER if eager else Check.ROWS,
+                    of_rows(entry, eager=eager),
                     f"draft {number + 1} is not the likeliest token of its row",
                     batch,
                     Role.DRAFT_DECODE,
@@ -89,6 +93,8 @@ def _chain(stage: Stage, batch: Rows, k: int, places: torch.Tensor) -> None:
                 )
         if len(within) == len(batch.rows):
             _check_state(stage, batch, Role.DRAFT_DECODE, entry, state.hidden[places], hidden, eager=eager)
+
+    stage.both_ways(forward)
 
 
 def _settle_draft(stage: Stage, live: Live, upto: int) -> None:
@@ -113,7 +119,7 @@ def _check_state(
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         stage.refuse(
-            Check.EAGER if eager else Check.ROWS,
+            of_rows(entry, eager=eager),
             f"the state that request {row} of the batch drafts on from is off by "
             f"{float(off[row] / want[row].norm()):.2g} of its norm",
             batch,

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import GraphMode
-from capture_planner.testing.conformance.finding import Violation, broke
+from capture_planner.testing.conformance.finding import Finding, Violation, broke
 from capture_planner.testing.conformance.scene import (
     Arrive,
     Case,
@@ -31,6 +31,7 @@ from capture_planner.testing.conformance.scene import (
     dumps,
 )
 from capture_planner.testing.conformance.stage import Stage, Tested
+from capture_planner.testing.conformance.watch import Watch
 from capture_planner.testing.conformance.world import Live
 
 Done = TypeVar("Done")
@@ -107,8 +108,15 @@ class Log:
     largest: tuple[int, int] = (0, 0)
     """Requests and tokens of the largest batches, each by itself."""
     violation: Violation | None = None
+    shapes: tuple[Shape, ...] = ()
+    """Those that the backend runs, once they are known."""
     told: Callable[[Log], None] = lambda log: None
     """Called at each example."""
+
+    def ran(self, watch: Watch) -> None:
+        """Add the forwards that somebody watched."""
+        self.forwards.update(watch.ran)
+        self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
 
 
 class ConformanceMachine(RuleBasedStateMachine):
@@ -202,10 +210,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Release the backend."""
         if self._stage is not None:
-            for key, count in self._stage.watch.ran.items():
-                self.log.forwards[key] += count
-            most = zip(self.log.largest, self._stage.watch.largest, strict=True)
-            self.log.largest = tuple(map(max, most))  # type: ignore[assignment]
+            self.log.ran(self._stage.watch)
             self._stage.close()
 
     def _decode(self, data: st.DataObject, count: int) -> None:
@@ -289,12 +294,40 @@ def _lengths(scene: Scene) -> SearchStrategy[int]:
     return st.one_of(st.integers(1, min(12, longest)), st.sampled_from(special), st.integers(1, longest))
 
 
-def play(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Violation | None:
-    """Do a case from its beginning; returns what does not hold, or None."""
+@attrs.frozen(kw_only=True)
+class Played:
+    """What came of a case."""
+
+    violation: Violation | None
+    log: Log
+    """Of the steps that were done."""
+    left_out: tuple[int, ...]
+    """The steps that did not apply, counted from 1."""
+
+    @property
+    def finding(self) -> Finding | None:
+        """What does not hold, with the case in it; None where all does."""
+        return None if self.violation is None else self.violation.finding
+
+
+def played(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Played:
+    """Do a case from its beginning, up to what does not hold."""
+    log, left_out, violation = Log(examples=1), [], None
     try:
         with Stage(tested, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]
-            for step in case.steps:
-                stage.do(step)
+            try:
+                for number, step in enumerate(case.steps, 1):
+                    if stage.do(step):
+                        log.steps[type(step).__name__.lower()] += 1
+                    else:
+                        left_out.append(number)
+            finally:
+                log.ran(stage.watch)
     except Exception as error:
-        return as_violation(error, dumps(case))
-    return None
+        violation = as_violation(error, dumps(case))
+    return Played(violation=violation, log=log, left_out=tuple(left_out))
+
+
+def play(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Violation | None:
+    """Do a case from its beginning; returns what does not hold, or None."""
+    return played(tested, case, spared=spared, **options).violation

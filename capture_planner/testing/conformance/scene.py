@@ -7,6 +7,7 @@ A scene with steps is a *case*: it does the same thing anywhere, any number of t
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
 import attrs
@@ -188,36 +189,117 @@ def dumps(case: Case) -> str:
 
 
 def loads(text: str) -> Case:
-    """Read what ``dumps`` wrote; raises ``RunError`` that says what is wrong with it."""
+    """Read what ``dumps`` wrote; raises ``RunError`` that says what is wrong with it, and where."""
     try:
-        found = json.loads(text)
-        scene = dict(found["scene"])
-        scene["shape"] = Shape(**scene["shape"])
-        if "mode" in scene:
-            scene["mode"] = GraphMode(scene["mode"])
-        steps = []
-        for step in found["steps"]:
-            step = dict(step)
-            steps.append(_STEPS[step.pop("do")](**_frozen(step)))
-        case = Case(scene=Scene(**_frozen(scene)), steps=tuple(steps))
-        for part in (case.scene.shape, case.scene, *case.steps):
-            _check_types(part)
-        if case.scene.shape.page_size < 1:
-            raise ValueError(f"page_size is {case.scene.shape.page_size}")
-        case.scene.spec("any")
-        return case
-    except (ValueError, TypeError, KeyError, CapturePlannerError) as error:
-        says = " ".join(f"{type(error).__name__}: {error}".split())
+        found = json.loads(text, object_pairs_hook=_once)
+        _known("the case", found, ("scene", "steps"))
+        scene = _read_scene(found["scene"])
+        if not isinstance(found["steps"], list):
+            raise ValueError("steps: expected a list")
+        steps = tuple(_read_step(f"steps[{at}]", step) for at, step in enumerate(found["steps"]))
+        for at, step in enumerate(steps):
+            if isinstance(step, Arrive) and not max(step.prompt, step.computed) <= scene.shape.longest:
+                raise ValueError(
+                    f"steps[{at}]: longer than the longest sequence, {scene.shape.longest} tokens"
+                )
+        return Case(scene=scene, steps=steps)
+    except (ValueError, RecursionError, CapturePlannerError) as error:
         raise RunError(
-            f"this is not a case of the conformance suite: {says}; give one as it was printed"
+            f"this is not a case of the conformance suite: {' '.join(str(error).split())}; "
+            "give one as it was printed"
         ) from error
 
 
-def _check_types(part: Any) -> None:
-    kinds = get_type_hints(type(part))
-    for name, value in attrs.asdict(part, recurse=False).items():
+def _read_scene(data: Any) -> Scene:
+    given = dict(data) if isinstance(data, dict) else data
+    if isinstance(given, dict) and "shape" in given:
+        given["shape"] = _record("scene.shape", Shape, given["shape"])
+    modes = [mode.value for mode in GraphMode]
+    if isinstance(given, dict) and "mode" in given:
+        if given["mode"] not in modes:
+            raise ValueError(f"scene.mode: expected one of {', '.join(modes)}, got {given['mode']!r}")
+        given["mode"] = GraphMode(given["mode"])
+    scene: Scene = _record("scene", Scene, given)
+    for where, part, names in (
+        ("scene", scene, ("num_reqs", "num_tokens", "layers")),
+        ("scene.shape", scene.shape, ("heads", "kv_heads", "head_dim", "page_size", "longest")),
+    ):
+        for name in names:
+            if getattr(part, name) < 1:
+                raise ValueError(f"{where}.{name}: must be at least 1, and is {getattr(part, name)}")
+    scene.spec("any")
+    return scene
+
+
+def _read_step(where: str, data: Any) -> Step:
+    if not isinstance(data, dict) or data.get("do") not in _STEPS:
+        raise ValueError(
+            f"{where}: expected an object whose `do` is one of {', '.join(_STEPS)}, got {data!r}"
+        )
+    step: Step = _record(where, _STEPS[data["do"]], {name: data[name] for name in data if name != "do"})
+    return step
+
+
+def _record(where: str, kind: type[Any], data: Any) -> Any:
+    """Make a record of plain data, each value of its annotated type, and no number below 0."""
+    fields = attrs.fields_dict(kind)
+    _known(where, data, [n for n, field in fields.items() if field.default is attrs.NOTHING], fields)
+    kinds = get_type_hints(kind)
+    values = {name: _tuples(value) for name, value in data.items()}
+    for name, value in values.items():
         if not _fits(value, kinds[name]):
-            raise TypeError(f"{type(part).__name__.lower()}: {name} is {value!r}")
+            raise ValueError(f"{where}.{name}: expected {_in_words(kinds[name])}, got {data[name]!r}")
+        if any(number < 0 for number in _numbers(value)):
+            raise ValueError(f"{where}.{name}: no number may be below 0, got {data[name]!r}")
+    return kind(**values)
+
+
+def _known(where: str, data: Any, needed: Collection[str], known: Collection[str] = ()) -> None:
+    """Refuse what is no object, lacks a key that is needed, or has one that is not known."""
+    known = known or needed
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected an object with {', '.join(known)}, got {data!r}")
+    for name in needed:
+        if name not in data:
+            raise ValueError(f"{where}: {name} is missing")
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{where}: unknown key {name!r}; known are {', '.join(known)}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object whose keys are each given once."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(k for i, k in enumerate(keys) if k in keys[:i])!r} is given twice")
+    return data
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int):
+        yield value
+
+
+def _tuples(item: Any) -> Any:
+    """Make tuples of lists, as they were."""
+    return tuple(map(_tuples, item)) if isinstance(item, list) else item
+
+
+def _in_words(kind: Any) -> str:
+    """Write a type as people would."""
+    inner = get_args(kind)
+    if get_origin(kind) is tuple:
+        if inner[-1] is ...:
+            return f"a list, each {_in_words(inner[0])}"
+        return f"[{', '.join(_in_words(each) for each in inner)}]"
+    if inner:
+        return " or ".join(_in_words(each) for each in inner)
+    words = {int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -241,12 +323,3 @@ def _changed(value: Any) -> dict[str, Any]:
             continue
         found[field.name] = _changed(item) if attrs.has(type(item)) else getattr(item, "value", item)
     return found
-
-
-def _frozen(values: dict[str, Any]) -> dict[str, Any]:
-    """Make tuples of lists, as they were."""
-
-    def tuples(item: Any) -> Any:
-        return tuple(map(tuples, item)) if isinstance(item, list) else item
-
-    return {name: tuples(item) for name, item in values.items()}

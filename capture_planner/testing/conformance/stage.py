@@ -148,8 +148,12 @@ class Stage:
         return 0 if self.plan.speculative is None else self.plan.speculative.draft_tokens(num_reqs)
 
     @torch.no_grad()
-    def do(self, step: Step) -> None:
-        """Do one step; raises ``Violation`` for what does not hold. What no longer applies is left out."""
+    def do(self, step: Step) -> bool:
+        """Do one step; raises ``Violation`` for what does not hold.
+
+        Returns False for a step that does not apply, which is left out: a request that is not there, or a
+        batch that the limits do not admit.
+        """
         match step:
             case Arrive():
                 self.world.arrive(step)
@@ -163,11 +167,12 @@ class Stage:
                     self.drafter.tables.load(step.seed + 1)
                 self.world.refresh()
             case Forward():
-                self._forward(step)
+                return self._forward(step)
             case Serve():
                 check_serving(self, step)
             case _:
-                pass
+                return False
+        return True
 
     def admits(self, rows: Sequence[tuple[Live, int, int]]) -> bool:
         """Say whether the limits admit a batch of these rows."""
@@ -178,19 +183,22 @@ class Stage:
             and all(live.computed + count <= self.scene.shape.longest for live, count, _ in rows)
         )
 
-    def _forward(self, step: Forward) -> None:
+    def _forward(self, step: Forward) -> bool:
         rows = [
             (self.live[request], count, max(0, min(kept, count - 1)))
             for request, count, kept in step.rows
             if request in self.live
         ]
         if not rows or not self.admits(rows):
-            return
+            return False
         batch = Rows(self, rows)
         made = batch.target()
-        for eager in self.order():
+
+        def forward(eager: bool) -> None:
             entry = self.run(Role.TARGET, batch.batch(Role.TARGET), made, eager=eager)
             check_target(self, batch, entry, eager=eager)
+
+        self.both_ways(forward)
         k = self.draft_tokens(len(rows))
         if self.drafter is not None and k and all(count for _, count, _ in rows):
             check_drafts(self, batch, made, k)
@@ -198,14 +206,31 @@ class Stage:
             live.computed += batch.settled(live, count, kept)
         for live, _, _ in rows:
             self.world.compute(live)
+        return True
 
-    def order(self) -> tuple[bool, bool]:
-        """Return whether the next forward runs eager first, or from its graph: in turns.
+    def both_ways(self, forward: Callable[[bool], None]) -> None:
+        """Run a forward eager and from its graph, and which of them is the first in turns.
 
         What a backend keeps from one forward to the next is made right by an eager one of the same batch.
+        Where rows of the graph, run first, are wrong, an eager run says whether it is the graph's fault.
         """
         self._turn = not self._turn
-        return (True, False) if self._turn else (False, True)
+        for eager in (self._turn, not self._turn):
+            try:
+                forward(eager)
+            except Violation as violation:
+                if violation.finding.check is Check.ROWS and not self._turn:
+                    self._refuse_eager(forward)
+                raise
+
+    @staticmethod
+    def _refuse_eager(forward: Callable[[bool], None]) -> None:
+        """Raise the violation of an eager run, where its rows are wrong as well."""
+        try:
+            forward(True)
+        except Violation as violation:
+            if violation.finding.check is Check.EAGER:
+                raise
 
     def run(self, role: Role, batch: Batch, made: Made, *, eager: bool, steps: int = 1) -> Entry | None:
         """Run one forward, or a chain of them, from a graph or eager."""

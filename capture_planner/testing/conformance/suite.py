@@ -13,14 +13,16 @@ import attrs
 import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
+from capture_planner.errors import RunError
 from capture_planner.testing.conformance.audit import Audited, audit
 from capture_planner.testing.conformance.declared import check_declared
 from capture_planner.testing.conformance.drawing import drawn
 from capture_planner.testing.conformance.finding import Finding, Violation
-from capture_planner.testing.conformance.machine import ConformanceMachine, Log, play
-from capture_planner.testing.conformance.scene import Case, Shape, dumps, loads
+from capture_planner.testing.conformance.machine import ConformanceMachine, Log, Played, play, played
+from capture_planner.testing.conformance.scene import Case, Shape, loads
 from capture_planner.testing.conformance.shapes import Refused, usable_shapes
 from capture_planner.testing.conformance.stage import Stage, Tested
+from capture_planner.words import counted
 
 
 @attrs.frozen(kw_only=True)
@@ -94,6 +96,7 @@ def conform(
     choices, started, log = choices or Choices(), perf_counter(), Log(told=progress)
     findings: list[Finding] = []
     shapes, refused = usable_shapes(tested, choices.shapes)
+    log.shapes = shapes
     findings += check_declared(tested, shapes)
     if not findings and (violation := search(tested, shapes, choices, log)) is not None:
         finding = violation.finding
@@ -187,8 +190,13 @@ def _sources(tested: Tested, case: Case) -> list[tuple[str, str]]:
         return []
 
 
-def again(tested: Tested, text: str) -> Finding | None:
-    """Do a printed case again; returns what does not hold, or None. Raises ``RunError`` for no case."""
+def again(tested: Tested, text: str) -> Played:
+    """Do a printed case again. Raises ``RunError`` for no case, and for one whose steps run nothing."""
     case = loads(text)
-    violation = play(tested, case)
-    return None if violation is None else attrs.evolve(violation.finding, case=dumps(case))
+    found = played(tested, case)
+    if found.violation is None and case.steps and not found.log.forwards:
+        raise RunError(
+            f"nothing of this case runs: none of its {counted(len(case.steps), 'step')} applies; "
+            "give one as it was printed, with a request that arrives and a forward of it"
+        )
+    return found
