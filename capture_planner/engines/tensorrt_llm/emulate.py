@@ -11,7 +11,9 @@ from capture_planner.engines.tensorrt_llm.configuration import resolve
 from capture_planner.engines.tensorrt_llm.flags import FLAGS
 from capture_planner.engines.tensorrt_llm.manager import DecodeGraphs
 from capture_planner.engines.tensorrt_llm.settings import Drafting, Graphs, Resolved
+from capture_planner.engines.tensorrt_llm.values import Notes
 from capture_planner.environment import Environment
+from capture_planner.errors import FlagError
 from capture_planner.modes import Role
 from capture_planner.plan import Decision
 from capture_planner.spec import Limits, Parallel
@@ -100,6 +102,15 @@ def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
             says += f", and as batches are padded, {most} takes the place of the first of them"
         steps.take("sizes-admitted", dropped, tuple(s for s in admitted if s not in sizes), says)
     schedule = resolved.schedule
+    if schedule is not None and not admitted:
+        notes = Notes()
+        notes.refused(
+            ("--max_num_tokens",),
+            "start-up asks for the largest of its sizes, and there is none",
+            f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
+            remedy=f"give at least {resolved.width}",
+        )
+        raise FlagError(notes.problems)
     shapes = rules.captured_shapes(
         admitted,
         (0,) if drafting is None else drafting.draft_lens,
