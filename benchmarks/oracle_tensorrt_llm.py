@@ -16,8 +16,10 @@ import sys
 import tempfile
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
-from capture_planner.engines.tensorrt_llm import ENGINE, agreed
+from capture_planner.dispatch import Dispatch
+from capture_planner.engines.tensorrt_llm import ENGINE, DecodeGraphs, agreed
 from capture_planner.entry import Batch
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import FlagError
@@ -27,17 +29,22 @@ from capture_planner.testing.engines import tensorrt_llm as drawn
 ORACLE = Path(__file__).parent.parent / "tests" / "engines" / "oracle" / "tensorrt_llm.py"
 MACHINE = Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1))
 
+Answers = tuple[Any, ...]
+"""Sizes, shapes, answers to batches alone, and to those of ranks."""
 
-def load(path):
+
+def load(path: Path) -> Any:
     """Import a file by its path."""
     spec = spec_from_file_location(f"oracle_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def batch_of(question):
+def batch_of(question: drawn.Question) -> Batch:
     """The batch that a question is about."""
     num_reqs, query_len, past_prompt = question
     tokens = num_reqs + 1 if query_len is None else num_reqs * query_len
@@ -46,12 +53,12 @@ def batch_of(question):
     )
 
 
-def requests(dispatch):
+def requests(dispatch: Dispatch) -> int | None:
     """Requests of the graph that answers, 0 for none."""
     return 0 if dispatch.entry is None else dispatch.entry.num_reqs
 
 
-def theirs(oracle, sources, case):
+def theirs(oracle: Any, sources: Any, case: drawn.Case) -> Answers | None:
     """What the engine makes of a case; None where it fails."""
     try:
         engine = oracle.Engine(sources, case)
@@ -66,7 +73,7 @@ def theirs(oracle, sources, case):
     )
 
 
-def ours(case, file):
+def ours(case: drawn.Case, file: Path) -> Answers | None:
     """What the emulation makes of it; None where it refuses."""
     file.write_text(json.dumps(case.config), "utf-8")
     try:
@@ -74,6 +81,7 @@ def ours(case, file):
     except FlagError:
         return None
     (manager,) = emulation.managers
+    assert isinstance(manager, DecodeGraphs)
     together = emulation.parallel.data > 1
     steps = [agreed(manager, list(map(batch_of, step))) for step in case.ranks] if together else []
     return (
@@ -84,9 +92,9 @@ def ours(case, file):
     )
 
 
-def main():
+def main() -> int:
     """Compare, and say so."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--wheel", type=Path, required=True, help="folder with the engine's sources")
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -102,10 +110,10 @@ def main():
                 batches += len(expected[2]) + sum(map(len, expected[3]))
             if expected != found:
                 different += 1
-                print(f"{case}\n  TensorRT-LLM: {expected}\n  here:         {found}")
-    print(
+                sys.stdout.write(f"{case}\n  TensorRT-LLM: {expected}\n  here:         {found}\n")
+    sys.stdout.write(
         f"{options.count} configurations ({refused} of them refused by both) and {batches} batches compared, "
-        f"{different} different"
+        f"{different} different\n"
     )
     return 1 if different else 0
 

@@ -134,7 +134,7 @@ def _size(values: Mapping[str, Any], name: str, spelled: Mapping[str, str], note
     """Return a number of at least 1; None where it is not given, and the engine's default holds."""
     value = values.get(name)
     path = _where(name, spelled)
-    if value is None and name in values and name in _NEVER_NULL:
+    if value is None and name in values and name not in spelled and name in _NEVER_NULL:
         notes.refused(path, "it is null, and has no default for that")
     number = None if value is None else integer(value, path, notes)
     if number is None:
