@@ -69,7 +69,7 @@ def _case(draw: random.Random) -> Case:
 
 def _count(draw: random.Random, most: int) -> int:
     """Draw a count whose size is spread evenly, on and beside the steps that lists have."""
-    count = round(float(most) ** draw.random())
+    count = int(most ** draw.random())
     return max(1, draw.choice((count, -(-count // 8) * 8, 1 << count.bit_length() - 1)))
 
 
