@@ -140,8 +140,11 @@ def test_the_same_is_one_line_of_information(engine, plan, caplog):
 
 def test_each_difference_is_one_warning(engine, plan, caplog):
     """In the order of the configuration; registered any number of times, and the manager made as it was."""
+    vllm_plugin.register()
+    watched = engine.ModelCudaGraphManager.__init__
     for _ in range(3):
         vllm_plugin.register()
+    assert engine.ModelCudaGraphManager.__init__ is watched
     manager = make(engine, plan, mode=Mode.PIECEWISE, scheduler_config__max_num_seqs=7)
     assert manager.cudagraph_mode is Mode.PIECEWISE
     lines = [record.getMessage() for record in caplog.records]
