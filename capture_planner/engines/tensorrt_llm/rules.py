@@ -7,7 +7,9 @@ Read in NVIDIA/TensorRT-LLM, which has no release on a public index, at the last
 - ``tensorrt_llm/_torch/pyexecutor/engine/cuda_graph.py`` and ``cuda_graph_runner.py`` beside it at
   c0edad93fd1620b2c95e3c2add800eb2243249bc: the filter, the key, the padding and the look-up;
 - ``tensorrt_llm/_torch/pyexecutor/engine/runners/decoder/runner.py`` at
-  0ea8c1debd2aae24c7fceaf5474f0c627114cc6a: which shapes are captured.
+  0ea8c1debd2aae24c7fceaf5474f0c627114cc6a: which shapes are captured;
+- ``tensorrt_llm/_torch/speculative/interface.py``, of which there was a text and no commit: what a method can
+  do. Texts disagree on a changing draft length for vanilla MTP, which is therefore not emulated.
 
 A *draft length* is what the engine calls so: the logical number of draft tokens, which is part of a
 graph's key. A request's tokens follow from it; see ``settings.Drafting.width``.
