@@ -1,0 +1,368 @@
+"""Two deployments side by side: what each captures, what it serves, and where one alone runs eager.
+
+Each can be a plan of ours or the emulation of an engine; a plan answers by its dispatcher, an
+emulation as the engine does. Every admissible batch is asked about, or those of a trace.
+``capture_planner.compare`` is another thing: what changes where one plan replaces another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from capture_planner.admissible import (
+    Deployment,
+    decode_families,
+    kind_of,
+    lora_cases,
+    mixed_tokens,
+    served_cases,
+)
+from capture_planner.dispatch import Dispatch, Dispatcher
+from capture_planner.engines.core import Emulation
+from capture_planner.engines.traffic import Arrival, batches_of, for_role
+from capture_planner.entry import Batch, Entry
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.plan import Kind, Plan
+
+
+@attrs.frozen(kw_only=True)
+class Family:
+    """One kind of batch of a role: decodes of one query length, or mixed batches."""
+
+    role: Role
+    kind: Kind
+    query_len: int | None = None
+    """None for mixed."""
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"role": self.role.value, "kind": self.kind.value, "query_len": self.query_len}
+
+
+@attrs.frozen(kw_only=True)
+class Served:
+    """What one side does with the batches of one family. Of a trace, a batch counts as often as it runs."""
+
+    batches: int
+    full: int
+    """Batches with a full graph."""
+    piecewise: int
+    worst: float
+    """The largest ratio of tokens computed to real ones, over batches with a graph; 1 where there is none."""
+    mean: float
+    """The mean of that ratio."""
+
+    @property
+    def graphed(self) -> int:
+        """Batches with a graph."""
+        return self.full + self.piecewise
+
+    @property
+    def coverage(self) -> float:
+        """The share of batches with a graph."""
+        return self.graphed / self.batches
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return attrs.asdict(self) | {"coverage": self.coverage}
+
+
+@attrs.frozen(kw_only=True)
+class Pair:
+    """One family on both sides; None on a side that never meets it."""
+
+    family: Family
+    a: Served | None
+    b: Served | None
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        sides = {"a": self.a, "b": self.b}
+        return self.family.data() | {side: each and each.data() for side, each in sides.items()}
+
+
+@attrs.frozen(kw_only=True)
+class Captured:
+    """The graphs of one role and mode."""
+
+    role: Role
+    mode: GraphMode
+    """FULL or PIECEWISE."""
+    a: int
+    b: int
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"role": self.role.value, "mode": self.mode.value, "a": self.a, "b": self.b}
+
+
+@attrs.frozen(kw_only=True)
+class Modes:
+    """The resolved mode of a role; None on a side that does not run it."""
+
+    role: Role
+    a: GraphMode | None
+    b: GraphMode | None
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        sides = {"a": self.a, "b": self.b}
+        return {"role": self.role.value} | {side: each and each.value for side, each in sides.items()}
+
+
+@attrs.frozen(kw_only=True)
+class Hole:
+    """Batches that both sides admit, of which one runs them eager and the other does not."""
+
+    family: Family
+    eager: str
+    """``a`` or ``b``."""
+    first: int
+    """Requests of decodes, tokens of mixed batches: all from ``first`` to ``last`` that were asked about."""
+    last: int
+    active_loras: int
+    batches: int
+    """How many they are; of a trace, how often the side that runs them eager meets them."""
+    reason: Reason | None
+    """Why the one has no graph."""
+    mode: GraphMode
+    """How the other runs them."""
+
+    def data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return self.family.data() | {
+            "eager": self.eager,
+            "first": self.first,
+            "last": self.last,
+            "active_loras": self.active_loras,
+            "batches": self.batches,
+            "reason": None if self.reason is None else self.reason.value,
+            "mode": self.mode.value,
+        }
+
+
+@attrs.frozen(kw_only=True)
+class SideBySide:
+    """Two deployments, compared."""
+
+    a: str
+    """What the first is called."""
+    b: str
+    from_traffic: bool
+    """Whether batches are those of a trace; else all that are admissible."""
+    modes: tuple[Modes, ...]
+    graphs: tuple[Captured, ...]
+    families: tuple[Pair, ...]
+    holes: tuple[Hole, ...]
+
+    def data(self) -> dict[str, Any]:
+        """Return all of it as JSON has it."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "batches": "traffic" if self.from_traffic else "admissible",
+            "modes": [modes.data() for modes in self.modes],
+            "graphs": [captured.data() for captured in self.graphs],
+            "families": [pair.data() for pair in self.families],
+            "holes": [hole.data() for hole in self.holes],
+        }
+
+
+def compare(
+    a: Plan | Emulation,
+    b: Plan | Emulation,
+    traffic: Iterable[Arrival] | None = None,
+    *,
+    names: tuple[str, str] | None = None,
+) -> SideBySide:
+    """Compare two deployments over all batches that each admits, or over those of a trace.
+
+    Figures of a side are over its own batches: those are what it meets. Holes are over the batches of
+    both. ``names`` is what the sides are called, where not as they call themselves.
+    """
+    requests = None if traffic is None else tuple(traffic)
+    left, right = _Side(a, requests), _Side(b, requests)
+    families = sorted({*left.answers, *right.answers}, key=_order)
+    called = (left.name, right.name) if names is None else names
+    return SideBySide(
+        a=called[0],
+        b=called[1],
+        from_traffic=requests is not None,
+        modes=tuple(
+            Modes(role=role, a=left.modes.get(role), b=right.modes.get(role))
+            for role in Role
+            if role in left.modes or role in right.modes
+        ),
+        graphs=tuple(_captured(left, right)),
+        families=tuple(
+            Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families
+        ),
+        holes=tuple(hole for family in families for hole in _holes(left, right, family)),
+    )
+
+
+def _order(family: Family) -> tuple[int, str, int]:
+    return (list(Role).index(family.role), family.kind.value, family.query_len or 0)
+
+
+@attrs.frozen
+class _Answer:
+    """One batch, how often it runs, and its answer."""
+
+    batch: Batch
+    times: int
+    dispatch: Dispatch
+
+    @property
+    def ratio(self) -> float:
+        entry = self.dispatch.entry
+        return 1.0 if entry is None else entry.num_tokens / self.batch.num_tokens
+
+
+# What makes two batches of two sides the same one: extent and adapters, and of a trace all the rest.
+_Key = tuple[int, int, Batch | None]
+
+
+class _Side:
+    """One deployment with all its answers, by family."""
+
+    def __init__(self, given: Plan | Emulation, requests: tuple[Arrival, ...] | None) -> None:
+        deployment: Deployment = given
+        dispatch: Callable[[Batch], Dispatch]
+        entries: dict[Role, tuple[Entry, ...]]
+        if isinstance(given, Plan):
+            self.name = f"{given.model.name} on {given.environment.name}"
+            self.modes = {role.role: role.mode for role in given.roles}
+            entries = {role.role: role.entries for role in given.roles}
+            dispatch = Dispatcher(given).answer
+        else:
+            self.name = f"{given.engine} {given.version}"
+            self.modes = dict(given.modes)
+            entries = {m.role: tuple(graph.entry for graph in m.graphs) for m in given.managers}
+            dispatch = given.dispatch
+        self.entries: Mapping[Role, tuple[Entry, ...]] = entries
+        self.answers: dict[Family, dict[_Key, _Answer]] = {}
+        met = None if requests is None else batches_of(requests, deployment)
+        for role in self.modes:
+            families = decode_families(role, deployment)
+            if met is None:
+                asked: Iterable[tuple[Batch, int]] = ((batch, 1) for batch in admissible(role, deployment))
+            else:
+                asked = for_role(met, role, deployment).items()
+            for batch, times in asked:
+                kind = kind_of(batch, families)
+                decode = kind is Kind.DECODE
+                family = Family(role=role, kind=kind, query_len=batch.query_len if decode else None)
+                extent = batch.num_reqs if decode else batch.num_tokens
+                key = (extent, batch.active_loras, None if met is None else batch)
+                self.answers.setdefault(family, {})[key] = _Answer(batch, times, dispatch(batch))
+
+
+def admissible(role: Role, deployment: Deployment) -> Iterator[Batch]:
+    """Yield a batch for each number of requests of each decode, and each number of tokens of mixed ones.
+
+    Each comes once for every adapter case that it can need. A mixed batch has a prompt in it, and the most
+    requests that its tokens allow: with those it is hardest to serve.
+    """
+    cases = lora_cases(role, deployment)
+    for family in decode_families(role, deployment):
+        for first, last in family.requests.intervals:
+            for num_reqs in range(first, last + 1):
+                for case in served_cases(cases, num_reqs):
+                    yield Batch(
+                        role=role,
+                        num_reqs=num_reqs,
+                        num_tokens=num_reqs * family.query_len,
+                        query_len=family.query_len,
+                        active_loras=min(case, num_reqs),
+                    )
+    for first, last in mixed_tokens(role, deployment).intervals:
+        for num_tokens in range(first, last + 1):
+            num_reqs = max(1, min(deployment.limits.max_num_reqs, num_tokens - 1))
+            for case in served_cases(cases, num_reqs):
+                yield Batch(
+                    role=role,
+                    num_reqs=num_reqs,
+                    num_tokens=num_tokens,
+                    query_len=num_tokens if num_reqs == 1 else None,
+                    past_prompt=False,
+                    active_loras=min(case, num_reqs),
+                )
+
+
+def _captured(left: _Side, right: _Side) -> Iterator[Captured]:
+    counts = [
+        Counter((role, entry.mode) for role, entries in side.entries.items() for entry in entries)
+        for side in (left, right)
+    ]
+    for role in Role:
+        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
+            a, b = (count[role, mode] for count in counts)
+            if a or b:
+                yield Captured(role=role, mode=mode, a=a, b=b)
+
+
+def _served(side: _Side, family: Family) -> Served | None:
+    answers = side.answers.get(family)
+    if answers is None:
+        return None
+    times: Counter[GraphMode] = Counter()
+    worst, total = 1.0, 0.0
+    for answer in answers.values():
+        times[answer.dispatch.mode] += answer.times
+        if answer.dispatch.entry is not None:
+            worst = max(worst, answer.ratio)
+            total += answer.ratio * answer.times
+    graphed = times[GraphMode.FULL] + times[GraphMode.PIECEWISE]
+    return Served(
+        batches=sum(times.values()),
+        full=times[GraphMode.FULL],
+        piecewise=times[GraphMode.PIECEWISE],
+        worst=worst,
+        mean=total / graphed if graphed else 1.0,
+    )
+
+
+def _holes(left: _Side, right: _Side, family: Family) -> Iterator[Hole]:
+    """Yield where one side alone runs eager: neighbours of one reason and one mode as one hole."""
+    a, b = left.answers.get(family, {}), right.answers.get(family, {})
+    found: dict[tuple[str, int, Reason | None, GraphMode], dict[int, int]] = {}
+    for key in a.keys() & b.keys():
+        extent, loras, _ = key
+        for side, eager, other in (("a", a[key], b[key]), ("b", b[key], a[key])):
+            if eager.dispatch.entry is None and other.dispatch.entry is not None:
+                group = (side, loras, eager.dispatch.reason, other.dispatch.mode)
+                extents = found.setdefault(group, {})
+                extents[extent] = extents.get(extent, 0) + eager.times
+    holes = [
+        Hole(
+            family=family,
+            eager=side,
+            first=first,
+            last=last,
+            active_loras=loras,
+            batches=sum(times for extent, times in extents.items() if first <= extent <= last),
+            reason=reason,
+            mode=mode,
+        )
+        for (side, loras, reason, mode), extents in found.items()
+        for first, last in _runs(extents, sorted({key[0] for key in a.keys() & b.keys() if key[1] == loras}))
+    ]
+    yield from sorted(holes, key=lambda hole: (hole.eager, hole.active_loras, hole.first, hole.mode.value))
+
+
+def _runs(extents: Container[int], asked: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and last of each run of extents that follow each other among those asked about."""
+    run: list[int] = []
+    for extent in asked:
+        if extent in extents:
+            run.append(extent)
+        elif run:
+            yield run[0], run[-1]
+            run = []
+    if run:
+        yield run[0], run[-1]

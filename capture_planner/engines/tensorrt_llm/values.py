@@ -1,0 +1,94 @@
+"""Values from flags and files, converted as the engine's own configuration classes convert them.
+
+They are lax: a number may come as text, a truth as a word. Each reader notes what is wrong and goes
+on, so that one run names every problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from capture_planner.errors import Problem
+
+Path = tuple[str | int, ...]
+
+_WORDS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fromkeys(
+    ("0", "false", "f", "no", "n", "off"), False
+)
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+@attrs.define
+class Notes:
+    """The problems found so far."""
+
+    problems: list[Problem] = attrs.Factory(list)
+
+    def refused(self, path: Path, engine: str, ours: str = "", remedy: str = "") -> None:
+        """Note what the engine refuses: its reason, then ours."""
+        message = f"TensorRT-LLM refuses it: {engine}" + (f"; {ours}" if ours else "")
+        self.problems.append(Problem(path=path, message=message, remedy=remedy))
+
+    def unfollowed(self, path: Path, ours: str, remedy: str = "") -> None:
+        """Note what the engine takes and this does not follow."""
+        message = f"TensorRT-LLM takes it, and it is not emulated: {ours}"
+        self.problems.append(Problem(path=path, message=message, remedy=remedy))
+
+
+def integer(value: Any, path: Path, notes: Notes, *, low: int | None = None) -> int | None:
+    """Return a whole number, given as a number, a truth or text; None, with a note, for anything else."""
+    number: int | None = None
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        number = int(value)
+    elif isinstance(value, str):
+        try:
+            number = int(value.strip())
+        except ValueError:
+            number = None
+    if number is None:
+        notes.refused(path, f"it is not a whole number, but {shown(value)}")
+    elif low is not None and number < low:
+        notes.refused(path, f"it is {number}, and has to be at least {low}")
+        return None
+    return number
+
+
+def truth(value: Any, path: Path, notes: Notes) -> bool:
+    """Return a truth, given as one, as 0 or 1, or as a word; False, with a note, for anything else."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    found = _WORDS.get(value.lower()) if isinstance(value, str) else None
+    if found is None:
+        notes.refused(path, f"it is neither true nor false, but {shown(value)}")
+    return bool(found)
+
+
+def mapping(value: Any, path: Path, notes: Notes) -> Mapping[str, Any] | None:
+    """Return a mapping; None, with a note, for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    notes.refused(path, f"it is not a mapping, but {shown(value)}")
+    return None
+
+
+def only(data: Mapping[Any, Any], known: Iterable[str], path: Path, notes: Notes) -> None:
+    """Note each key that is not known: the engine takes none beside its own."""
+    known = sorted(known)
+    for key in data:
+        if key not in known:
+            notes.refused((*path, str(key)), "it knows no such key", remedy=f"known are {', '.join(known)}")
+
+
+def shown(value: Any) -> str:
+    """Write a value, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,133 @@
+"""A trace of requests -> the batches that a deployment's scheduler makes of it, counted.
+
+A model of time that is easy to state, and no more: every step takes as long as any other, and no
+draft is accepted. Which sizes are met depends on the load far more than on either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import attrs
+
+from capture_planner.admissible import Deployment
+from capture_planner.entry import Batch
+from capture_planner.modes import Role
+
+STEP_SECONDS = 0.02
+"""How long a step takes: fifty tokens a second for each request."""
+
+
+class Arrival(Protocol):
+    """A request as a trace has it: ``runtime.workload.trace.read_trace`` returns such rows."""
+
+    @property
+    def arrival(self) -> float:
+        """Seconds from the start."""
+        ...
+
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def output(self) -> int: ...
+
+
+@attrs.define(eq=False)
+class _Live:
+    """A request that has a place: tokens of its prompt and of its output that are left."""
+
+    prompt: int
+    output: int
+
+
+def batches_of(
+    requests: Iterable[Arrival], deployment: Deployment, *, step_seconds: float = STEP_SECONDS
+) -> Counter[Batch]:
+    """Return how often each batch of the target runs, from the first request to the last token.
+
+    Continuous batching: requests that decode come first, then prompts in order of arrival, cut where
+    the tokens end. Where the decodes alone take up the tokens, they take turns.
+    """
+    limits, speculative = deployment.limits, deployment.speculative
+    arriving = deque(sorted(requests, key=lambda request: request.arrival))
+    running: deque[_Live] = deque()
+    met: Counter[Batch] = Counter()
+    clock = 0.0
+
+    def width(num_reqs: int) -> int:
+        return 1 if speculative is None else 1 + speculative.draft_tokens(num_reqs)
+
+    while arriving or running:
+        if not running:
+            clock = max(clock, arriving[0].arrival)
+        while arriving and arriving[0].arrival <= clock and len(running) < limits.max_num_reqs:
+            request = arriving.popleft()
+            running.append(_Live(request.prompt, request.output))
+        decoding = [live for live in running if not live.prompt]
+        prompting = [live for live in running if live.prompt]
+        each = width(len(running))
+        if prompting and len(decoding) * each < limits.max_num_tokens:
+            counts = [each] * len(decoding)
+            left = limits.max_num_tokens - sum(counts)
+            for live in prompting:
+                chunk = min(left, live.prompt)
+                if not chunk:
+                    break
+                live.prompt -= chunk
+                live.output -= not live.prompt
+                left -= chunk
+                counts.append(chunk)
+            steps = 1
+        else:
+            count = len(decoding)
+            while count > 1 and count * width(count) > limits.max_num_tokens:
+                count -= 1
+            decoding = decoding[:count]
+            counts = [min(width(count), limits.max_num_tokens)] * count
+            steps = 1
+            if count == len(running):
+                # Nothing changes until a request ends or another comes.
+                steps = min(live.output for live in decoding)
+                if arriving and count < limits.max_num_reqs:
+                    steps = min(steps, math.ceil((arriving[0].arrival - clock) / step_seconds))
+            else:
+                served = set(map(id, decoding))
+                running = deque([*(live for live in running if id(live) not in served), *decoding])
+            prompting = []
+        for live in decoding:
+            live.output -= steps
+        met[_batch(counts, prompts=bool(prompting))] += steps
+        clock += steps * step_seconds
+        running = deque(live for live in running if live.prompt or live.output > 0)
+    return met
+
+
+def _batch(counts: list[int], *, prompts: bool) -> Batch:
+    alike = counts[0] if len(set(counts)) == 1 else None
+    return Batch(
+        role=Role.TARGET,
+        num_reqs=len(counts),
+        num_tokens=sum(counts),
+        query_len=alike,
+        past_prompt=not prompts,
+    )
+
+
+def for_role(met: Counter[Batch], role: Role, deployment: Deployment) -> Counter[Batch]:
+    """Return what a role runs where the target runs these batches.
+
+    Draft prefill runs the target's; draft decodes follow it, one token of each request, k - 1 times.
+    """
+    if role is not Role.DRAFT_DECODE:
+        return Counter({attrs.evolve(batch, role=role): count for batch, count in met.items()})
+    drafted: Counter[Batch] = Counter()
+    for batch, count in met.items():
+        k = 0 if deployment.speculative is None else deployment.speculative.draft_tokens(batch.num_reqs)
+        if k > 1:
+            num_reqs = batch.num_reqs
+            decode = Batch(role=role, num_reqs=num_reqs, num_tokens=num_reqs, query_len=1)
+            drafted[decode] += count * (k - 1)
+    return drafted

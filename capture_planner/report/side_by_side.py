@@ -1,0 +1,96 @@
+"""Two deployments side by side, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from capture_planner.engines.compare import Family, Hole, Served, SideBySide
+from capture_planner.modes import GraphMode
+from capture_planner.plan import Kind
+from capture_planner.report.tables import mode_text, table_of
+from capture_planner.words import counted
+
+MAX_HOLES = 20
+"""Holes that are shown; the rest is counted. ``SideBySide.data`` has them all."""
+
+
+def side_by_side_table(compared: SideBySide) -> RenderableType:
+    """What each captures, what each serves, and what one alone runs eager."""
+    parts: list[RenderableType] = [
+        Text(f"A: {compared.a}\nB: {compared.b}", style="bold"),
+        Text(""),
+        _graphs(compared),
+        Text(""),
+        _families(compared),
+    ]
+    for side, other in (("a", "b"), ("b", "a")):
+        holes = [hole for hole in compared.holes if hole.eager == side]
+        parts += [Text(""), *_holes(holes, side.upper(), other.upper(), often=compared.from_traffic)]
+    return Group(*parts)
+
+
+def _graphs(compared: SideBySide) -> Table:
+    table = table_of("role", "graphs", "A", "B", right=("A", "B"))
+    for modes in compared.modes:
+        table.add_row(modes.role, "mode", _mode(modes.a), _mode(modes.b))
+        for captured in compared.graphs:
+            if captured.role is modes.role:
+                table.add_row("", captured.mode.value, str(captured.a), str(captured.b))
+    return table
+
+
+def _mode(mode: GraphMode | None) -> Text:
+    return Text("does not run") if mode is None else mode_text(mode)
+
+
+def _families(compared: SideBySide) -> Table:
+    what = "steps of the trace" if compared.from_traffic else "batches"
+    figures = (what, "with a graph", "mean", "worst")
+    table = table_of("role", "kind", "", *figures, right=figures)
+    for pair in compared.families:
+        for index, (name, served) in enumerate((("A", pair.a), ("B", pair.b))):
+            first = (pair.family.role.value, _kind(pair.family)) if index == 0 else ("", "")
+            table.add_row(*first, name, *_figures(served))
+    return table
+
+
+def _kind(family: Family) -> str:
+    return "mixed" if family.kind is Kind.MIXED else f"decodes of {family.query_len}"
+
+
+def _figures(served: Served | None) -> tuple[str, ...]:
+    if served is None:
+        return ("none", "", "", "")
+    share = f"{100 * served.coverage:.1f}%"
+    if served.graphed == 0:
+        return (f"{served.batches:,}", share, "", "")
+    return (f"{served.batches:,}", share, f"{served.mean:.3f}x", f"{served.worst:.2f}x")
+
+
+def _holes(holes: list[Hole], eager: str, other: str, *, often: bool) -> Iterable[RenderableType]:
+    if not holes:
+        yield Text(f"nothing is eager in {eager} that has a graph in {other}", style="green")
+        return
+    total = sum(hole.batches for hole in holes)
+    unit = "step of the trace" if often else "batch"
+    many = f"1 {unit}" if total == 1 else f"{total:,} {'steps of the trace' if often else 'batches'}"
+    yield Text(f"{many} eager in {eager} and not in {other}", style="yellow")
+    table = table_of("role", "kind", "from", "to", "LoRA", f"{other} runs", f"{eager} has none for")
+    for hole in holes[:MAX_HOLES]:
+        tokens = hole.family.kind is Kind.MIXED
+        table.add_row(
+            hole.family.role,
+            _kind(hole.family),
+            str(hole.first),
+            counted(hole.last, "token" if tokens else "request"),
+            str(hole.active_loras) if hole.active_loras else "",
+            mode_text(hole.mode),
+            "" if hole.reason is None else hole.reason.value,
+        )
+    yield table
+    if len(holes) > MAX_HOLES:
+        yield Text(f"and {len(holes) - MAX_HOLES} more", style="dim")

@@ -1,0 +1,325 @@
+"""Two deployments side by side: against brute force, against themselves, and over traces."""
+
+import io
+import json
+from collections import Counter
+
+import attrs
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from capture_planner._record import replace
+from capture_planner.admissible import decode_families, is_admissible
+from capture_planner.dispatch import Dispatcher
+from capture_planner.engines import traffic
+from capture_planner.engines.compare import admissible, compare
+from capture_planner.engines.core import Emulation, Graph
+from capture_planner.model import Method, Speculative
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Kind
+from capture_planner.report.side_by_side import MAX_HOLES, side_by_side_table
+from capture_planner.spec import Limits, Parallel
+from capture_planner.testing import arbitrary_plans, plans
+
+SMALL = {"max_reqs": 16, "max_tokens": 64}
+
+
+@attrs.frozen
+class Deployed:
+    """What batches come from, and nothing else."""
+
+    limits: Limits
+    speculative: Speculative | None = None
+    lora: None = None
+    parallel: Parallel = attrs.Factory(Parallel)
+
+
+@attrs.frozen
+class Asked:
+    """A request of a trace."""
+
+    arrival: float
+    prompt: int
+    output: int
+
+
+@attrs.frozen
+class FromPlan:
+    """A manager that answers as a plan does."""
+
+    role: Role
+    mode: GraphMode
+    graphs: tuple[Graph, ...]
+    _dispatcher: Dispatcher
+
+    def dispatch(self, batch):
+        return self._dispatcher.answer(batch)
+
+
+def emulating(plan):
+    """An emulation that does what a plan does."""
+    dispatcher = Dispatcher(plan)
+    return Emulation(
+        engine="planned",
+        version="1",
+        command=(),
+        settings=(),
+        sizes=(),
+        managers=tuple(
+            FromPlan(
+                role.role,
+                role.mode,
+                tuple(Graph(role=role.role, entry=entry) for entry in role.entries),
+                dispatcher,
+            )
+            for role in plan.roles
+        ),
+        decisions=(),
+        limits=plan.limits,
+        speculative=plan.speculative,
+        lora=plan.lora,
+        parallel=plan.parallel,
+    )
+
+
+def without(plan, dropped):
+    """The plan with fewer graphs: ``dropped`` says of each whether it goes."""
+    return replace(
+        plan,
+        roles=tuple(
+            replace(role, entries=tuple(entry for entry in role.entries if not dropped(entry)))
+            for role in plan.roles
+        ),
+    )
+
+
+def swapped(data):
+    """What is said of A and B, said of B and A."""
+    if isinstance(data, list):
+        return [swapped(item) for item in data]
+    if not isinstance(data, dict):
+        return {"a": "b", "b": "a"}.get(data, data) if isinstance(data, str) else data
+    return {{"a": "b", "b": "a"}.get(key, key): swapped(value) for key, value in data.items()}
+
+
+def text_of(compared):
+    """The tables as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=160).print(side_by_side_table(compared))
+    return out.getvalue()
+
+
+@given(plans(**SMALL))
+def test_a_plan_beside_itself(plan):
+    """Both sides are the same, nothing is a hole, and an emulation of it is no other thing."""
+    compared = compare(plan, plan)
+    assert not compared.holes
+    assert all(pair.a == pair.b for pair in compared.families)
+    assert all(captured.a == captured.b for captured in compared.graphs)
+    assert all(modes.a is modes.b for modes in compared.modes)
+    emulated = compare(emulating(plan), plan)
+    assert attrs.evolve(emulated, a=compared.a) == compared
+    assert emulated.a == "planned 1"
+
+
+@settings(max_examples=20)
+@given(arbitrary_plans(max_tokens=64))
+def test_figures_by_brute_force(plan):
+    """Each admissible batch by the definition of compatibility: counts, shares, and both ratios."""
+    compared = compare(plan, plan)
+    for pair in compared.families:
+        role, served = plan.role(pair.family.role), pair.a
+        families = decode_families(role.role, plan)
+        ratios, modes = [], Counter()
+        for batch in admissible(role.role, plan):
+            decode = pair.family.kind is Kind.DECODE
+            if (batch.uniform_query_len if decode else batch.past_prompt) != (pair.family.query_len or False):
+                continue
+            assert is_admissible(batch, plan, families)
+            answer = Dispatcher(plan).answer(batch) if role.role is Role.DRAFT_DECODE else None
+            fitting = [entry for entry in role.entries if entry.rejection(batch) is None]
+            best = answer.entry if answer else min(fitting, key=lambda entry: entry.cost, default=None)
+            modes[GraphMode.NONE if best is None else best.mode] += 1
+            if best is not None:
+                ratios.append(best.num_tokens / batch.num_tokens)
+        assert (served.full, served.piecewise) == (modes[GraphMode.FULL], modes[GraphMode.PIECEWISE])
+        assert served.batches == sum(modes.values())
+        assert served.coverage == pytest.approx(len(ratios) / served.batches)
+        assert served.worst == max(ratios, default=1.0)
+        assert served.mean == pytest.approx(sum(ratios) / len(ratios) if ratios else 1.0)
+
+
+@given(plans(**SMALL), plans(**SMALL))
+def test_sides_can_be_swapped(one, other):
+    """Whichever comes first."""
+    forth = compare(one, other, names=("x", "y")).data()
+    back = swapped(compare(other, one, names=("y", "x")).data())
+    holes = [sorted(data.pop("holes"), key=str) for data in (forth, back)]
+    assert forth == back
+    assert holes[0] == holes[1]
+
+
+@given(plans(**SMALL), st.integers(0, 5))
+def test_holes_are_what_lost_its_graph(plan, seed):
+    """A plan beside one with fewer graphs: each batch that is eager there, once, and no other."""
+    fewer = without(plan, lambda entry: hash((entry.num_tokens, seed)) % 3 == 0)
+    compared = compare(fewer, plan)
+    lost = Counter()
+    for role in plan.roles:
+        for batch in admissible(role.role, plan):
+            if Dispatcher(fewer).answer(batch).entry is None and Dispatcher(plan).answer(batch).entry:
+                lost[role.role] += 1
+    found = Counter()
+    for hole in compared.holes:
+        assert hole.eager == "a"
+        assert hole.first <= hole.last
+        found[hole.family.role] += hole.batches
+    assert found == lost
+    spans = [(hole.family, hole.active_loras, hole.first, hole.last) for hole in compared.holes]
+    by_case = sorted(spans, key=str)
+    assert len(set(by_case)) == len(by_case)
+
+
+@given(plans(**SMALL), plans(**SMALL))
+def test_it_can_be_written(one, other):
+    """As JSON, and as tables that name both sides and count every hole."""
+    compared = compare(one, other, names=("left", "right"))
+    data = json.loads(json.dumps(compared.data()))
+    assert (data["a"], data["b"], data["batches"]) == ("left", "right", "admissible")
+    assert len(data["holes"]) == len(compared.holes)
+    text = text_of(compared)
+    assert "A: left" in text
+    assert "B: right" in text
+    for side in "AB":
+        holes = [hole for hole in compared.holes if hole.eager == side.lower()]
+        assert ("and " + str(len(holes) - MAX_HOLES) + " more" in text) or len(holes) <= MAX_HOLES
+        assert (f"nothing is eager in {side}" in text) is not bool(holes)
+
+
+def traces():
+    """Short traces of short requests."""
+    request = st.builds(
+        Asked,
+        arrival=st.floats(0, 3),
+        prompt=st.integers(1, 40),
+        output=st.integers(1, 30),
+    )
+    return st.lists(request, min_size=1, max_size=12)
+
+
+@st.composite
+def deployed(draw):
+    """Limits and speculation."""
+    speculative = None
+    if draw(st.booleans()):
+        last = draw(st.integers(1, 6))
+        schedule = draw(st.sampled_from(((), ((1, last, 3), (last + 1, 99, 1)))))
+        speculative = Speculative(method=Method.EAGLE, num_tokens=3, schedule=schedule)
+    most = draw(st.integers(1, 8))
+    return Deployed(Limits(max_num_reqs=most, max_num_tokens=draw(st.integers(most, 48))), speculative)
+
+
+def step_by_step(requests, deployment, seconds):
+    """The same scheduler without a jump: one step at a time, in lists."""
+    limits = deployment.limits
+
+    def width(count):
+        return 1 + (0 if deployment.speculative is None else deployment.speculative.draft_tokens(count))
+
+    queue = sorted(requests, key=lambda request: request.arrival)
+    running, met, clock = [], Counter(), 0.0
+    while queue or running:
+        if not running:
+            clock = max(clock, queue[0].arrival)
+        while queue and queue[0].arrival <= clock and len(running) < limits.max_num_reqs:
+            first = queue.pop(0)
+            running.append([first.prompt, first.output])
+        decoding = [live for live in running if live[0] == 0]
+        chunks = []
+        left = limits.max_num_tokens - len(decoding) * width(len(running))
+        if left > 0:
+            each = width(len(running))
+            for live in running:
+                if live[0] and left:
+                    chunks.append(min(left, live[0]))
+                    left -= chunks[-1]
+                    live[0] -= chunks[-1]
+                    live[1] -= live[0] == 0
+        if not chunks:
+            while len(decoding) > 1 and len(decoding) * width(len(decoding)) > limits.max_num_tokens:
+                decoding.pop()
+            each = min(width(len(decoding)), limits.max_num_tokens)
+            if len(decoding) < len(running):
+                running = [live for live in running if not any(live is d for d in decoding)] + decoding
+        counts = [each] * len(decoding) + chunks
+        for live in decoding:
+            live[1] -= 1
+        met[traffic._batch(counts, prompts=bool(chunks))] += 1
+        clock += seconds
+        running = [live for live in running if live[0] or live[1] > 0]
+    return met
+
+
+@given(traces(), deployed(), st.sampled_from((0.0625, 0.25)))
+def test_traffic_is_that_of_single_steps(requests, deployment, seconds):
+    """Jumping over steps that are alike changes nothing. Times are binary fractions: sums are exact."""
+    requests = [attrs.evolve(each, arrival=round(each.arrival * 16) / 16) for each in requests]
+    met = traffic.batches_of(requests, deployment, step_seconds=seconds)
+    assert met == step_by_step(requests, deployment, seconds)
+
+
+@given(traces(), deployed())
+def test_traffic_serves_every_token(requests, deployment):
+    """Prompts whole, and each output but its last token, by batches that the limits admit."""
+    met = traffic.batches_of(requests, deployment)
+    limits = deployment.limits
+    assert all(batch.num_reqs <= limits.max_num_reqs for batch in met)
+    assert all(batch.num_reqs <= batch.num_tokens <= limits.max_num_tokens for batch in met)
+    if deployment.speculative is None:
+        tokens = sum(batch.num_tokens * times for batch, times in met.items())
+        assert tokens == sum(each.prompt + each.output - 1 for each in requests)
+
+
+@given(traces(), deployed())
+def test_drafters_follow_the_target(requests, deployment):
+    """Draft prefill on the same batches, and k - 1 decodes of one token after each."""
+    met = traffic.batches_of(requests, deployment)
+    prefill = traffic.for_role(met, Role.DRAFT_PREFILL, deployment)
+    assert {attrs.evolve(batch, role=Role.TARGET): times for batch, times in prefill.items()} == met
+    decodes = traffic.for_role(met, Role.DRAFT_DECODE, deployment)
+    if deployment.speculative is None:
+        assert not decodes
+        return
+    wanted = Counter()
+    for batch, times in met.items():
+        wanted[batch.num_reqs] += times * max(deployment.speculative.draft_tokens(batch.num_reqs) - 1, 0)
+    assert Counter({batch.num_reqs: times for batch, times in decodes.items()}) == +wanted
+
+
+@given(plans(**SMALL), plans(**SMALL), traces())
+def test_over_a_trace(one, other, requests):
+    """Figures count steps; holes are among the batches that both meet, and the side that is eager counts them."""
+    compared = compare(one, other, requests)
+    assert compared.from_traffic
+    met = traffic.batches_of(requests, one)
+    target = [pair.a for pair in compared.families if pair.family.role is Role.TARGET and pair.a is not None]
+    assert sum(served.batches for served in target) == sum(met.values())
+    for hole in compared.holes:
+        side = one if hole.eager == "a" else other
+        of_role = traffic.for_role(traffic.batches_of(requests, side), hole.family.role, side)
+        assert 1 <= hole.batches <= sum(of_role.values())
+    assert "steps of the trace" in text_of(compared)
+    assert json.dumps(compared.data())
+
+
+@given(plans(**SMALL), traces())
+def test_a_trace_shows_no_worse_than_the_whole_space(plan, requests):
+    """What traffic meets of decodes is admissible: its worst ratio is none that the space does not have."""
+    assume(plan.parallel.tensor == 1)
+    whole = {pair.family: pair.a for pair in compare(plan, plan).families}
+    for pair in compare(plan, plan, requests).families:
+        if pair.family.kind is Kind.DECODE:
+            assert pair.a.worst <= whole[pair.family].worst
+            assert pair.a.coverage == 1 or whole[pair.family].coverage < 1

@@ -1,0 +1,307 @@
+"""The vLLM plugin, beside a stand-in for vLLM: when it looks, what it says, and that it never stops an engine."""
+
+import importlib
+import logging
+import subprocess
+import sys
+import types
+from enum import Enum
+from types import SimpleNamespace
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner import codec
+from capture_planner._record import replace
+from capture_planner.engines import vllm_plugin
+from capture_planner.errors import RunError
+from capture_planner.model import Method, Speculative
+from capture_planner.modes import GraphMode, Role
+from capture_planner.testing import plans
+
+Mode = Enum("Mode", [mode.name for mode in GraphMode])
+
+
+def config_of(plan):
+    """The configuration that vLLM has where it captures what a plan has."""
+    sizes = sorted({entry.num_tokens for entry in plan.role(Role.TARGET).entries})
+    speculative = None
+    if plan.speculative is not None:
+        speculative = SimpleNamespace(
+            method=plan.speculative.method.value,
+            num_speculative_tokens=plan.speculative.num_tokens,
+            num_speculative_tokens_per_batch_size=[list(t) for t in plan.speculative.schedule] or None,
+        )
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=max(sizes, default=0),
+            cudagraph_mode=Mode.NONE,
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=plan.limits.max_num_reqs, max_num_batched_tokens=plan.limits.max_num_tokens
+        ),
+        speculative_config=speculative,
+    )
+
+
+def said(plan, config, mode=None):
+    """All lines."""
+    return list(vllm_plugin.differences(plan, config, mode or plan.role(Role.TARGET).mode.value))
+
+
+class Manager:
+    """What vLLM's graph manager shows of itself."""
+
+    def __init__(self, vllm_config, device, cudagraph_mode, decode_query_len=1):
+        self.vllm_config, self.cudagraph_mode = vllm_config, cudagraph_mode
+
+
+@pytest.fixture
+def plan():
+    """A locked plan, with speculation."""
+    root = importlib.resources.files("capture_planner").parent
+    return codec.load_plan(root / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch, plan):
+    """A process of vLLM with a plan named; gives its graph manager's module."""
+    file = tmp_path / "plan.yaml"
+    codec.write(file, codec.dumps(plan))
+    monkeypatch.setenv(vllm_plugin.PLAN, str(file))
+    monkeypatch.delenv(vllm_plugin.STRICT, raising=False)
+    monkeypatch.setattr(vllm_plugin, "_said", set())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    module = types.ModuleType(vllm_plugin.MODULE)
+    module.ModelCudaGraphManager = type("ModelCudaGraphManager", (Manager,), {})
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, vllm_plugin.MODULE, module)
+    return module
+
+
+def make(engine, plan, mode=None, **changes):
+    """Make the engine's manager, as its runner does."""
+    config = config_of(plan)
+    for path, value in changes.items():
+        part, name = path.split("__")
+        setattr(getattr(config, part), name, value)
+    mode = mode or Mode[plan.role(Role.TARGET).mode.name]
+    return engine.ModelCudaGraphManager(config, "cuda", mode, decode_query_len=4)
+
+
+def test_it_is_an_entry_point():
+    """As vLLM looks for it."""
+    tomllib = pytest.importorskip("tomllib")
+    root = importlib.resources.files("capture_planner").parent
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    points = project["entry-points"]["vllm.general_plugins"]
+    module, _, name = points["capture_planner"].partition(":")
+    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+
+
+def test_without_a_plan_it_does_nothing(engine, plan, monkeypatch, caplog):
+    """No watch, no line, and the manager as it was."""
+    monkeypatch.delenv(vllm_plugin.PLAN)
+    made, finders = engine.ModelCudaGraphManager.__init__, list(sys.meta_path)
+    vllm_plugin.register()
+    assert engine.ModelCudaGraphManager.__init__ is made
+    assert sys.meta_path == finders
+    make(engine, plan, scheduler_config__max_num_seqs=1)
+    assert not caplog.records
+
+
+def test_importing_and_registering_brings_nothing_heavy():
+    """Neither torch nor vLLM, with a plan named or without."""
+    code = (
+        "import os, sys; from capture_planner.engines import vllm_plugin as v; v.register(); "
+        "os.environ[v.PLAN] = 'x'; v.register(); v.register(); "
+        "print(sum(isinstance(f, v._Finder) for f in sys.meta_path), *sys.modules)"
+    )
+    count, *loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert count == "1"
+    assert not {"torch", "vllm", "numpy", "hypothesis"} & set(loaded)
+
+
+def test_the_same_is_one_line_of_information(engine, plan, caplog):
+    """And a manager that is made twice says it once."""
+    caplog.set_level(logging.INFO, "capture_planner.vllm")
+    vllm_plugin.register()
+    make(engine, plan)
+    make(engine, plan)
+    (record,) = caplog.records
+    assert (record.levelno, record.name) == (logging.INFO, "capture_planner.vllm")
+
+
+def test_each_difference_is_one_warning(engine, plan, caplog):
+    """In the order of the configuration; registered any number of times, and the manager made as it was."""
+    vllm_plugin.register()
+    watched = engine.ModelCudaGraphManager.__init__
+    for _ in range(3):
+        vllm_plugin.register()
+    assert engine.ModelCudaGraphManager.__init__ is watched
+    manager = make(engine, plan, mode=Mode.PIECEWISE, scheduler_config__max_num_seqs=7)
+    assert manager.cudagraph_mode is Mode.PIECEWISE
+    lines = [record.getMessage() for record in caplog.records]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    assert [line.partition(":")[0] for line in lines] == ["cudagraph_mode", "max_num_seqs"]
+    assert all("\n" not in line for line in lines)
+
+
+def test_strict_raises_into_the_engine(engine, plan, monkeypatch, caplog):
+    """Every line at once, and only where something differs."""
+    monkeypatch.setenv(vllm_plugin.STRICT, "1")
+    vllm_plugin.register()
+    make(engine, plan)
+    with pytest.raises(RunError, match="max_num_seqs: the plan has") as error:
+        make(engine, plan, scheduler_config__max_num_seqs=7, scheduler_config__max_num_batched_tokens=9)
+    assert str(error.value).count("\n") == 1
+
+
+@pytest.mark.parametrize("how", ["no file", "no plan", "another vLLM"])
+def test_what_cannot_be_checked_is_a_line(engine, plan, monkeypatch, caplog, tmp_path, how):
+    """A file that is none, or a configuration of another make: the engine goes on."""
+    if how == "no file":
+        monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "missing.yaml"))
+    elif how == "no plan":
+        (tmp_path / "plan.yaml").write_text("a: [1\nb", "utf-8")
+    vllm_plugin.register()
+    if how == "another vLLM":
+        engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
+    else:
+        make(engine, plan)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage().startswith("nothing is checked: ")
+    assert "\n" not in record.getMessage()
+    monkeypatch.setenv(vllm_plugin.STRICT, "1")
+    with pytest.raises(RunError, match="nothing is checked"):
+        engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
+
+
+def test_a_vllm_without_the_manager_is_a_line(engine, caplog):
+    """Another version has it under another name."""
+    del engine.ModelCudaGraphManager
+    vllm_plugin._watch(engine)
+    assert "has no ModelCudaGraphManager" in caplog.text
+
+
+SOURCE = """
+class ModelCudaGraphManager:
+    def __init__(self, vllm_config, device, cudagraph_mode, decode_query_len=1):
+        self.vllm_config, self.cudagraph_mode = vllm_config, cudagraph_mode
+"""
+
+
+def test_it_waits_for_vllm_to_import_the_manager(engine, plan, tmp_path, monkeypatch, caplog):
+    """The usual case: plugins are loaded before the runner's modules. The module is as it would have been."""
+    monkeypatch.delitem(sys.modules, vllm_plugin.MODULE)
+    folder = tmp_path
+    for part in vllm_plugin.MODULE.split(".")[:-1]:
+        folder = folder / part
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (folder / "cudagraph_utils.py").write_text(SOURCE, "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert not [name for name in sys.modules if name.partition(".")[0] == "vllm"]
+    module = importlib.import_module(vllm_plugin.MODULE)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.setitem(sys.modules, name, sys.modules[name])
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert module.__spec__.loader is module.__loader__
+    vllm_plugin.register()
+    make(module, plan, scheduler_config__max_num_seqs=7)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("max_num_seqs: the plan has ")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_sizes_are_told_apart(plan):
+    """Those that vLLM lacks, and those that it has besides."""
+    config = config_of(plan)
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    config.compilation_config.cudagraph_capture_sizes = [*sizes[1:], 9999]
+    (line,) = said(plan, config)
+    assert line == f"cudagraph_capture_sizes: vLLM lacks {sizes[0]} and vLLM has 9999 besides"
+
+
+def test_speculation_differs(plan):
+    """In being there, in its method, its length and its schedule."""
+    config = config_of(plan)
+    config.speculative_config = None
+    assert said(plan, config) == ["speculative_config: the plan speculates, vLLM does not"]
+    config = config_of(plan)
+    assert said(replace(plan, speculative=None), config) == [
+        "speculative_config: vLLM speculates, the plan does not"
+    ]
+    config.speculative_config.method = "deepseek_mtp"
+    assert said(plan, config) == ["speculative_config.method: the plan has eagle3, vLLM has deepseek_mtp"]
+    mtp = attrs.evolve(plan.speculative, method=Method.MTP)
+    assert not said(replace(plan, speculative=mtp), config)
+    config = config_of(plan)
+    config.speculative_config.num_speculative_tokens = 99
+    assert "has 99" in said(plan, config)[0]
+    config = config_of(plan)
+    most = plan.limits.max_num_reqs
+    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 4, 3), (5, most, 1)]
+    (line,) = said(plan, config)
+    assert f"{most - 4} of {most} batch sizes draft otherwise, first 5" in line
+
+
+@given(plans())
+def test_a_plan_does_not_differ_from_its_own_configuration(plan):
+    """Whatever it speculates, and however its schedule is written."""
+    config = config_of(plan)
+    assert not said(plan, config)
+    if plan.speculative is not None:
+        tiers = plan.speculative.tiers(plan.limits.max_num_reqs)
+        config.speculative_config.num_speculative_tokens_per_batch_size = list(tiers)
+        assert not said(plan, config)
+
+
+CHANGES = {
+    "cudagraph_capture_sizes": ("compilation_config", lambda value: [*value, 1 << 20]),
+    "max_cudagraph_capture_size": ("compilation_config", lambda value: value + 1),
+    "max_num_batched_tokens": ("scheduler_config", lambda value: value + 1),
+    "max_num_seqs": ("scheduler_config", lambda value: value + 1),
+}
+
+
+@given(plans(), st.sets(st.sampled_from(sorted(CHANGES))), st.booleans())
+def test_what_was_changed_is_what_is_said(plan, changed, mode_too):
+    """A line for each, and none for anything else."""
+    config = config_of(plan)
+    for name in changed:
+        part, change = CHANGES[name]
+        holder = getattr(config, part)
+        setattr(holder, name, change(getattr(holder, name)))
+    mode = plan.role(Role.TARGET).mode
+    other = GraphMode.NONE if mode is not GraphMode.NONE else GraphMode.FULL
+    lines = said(plan, config, (other if mode_too else mode).value)
+    named = {line.partition(":")[0] for line in lines}
+    assert named == changed | ({"cudagraph_mode"} if mode_too else set())
+    assert len(lines) == len(named)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5)), max_size=4),
+    st.integers(1, 40),
+)
+def test_schedules_are_dense_as_the_planner_has_them(ranges, most):
+    """``_dense`` and ``Speculative.draft_tokens`` agree on every batch size."""
+    first, schedule = 1, []
+    for gap, length, k in ranges:
+        start = first if not schedule else first + gap - 1
+        schedule.append((start, start + length - 1, k))
+        first = start + length
+    speculative = Speculative(method=Method.EAGLE, num_tokens=4, schedule=tuple(schedule))
+    dense = vllm_plugin._dense(schedule, 4, most)
+    assert dense == [speculative.draft_tokens(num_reqs) for num_reqs in range(1, most + 1)]
