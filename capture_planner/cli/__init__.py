@@ -10,6 +10,7 @@ import click
 import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
+from capture_planner.cli.compare import compare
 from capture_planner.cli.conformance import conformance
 from capture_planner.cli.engine import engine
 from capture_planner.cli.environment import environment
@@ -78,6 +79,7 @@ for command in (
     files.check,
     files.diff,
     engine,
+    compare,
     files.backends,
     files.schema,
     run,
