@@ -1,8 +1,9 @@
 """The drafters of vLLM 0.33, model runner V2: which managers each makes, and how it asks them.
 
-Emulated are the autoregressive drafters that read the target's state (EAGLE, EAGLE-3, MTP, Gemma 4):
-``vllm/v1/worker/gpu/spec_decode/target_dependent_ar``. They have a manager for draft position 0, on
-the target's batch, and one for the positions after it.
+Autoregressive drafters that read the target's state (EAGLE, EAGLE-3, MTP of one module, Gemma 4) have a
+manager for draft position 0, on the target's batch, and one for the positions after it. MTP of several
+modules has only the first, for all positions. Parallel drafters (DFlash, DSpark) have only the second, for
+all positions at once. Drafters of an independent model, n-gram and suffix matching have none.
 """
 
 from __future__ import annotations
@@ -14,24 +15,6 @@ from capture_planner.engines.core import Graph
 from capture_planner.engines.vllm.table import Query, TableManager, answered
 from capture_planner.entry import Batch
 from capture_planner.modes import GraphMode, Reason, Role
-
-EMULATED = ("eagle", "eagle3", "mtp")
-"""Methods whose drafters are emulated."""
-
-NO_MANAGER = {
-    "draft_model": "a drafter of its own weights runs without graphs",
-    "ngram_gpu": "tokens are looked up, no model runs",
-    "extract_hidden_states": "hidden states are stored, nothing is drafted",
-}
-"""Methods that the engine runs without any drafter graph: the target's manager is all there is."""
-
-NOT_EMULATED = {
-    "dflash": "one manager of decodes of 1 + K tokens, FULL only where the drafter's attention supports it",
-    "dspark": "as dflash, with a block of drafts for each request",
-    "multi_module_mtp": "one manager for all modules of the model, without PIECEWISE where it is compiled",
-}
-"""Methods whose drafters capture by rules that are not emulated, with what the engine does instead."""
-
 
 def draft_decode_mode(mode: GraphMode) -> GraphMode:
     """Return the mode of draft positions from 1 on: never PIECEWISE, which does not pad requests."""
@@ -70,14 +53,22 @@ class DraftPrefill:
 
 @attrs.frozen(kw_only=True)
 class DraftDecode:
-    """Draft positions from 1 on: one token of each request, as single steps or as whole chains."""
+    """Uniform draft passes: positions from 1 on, as steps or whole chains, or all positions at once.
+
+    A pass has ``table.query_len`` tokens of each request, whatever the batch says of tokens.
+    """
 
     table: TableManager
     draft_tokens: tuple[int, ...] = attrs.field(repr=False)
     """k of each batch size, as ``schedule.draft_tokens`` returns it."""
-    chains: tuple[int, ...] | None
+    chains: tuple[int, ...] | None = None
     """The lengths of fused chains, in draft steps and in the order of capture; None: single steps."""
-    role: Role = attrs.field(default=Role.DRAFT_DECODE, init=False)
+    least: int = 2
+    """The fewest draft tokens for which the pass runs: 2 for positions from 1 on, 1 for all of them."""
+
+    @property
+    def role(self) -> Role:
+        return self.table.role
 
     @property
     def mode(self) -> GraphMode:
@@ -91,26 +82,31 @@ class DraftDecode:
         return tuple(_chained(graph, steps) for graph in self.table.graphs for steps in self.chains)
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return the answer for that many requests; a batch with k < 2 drafts nothing more."""
+        """Return the answer for that many requests; a batch that drafts too few tokens has no pass."""
         return self.at(batch, batch.num_reqs)
 
-    def at(self, batch: Batch, num_tokens: int) -> Dispatch:
-        """Return the answer where ``num_tokens`` rows run: more than requests where another rank has more.
+    def at(self, batch: Batch, num_reqs: int) -> Dispatch:
+        """Return the answer where rows for ``num_reqs`` requests run, as another rank has that many.
 
         A chain serves its own length only; a length that is not captured runs eager, padded.
         """
-        if not 0 < batch.num_reqs < len(self.draft_tokens) or self.draft_tokens[batch.num_reqs] < 2:
+        width = self.table.query_len
+        batch = attrs.evolve(batch, num_tokens=batch.num_reqs * width)
+        if not 0 < batch.num_reqs < len(self.draft_tokens):
             return answered(None, batch, Reason.NOT_ADMISSIBLE)
-        query = Query(num_reqs=batch.num_reqs, num_tokens=num_tokens, uniform=1, max_query_len=None)
+        k = self.draft_tokens[batch.num_reqs]
+        if k < self.least:
+            return answered(None, batch, Reason.NOT_ADMISSIBLE)
+        tokens = num_reqs * width
+        query = Query(num_reqs=batch.num_reqs, num_tokens=tokens, uniform=width, max_query_len=None)
         found = self.table.find(query)
         if found is None:
-            return answered(None, batch, self.table.reason(query), tokens=num_tokens)
+            return answered(None, batch, self.table.reason(query), tokens=tokens)
         if self.chains is None:
             return answered(found, batch, None)
-        steps = self.draft_tokens[batch.num_reqs] - 1
-        if steps not in self.chains:
+        if k - 1 not in self.chains:
             return answered(None, batch, Reason.MODE, tokens=found.entry.num_tokens)
-        return answered(_chained(found, steps), batch, None)
+        return answered(_chained(found, k - 1), batch, None)
 
 
 def _chained(graph: Graph, steps: int) -> Graph:
