@@ -142,7 +142,8 @@ def _legacy(settings: Settings) -> tuple[Manager, ...]:
             max_size=top,
             max_num_reqs=settings.max_num_seqs,
             query_len=query_len,
-            lora_cases=settings.lora_cases if is_target else (0,),
+            # Drafters are asked without adapters, and have the cases of the target.
+            lora_cases=tuple(case for case in settings.lora_cases if is_target or case == 0),
             max_loras=settings.max_loras if is_target else 0,
             specialize_lora=settings.specialize_lora and is_target,
         )
