@@ -43,9 +43,7 @@ def idle(target: TableManager) -> Batch:
     )
 
 
-def agree(
-    target: TableManager, batches: Sequence[Batch]
-) -> tuple[tuple[Dispatch, ...], Agreement | None]:
+def agree(target: TableManager, batches: Sequence[Batch]) -> tuple[tuple[Dispatch, ...], Agreement | None]:
     """Return each rank's answer, and what they agreed on; None where no rank has a token.
 
     One batch is a single rank, which asks nobody. A rank without work takes part with ``idle``.

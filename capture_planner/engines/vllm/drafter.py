@@ -16,6 +16,7 @@ from capture_planner.engines.vllm.table import Query, TableManager, answered
 from capture_planner.entry import Batch
 from capture_planner.modes import GraphMode, Reason, Role
 
+
 def draft_decode_mode(mode: GraphMode) -> GraphMode:
     """Return the mode of draft positions from 1 on: never PIECEWISE, which does not pad requests."""
     return GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE

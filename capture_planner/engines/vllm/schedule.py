@@ -26,7 +26,9 @@ def normalized(schedule: Any) -> tuple[Tier, ...]:
     previous = 0
     for first, last, _ in tiers:
         if first <= previous:
-            raise _refused(f"the range {first} to {last} overlaps the one before it, which ends at {previous}")
+            raise _refused(
+                f"the range {first} to {last} overlaps the one before it, which ends at {previous}"
+            )
         previous = last
     if tiers[0][0] != 1:
         raise _refused(f"the first range starts at {tiers[0][0]}, and must start at 1")

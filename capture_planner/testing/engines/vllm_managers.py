@@ -23,7 +23,6 @@ from capture_planner.engines.vllm.table import TableManager
 from capture_planner.entry import Batch
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.sizing.engines import vllm_tokens
 
 Rows = tuple[tuple[int, bool], ...]
 
@@ -162,10 +161,7 @@ def answers(case: Case) -> dict[str, Any]:
     return {
         "graphs": {manager.role.value: summary([graph_row(g) for g in manager.graphs]) for manager in found},
         "batches": [
-            [
-                answer_row(manager, as_batch(manager.role, rows, loras), None)
-                for manager in found
-            ]
+            [answer_row(manager, as_batch(manager.role, rows, loras), None) for manager in found]
             for rows, loras in case.batches
         ],
         "steps": [_step_answers(found, step) for step in case.steps],
@@ -278,16 +274,13 @@ def _sizes(
     if rng.random() < 0.5:
         few = {rng.randint(1, rng.choice([16, 64, 300])) for _ in range(rng.randint(1, 14))}
         return tuple(sorted(few)), max(few)
-    pairs = [(1 + min(tier[2], k), tier[1]) for tier in tiers or ()]
-    most = rng.choice([reqs * (1 + k), 64, 2048])
-    sizes = vllm_tokens(
-        max_num_reqs=reqs,
-        max_num_tokens=most,
-        query_len=1 + k,
-        platform_max=rng.choice([512, 1024, 128]),
-        tiers=pairs,
-    )
-    return sizes, sizes[-1]
+    # Like the engine's defaults: a grid, and the same grid in decodes of each width.
+    top = rng.choice([rng.randint(1, reqs * (1 + k) * 2), 64, 512, 1024])
+    grid = [1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)]
+    widths = {1 + min(tier[2], k) for tier in tiers or ()} or {1 + k}
+    sizes = {size * width for size in (*grid, reqs) for width in (1, *widths) if size <= reqs or width == 1}
+    kept = tuple(sorted(size for size in sizes if size <= min(top, max(reqs * (1 + k) * 2, 16))))
+    return kept, kept[-1]
 
 
 def _batch(rng: random.Random, found: Configuration) -> tuple[Rows, int]:
@@ -313,5 +306,3 @@ def _batch(rng: random.Random, found: Configuration) -> tuple[Rows, int]:
 def _step(rng: random.Random, found: Configuration) -> tuple[tuple[Rows, int], ...]:
     ranks = [_batch(rng, found) for _ in range(rng.randint(2, 4))]
     return tuple(rank if index == 0 or rng.random() < 0.85 else ((), 0) for index, rank in enumerate(ranks))
-
-

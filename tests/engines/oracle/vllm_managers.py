@@ -295,10 +295,14 @@ class _V2:
         drafter.max_num_reqs = self.found.max_num_seqs
         drafter.method, drafter.pcp_manager, drafter.eplb_state = "eagle", None, None
         drafter.supports_mm_inputs = False
-        drafter.attn_groups = [[SimpleNamespace(
-            supports_draft_decode_metadata_update=self.found.draft_fused,
-            backend=SimpleNamespace(get_name=lambda: "any"),
-        )]]
+        drafter.attn_groups = [
+            [
+                SimpleNamespace(
+                    supports_draft_decode_metadata_update=self.found.draft_fused,
+                    backend=SimpleNamespace(get_name=lambda: "any"),
+                )
+            ]
+        ]
         drafter._configure_decode_metadata_update()
         module.prepare_prefill_inputs = module.prepare_decode_inputs = lambda *a, **k: None
         drafter._copy_request_inputs = lambda *a, **k: None
@@ -319,8 +323,7 @@ class _V2:
         logged[0], logged[1] = self.log[:split], self.log[split:]
         self.graphs["draft_prefill"] = [self._graph(desc, None) for desc in logged[0]]
         self.chains = {
-            desc: (k - 1 if fused else None)
-            for desc, (fused, k) in zip(logged[1], chains[::2], strict=True)
+            desc: (k - 1 if fused else None) for desc, (fused, k) in zip(logged[1], chains[::2], strict=True)
         }
         assert chains[::2] == chains[1::2]
         if drafter.num_speculative_steps > 1:
@@ -549,7 +552,9 @@ class _Legacy:
             adjust(compilation, 1 + k)
         self.target = self.module.CudagraphDispatcher(config)
         self.target.initialize_cudagraph_keys(self.mode, 1 + k)
-        self.is_decode = engine.piece("vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner")
+        self.is_decode = engine.piece(
+            "vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner"
+        )
         self.drafter = None
         if found.drafter == "chain":
             initialize = engine.piece(
