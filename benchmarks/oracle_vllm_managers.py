@@ -7,27 +7,24 @@ number, by which it can be made again, and exits with 1 on any.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from _bench import CONSOLE
+
 from capture_planner.testing.engines import vllm_managers as cases
+from capture_planner.testing.engines.files import module_at
 
 ORACLE = Path(__file__).parents[1] / "tests" / "engines" / "oracle" / "vllm_managers.py"
 
 
-def oracle() -> ModuleType:
-    """Load the module that runs the engine."""
-    spec = importlib.util.spec_from_file_location("oracle_vllm_managers", ORACLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def say(text: str) -> None:
+    """Print a line as it is."""
+    CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain(value: Any) -> Any:
@@ -58,7 +55,7 @@ def main() -> int:
     options = parser.parse_args()
     seen: Counter[str] = Counter()
     differing, started = 0, time.perf_counter()
-    with oracle().engine(options.wheel) as engine:
+    with module_at(ORACLE).engine(options.wheel) as engine:
         for index in range(options.count):
             case = cases.case(options.seed, index)
             ours, theirs = plain(cases.answers(case)), plain(engine.answers(case))
@@ -68,7 +65,7 @@ def main() -> int:
             if mine != engines:
                 found.append(f"{wanted}: {mine} for the engine's {engines}")
             for text in found:
-                print(f"seed {options.seed}, case {index}, {case.configuration}: {text}")
+                say(f"seed {options.seed}, case {index}, {case.configuration}: {text}")
             differing += bool(found)
             seen["configurations"] += 1
             seen["batches"] += len(case.batches)
@@ -79,7 +76,7 @@ def main() -> int:
             seen["schedules"] += 1
             seen["schedules refused"] += mine is None
     counted = ", ".join(f"{count} {what}" for what, count in seen.items())
-    print(f"{counted}: {differing} differ, {time.perf_counter() - started:.0f} s")
+    say(f"{counted}: {differing} differ, {time.perf_counter() - started:.0f} s")
     return 1 if differing else 0
 
 

@@ -3,12 +3,12 @@
 Run by hand, with torch installed; writes ``golden/vllm_managers.json`` beside it.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 from capture_planner.testing.engines import vllm_managers as cases
+from capture_planner.testing.engines.files import module_at
 
 HERE = Path(__file__).parent
 SEED, COUNT = 33, 400
@@ -16,10 +16,7 @@ SEED, COUNT = 33, 400
 
 def main() -> None:
     """Write the answers of each case, by its number."""
-    spec = importlib.util.spec_from_file_location("oracle", HERE / "oracle" / "vllm_managers.py")
-    assert spec is not None and spec.loader is not None
-    oracle = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(oracle)
+    oracle = module_at(HERE / "oracle" / "vllm_managers.py")
     with oracle.engine(sys.argv[1]) as engine:
         answers = [
             {

@@ -126,7 +126,7 @@ def schedule_case(seed: int, index: int) -> ScheduleCase:
         entry, field = rng.choice(raw), rng.randrange(3)
         entry[field] = rng.choice([0, -1, 1, 2, 500, 2.9, "3", "x", None, True, [1], entry[field] + 1])
     elif kind < 0.5:
-        raw = rng.choice([[], None, {"1": 2}, "1:2", [[1, 2]], [5], [(1, 4, 2)], raw[1:], raw + [raw[0]]])
+        raw = rng.choice([[], None, {"1": 2}, "1:2", [[1, 2]], [5], [(1, 4, 2)], raw[1:], [*raw, raw[0]]])
     return ScheduleCase(schedule=raw, max_num_seqs=reqs, num_speculative_tokens=k)
 
 

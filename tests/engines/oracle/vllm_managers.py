@@ -1,115 +1,40 @@
 """vLLM's own graph managers, run on a machine without the engine.
 
-The modules that decide are loaded from the unpacked wheel, function for function; of larger modules single
-functions are taken from the source. All else that they import is a stub. Nothing is captured: the engine's
-``capture`` runs over stand-ins for the device, so that its order and its keys are its own.
+Nothing is captured: the engine's ``capture`` runs over stand-ins for the device, so that its order and its
+keys are its own. A drafter's ``propose`` runs over stand-ins for its buffers, and asks its managers itself.
 """
 
 from __future__ import annotations
 
-import ast
-import enum
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from capture_planner.testing.engines.files import module_at
 from capture_planner.testing.engines.vllm_managers import Case, Configuration, Rows, ScheduleCase, summary
 
-GPU = "vllm.v1.worker.gpu"
-AUTOREGRESSIVE = f"{GPU}.spec_decode.target_dependent_ar"
-MODULES = (
-    "vllm.utils.math_utils",
-    "vllm.v1.spec_decode.dynamic.utils",
-    f"{GPU}.cudagraph_utils",
-    f"{GPU}.dp_utils",
-    "vllm.v1.cudagraph_dispatcher",
-    f"{GPU}.spec_decode.speculator",
-    f"{AUTOREGRESSIVE}.cudagraph_utils",
-    f"{AUTOREGRESSIVE}.speculator",
-    f"{GPU}.spec_decode.multi_module_mtp.speculator",
-    f"{GPU}.spec_decode.dflash.cudagraph",
-    f"{GPU}.spec_decode.dflash.speculator",
-)
-"""Loaded whole, in the order of their imports."""
-
-PIECES = (
-    ("vllm.config.compilation", None, ("CUDAGraphMode",)),
-    ("vllm.forward_context", None, ("BatchDescriptor",)),
-    ("vllm.lora.utils", None, ("get_captured_lora_counts",)),
-    ("vllm.v1.worker.utils", None, ("is_uniform_query_len", "get_uniform_decode_token_count")),
-)
-"""Taken alone from modules that cannot be loaded, into a stub of the same name."""
-
-
-def _stubs() -> ModuleType:
-    path = Path(__file__).with_name("stubs.py")
-    spec = importlib.util.spec_from_file_location("stubs", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def extract(folder: Path, module: str, name: str, scope: dict[str, Any], owner: str | None = None) -> Any:
-    """Run one definition of a module alone, in ``scope``; decorators of functions are left out."""
-    path = folder / (module.replace(".", "/") + ".py")
-    body: Sequence[ast.stmt] = ast.parse(path.read_text()).body
-    if owner is not None:
-        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
-    found = next(
-        node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
-    )
-    if isinstance(found, ast.FunctionDef):
-        found.decorator_list = []
-    code = ast.Module(body=[found], type_ignores=[])
-    future = "from __future__ import annotations\n"
-    exec(compile(future + ast.unparse(code), str(path), "exec"), scope)
-    return scope[name]
-
-
-class Support(enum.Enum):
-    """Stands for the engine's support levels, of which only the order counts here."""
-
-    UNIFORM_BATCH = 2
-    ALWAYS = 3
-
-
-class _Collected(Exception):
-    """Raised in the all-reduce of the first pass, when a rank has said what it has."""
-
-
-class _Group:
-    """Stands for the data-parallel group: the first pass collects, the second answers with the sum."""
-
-    def __init__(self) -> None:
-        self.said: list[torch.Tensor] = []
-        self.total: torch.Tensor | None = None
-
-    def cpu_all_reduce_(self, tensor: torch.Tensor) -> None:
-        if self.total is None:
-            self.said.append(tensor.clone())
-            raise _Collected
-        tensor.copy_(self.total)
+HERE = Path(__file__).parent
+loading = module_at(HERE / "vllm_loading.py")
+legacy = module_at(HERE / "vllm_legacy.py")
+standins = module_at(HERE / "vllm_standins.py")
+GPU, AUTOREGRESSIVE = loading.GPU, loading.AUTOREGRESSIVE
 
 
 class Engine:
     """The engine's modules, and answers in the form of ``testing.engines.vllm_managers.answers``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.modules: dict[str, ModuleType] = {}
+    def __init__(self, folder: Path, modules: dict[str, Any]) -> None:
+        self.folder, self.modules = folder, modules
 
     def answers(self, case: Case) -> dict[str, Any]:
         """Return the graphs of each role in order, each batch's answers, each step's."""
         found = case.configuration
-        return _Legacy(self, found).answers(case) if found.runner == "v1" else _V2(self, found).answers(case)
+        return (legacy.Legacy if found.runner == "v1" else _V2)(self, found).answers(case)
 
     def schedule_answer(self, case: ScheduleCase) -> list[int] | None:
         """Return the draft tokens of each batch size, or None where the schedule is refused."""
@@ -121,56 +46,14 @@ class Engine:
 
     def piece(self, module: str, name: str, owner: str, **scope: Any) -> Callable[..., Any]:
         """Return one method of a class as a function."""
-        return extract(self.folder, module, name, scope, owner)  # type: ignore[no-any-return]
+        return loading.extract(self.folder, module, name, scope, owner)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def engine(folder: Path | str) -> Iterator[Engine]:
-    """Load the engine's modules while the context lasts; afterwards none is left in ``sys.modules``."""
-    folder, stubs = Path(folder), _stubs()
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
-    for name in before:
-        del sys.modules[name]
-    finder = stubs.Finder("vllm")
-    sys.meta_path.append(finder)
-    try:
-        found = Engine(folder)
-
-        def stub(name: str) -> ModuleType:
-            if name not in sys.modules:
-                parent = name.rpartition(".")[0]
-                sys.modules[name] = stubs.StubModule(name)
-                sys.modules[name].__path__ = []
-                if parent:
-                    stub(parent)
-            return sys.modules[name]
-
-        import dataclasses
-
-        for name, _, pieces in PIECES:
-            module = stub(name)
-            scope: dict[str, Any] = {"enum": enum, "__name__": name}
-            for piece in pieces:
-                if piece == "BatchDescriptor":
-                    scope["dataclass"] = dataclasses.dataclass
-                setattr(module, piece, extract(folder, name, piece, scope))
-        # Some modules import the modes from the package.
-        stub("vllm.config").CUDAGraphMode = sys.modules["vllm.config.compilation"].CUDAGraphMode
-        for name in MODULES:
-            stub(name.rpartition(".")[0])
-            path = folder / (name.replace(".", "/") + ".py")
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-            found.modules[name] = module
-        yield found
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-            del sys.modules[name]
-        sys.modules.update(before)
+    """Load the engine's modules from an unpacked wheel while the context lasts."""
+    with loading.loaded(Path(folder)) as modules:
+        yield Engine(Path(folder), modules)
 
 
 class _V2:
@@ -180,9 +63,8 @@ class _V2:
         self.found, self.engine = found, engine
         modules = engine.modules
         self.table, self.ranks = modules[f"{GPU}.cudagraph_utils"], modules[f"{GPU}.dp_utils"]
-        self.modes = sys.modules["vllm.config.compilation"].CUDAGraphMode  # type: ignore[attr-defined]
-        stubs = type(sys.modules["vllm"])
-        anything = stubs("vllm._anything").Device()
+        self.modes = modules["vllm.config.compilation"].CUDAGraphMode
+        anything = modules["anything"].Device()
         self.log: list[Any] = []
         self.table.torch = SimpleNamespace(
             cuda=SimpleNamespace(CUDAGraph=anything, graph=lambda *a, **k: anything),
@@ -220,7 +102,7 @@ class _V2:
         )
         self.graphs = {"target": self._capture(self.target)}
         self.dp_size, self.dp_rank = 1, 0
-        self.drafter = None
+        self.drafter: Any = None
         if found.drafter == "chain":
             self._chain(mode)
         elif found.drafter == "modules":
@@ -234,7 +116,7 @@ class _V2:
             np=np,
             BatchReqState=SimpleNamespace,
             sort_batch_req_ids=lambda tokens, drafts, width: list(tokens),
-            get_uniform_decode_token_count=sys.modules["vllm.v1.worker.utils"].get_uniform_decode_token_count,  # type: ignore[attr-defined]
+            get_uniform_decode_token_count=modules["vllm.v1.worker.utils"].get_uniform_decode_token_count,
         )
         lookup = modules["vllm.v1.spec_decode.dynamic.utils"].build_dynamic_sd_schedule_lookup
         self.lookup = (
@@ -281,7 +163,7 @@ class _V2:
         cls = module.TargetDependentARSpeculator
         cls.__abstractmethods__ = frozenset()
         drafter = self.drafter = object.__new__(cls)
-        anything = type(sys.modules["vllm"])("vllm._anything")
+        anything = self.engine.modules["anything"]
         for name in ("last_token_indices", "idx_mapping", "model", "model_state", "target_input_buffers"):
             setattr(drafter, name, anything.Tensor())
         for name in ("block_tables", "target_attn_groups", "attn_groups", "kv_cache_config", "hidden_states"):
@@ -341,12 +223,14 @@ class _V2:
 
     def _parallel(self, mode: Any) -> None:
         module = self.engine.modules[f"{GPU}.spec_decode.dflash.speculator"]
-        module.AttentionCGSupport = Support
+        module.AttentionCGSupport = standins.Support
         self.drafter = SimpleNamespace(
             vllm_config=self.config,
             device=None,
             num_query_per_req=self.found.draft_query_len,
-            attn_cg_support=SimpleNamespace(min_cg_support=Support.ALWAYS, min_cg_attn_backend="any"),
+            attn_cg_support=SimpleNamespace(
+                min_cg_support=standins.Support.ALWAYS, min_cg_attn_backend="any"
+            ),
         )
         module.DFlashSpeculator.init_cudagraph_manager(self.drafter, mode)
         self.graphs["draft_decode"] = self._capture_base(self.drafter.query_cudagraph_manager)
@@ -412,7 +296,7 @@ class _V2:
             found += self._propose(asked, max(asked["tokens"], desc.num_tokens), state)
         elif self.found.drafter == "modules":
             given, _ = self.ranks.dispatch_cg_and_sync_dp(
-                self.drafter.cudagraph_manager,  # type: ignore[attr-defined]
+                self.drafter.cudagraph_manager,
                 asked["reqs"],
                 max(asked["tokens"], desc.num_tokens),
                 asked["uniform"],
@@ -431,7 +315,7 @@ class _V2:
 
     def _propose(self, asked: dict[str, Any], padded: int, state: Any) -> list[list[Any]]:
         """Let the engine's own ``propose`` ask its managers, and note what it is answered."""
-        drafter: Any = self.drafter
+        drafter = self.drafter
         module = self.engine.modules[f"{AUTOREGRESSIVE}.speculator"]
         given: list[Any] = []
         real = self.ranks.dispatch_cg_and_sync_dp
@@ -478,13 +362,13 @@ class _V2:
         """Ask as ``DFlashSpeculator.propose`` does; its state for several ranks is the engine's."""
         if self._drafts(reqs) == 0:
             return []
-        width = self.drafter.num_query_per_req  # type: ignore[attr-defined]
+        width = self.drafter.num_query_per_req
         base = self.engine.modules[f"{GPU}.spec_decode.speculator"].DraftModelSpeculator
         tokens = reqs * width
         if state is not None:
             state, tokens = base._build_uniform_batch_dp_sync(self.drafter, state, reqs, width)
         desc, _ = self.ranks.dispatch_cg_and_sync_dp(
-            self.drafter.query_cudagraph_manager,  # type: ignore[attr-defined]
+            self.drafter.query_cudagraph_manager,
             reqs,
             tokens,
             uniform_token_count=width,
@@ -496,13 +380,13 @@ class _V2:
         return self._row(desc)
 
     def _step(self, step: Sequence[tuple[Rows, int]]) -> list[list[list[Any]]]:
-        group = _Group()
-        self.ranks.get_dp_group = lambda: group  # type: ignore[attr-defined]
+        group = standins.Group()
+        self.ranks.get_dp_group = lambda: group
         self.dp_size = len(step)
         for self.dp_rank, (rows, loras) in enumerate(step):
             try:
                 self._target(rows, loras)
-            except _Collected:
+            except standins.Collected:
                 continue
             raise AssertionError("a rank did not speak")
         group.total = torch.stack(group.said).sum(0).to(torch.int32)
@@ -511,105 +395,3 @@ class _V2:
             found.append(self._batch(rows, loras, None)[0])
         self.dp_size, self.dp_rank = 1, 0
         return found
-
-
-class _Legacy:
-    """One configuration under the legacy dispatcher."""
-
-    def __init__(self, engine: Engine, found: Configuration) -> None:
-        self.found = found
-        self.module = engine.modules["vllm.v1.cudagraph_dispatcher"]
-        modes = sys.modules["vllm.config.compilation"].CUDAGraphMode  # type: ignore[attr-defined]
-        self.mode = modes[found.mode.value]
-        compilation = SimpleNamespace(
-            cudagraph_capture_sizes=list(found.sizes),
-            max_cudagraph_capture_size=found.max_size,
-            cudagraph_mode=self.mode,
-            is_attention_compiled_piecewise=lambda: True,
-            compile_sizes=None,
-            cudagraph_specialize_lora=found.capture_fewer,
-        )
-        lora = (
-            SimpleNamespace(max_loras=found.max_loras, specialize_active_lora=found.specialize_lora)
-            if found.max_loras
-            else None
-        )
-        k = found.num_speculative_tokens
-        config = SimpleNamespace(
-            compilation_config=compilation,
-            num_speculative_tokens=k,
-            lora_config=lora,
-            scheduler_config=SimpleNamespace(max_num_seqs=found.max_num_seqs),
-        )
-        if self.mode.decode_mode() == modes.FULL and k > 0:
-            round_up = engine.modules["vllm.utils.math_utils"].round_up
-            adjust = engine.piece(
-                "vllm.config.compilation",
-                "adjust_cudagraph_sizes_for_spec_decode",
-                "CompilationConfig",
-                round_up=round_up,
-            )
-            adjust(compilation, 1 + k)
-        self.target = self.module.CudagraphDispatcher(config)
-        self.target.initialize_cudagraph_keys(self.mode, 1 + k)
-        self.is_decode = engine.piece(
-            "vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner"
-        )
-        self.drafter = None
-        if found.drafter == "chain":
-            initialize = engine.piece(
-                "vllm.v1.spec_decode.llm_base_proposer",
-                "initialize_cudagraph_keys",
-                "SpecDecodeBaseProposer",
-                CUDAGraphMode=modes,
-            )
-            # The drafter is asked without adapters, and keeps the adapter cases that it has no use for.
-            self.drafter = self.module.CudagraphDispatcher(config)
-            proposer = SimpleNamespace(
-                speculative_config=SimpleNamespace(enforce_eager=False), cudagraph_dispatcher=self.drafter
-            )
-            initialize(proposer, self.mode)
-
-    def answers(self, case: Case) -> dict[str, Any]:
-        graphs = {"target": summary(self._graphs(self.target))}
-        if self.drafter is not None:
-            # It is captured as it is asked: without adapters, whatever keys it was given.
-            rows = [row for row in self._graphs(self.drafter) if row[5] == 0]
-            graphs |= {role: summary(rows) for role in ("draft_prefill", "draft_decode")}
-        return {
-            "graphs": graphs,
-            "batches": [self._batch(rows, loras) for rows, loras in case.batches],
-            "steps": [],
-        }
-
-    def _graphs(self, dispatcher: Any) -> list[list[Any]]:
-        return [self._graph(mode, desc) for mode, descs in dispatcher.get_capture_descs() for desc in descs]
-
-    def _graph(self, mode: Any, desc: Any) -> list[Any]:
-        width = 1 + self.found.num_speculative_tokens if desc.uniform else None
-        return [mode.name[0], desc.num_tokens, desc.num_reqs, width, None, desc.num_active_loras, None]
-
-    def _batch(self, rows: Rows, loras: int) -> list[list[Any]]:
-        tokens = sum(count for count, _ in rows)
-        is_decode = self.is_decode(
-            max_num_scheduled_tokens=max(count for count, _ in rows),
-            uniform_decode_query_len=1 + self.found.num_speculative_tokens,
-            num_tokens=tokens,
-            num_reqs=len(rows),
-        )
-        found = [
-            self._row(
-                *self.target.dispatch(
-                    num_tokens=tokens, uniform_decode=is_decode, has_lora=loras > 0, num_active_loras=loras
-                )
-            )
-        ]
-        if self.drafter is not None:
-            found += [self._row(*self.drafter.dispatch(count)) for count in (tokens, len(rows))]
-        return found
-
-    def _row(self, mode: Any, desc: Any) -> list[Any]:
-        if not mode:
-            return ["N", desc.num_tokens]
-        kind, tokens, reqs, width, _, loras, _ = self._graph(mode, desc)
-        return [kind, tokens, reqs, width, loras]
