@@ -195,6 +195,18 @@ def test_reasons(batch: Batch, reason: Reason) -> None:
     assert manager.dispatch(batch).reason is reason
 
 
+def test_empty_batch_has_no_graph() -> None:
+    """No table leads from a batch without tokens, or without requests, to its smallest graph."""
+    empty = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
+    target, _ = of_schedule(((1, 256, 0),), GraphMode.PIECEWISE)
+    old = legacy.PaddedManager(
+        role=Role.TARGET, mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8, query_len=1
+    )
+    oldest = first.FirstManager(mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8)
+    for manager in (target, old, oldest):
+        assert manager.dispatch(empty).reason is Reason.NOT_ADMISSIBLE
+
+
 def test_prompt_in_the_shape_of_a_decode_has_no_decode_graph() -> None:
     """A uniform graph and a varlen graph refuse prompts; the legacy and the first table do not."""
     batch = attrs.evolve(decode(2, 3), past_prompt=False)
@@ -212,9 +224,7 @@ def test_prompt_in_the_shape_of_a_decode_has_no_decode_graph() -> None:
         assert manager.dispatch(decode(2, 3)).mode is GraphMode.FULL
         assert manager.dispatch(batch).reason is Reason.MODE
     mode = GraphMode.FULL_DECODE_ONLY
-    old = legacy.PaddedManager(
-        role=Role.TARGET, mode=mode, sizes=(3, 6), max_size=6, max_num_reqs=8, query_len=3
-    )
+    old = legacy.PaddedManager(role=Role.TARGET, mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
     oldest = first.FirstManager(mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
     assert old.dispatch(batch).mode is oldest.dispatch(batch).mode is GraphMode.FULL
 
@@ -315,16 +325,15 @@ def test_no_rank_has_work() -> None:
 def test_legacy_sizes_are_multiples(sizes: tuple[int, ...], width: int, mode: GraphMode) -> None:
     """Where decodes of several tokens run in full graphs, sizes are multiples up to the largest, or refused."""
     if mode.decode_mode is not GraphMode.FULL or width == 1:
-        assert legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode) == (sizes, sizes[-1])
+        assert legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode) == sizes
     elif sizes[-1] < width:
         with pytest.raises(FlagError, match="no capture size"):
             legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode)
     else:
-        kept, top = legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode)
+        kept = legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode)
         multiples = range(width, sizes[-1] + 1, width)
         assert {*kept} == {m for m in multiples if any(m - width < s <= m for s in sizes)} or kept == (width,)
-        assert top == kept[-1]
-        assert legacy.speculative_sizes(kept, top, query_len=width, mode=mode) == (kept, top)
+        assert legacy.speculative_sizes(kept, kept[-1], query_len=width, mode=mode) == kept
 
 
 @given(SIZES, st.integers(1, 4), st.integers(1, 20), st.sampled_from(GraphMode))
@@ -336,6 +345,9 @@ def test_first_table_is_the_rule_in_words(
     table = {n: min(s for s in sizes if s >= n) for n in range(1, sizes[-1] + 1)}
     decodes = {n: size for n, size in table.items() if width <= size <= reqs * width}
     captured = {graph.entry for graph in manager.graphs}
+    if mode.is_separate:
+        full = {entry.num_tokens for entry in captured if entry.mode is GraphMode.FULL}
+        assert full == {size for size in sizes if width <= size <= reqs * width}
     for n in range(1, reqs + 1):
         for batch in (decode(n, width), mixed(n, n * width + 1)):
             is_decode = batch.past_prompt

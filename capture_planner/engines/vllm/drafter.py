@@ -45,7 +45,10 @@ class DraftPrefill:
         return self.at(batch, padded, self.table.query(batch).uniform)
 
     def at(self, batch: Batch, num_tokens: int, uniform: int | None) -> Dispatch:
-        """Return the answer where the target runs ``num_tokens`` tokens, padding included."""
+        """Return the answer where the target runs ``num_tokens`` tokens, padding included.
+
+        Drafters take no adapters.
+        """
         query = Query(num_reqs=batch.num_reqs, num_tokens=num_tokens, uniform=uniform, max_query_len=None)
         found = self.table.find(query)
         reason = None if found is not None else self.table.reason(query)

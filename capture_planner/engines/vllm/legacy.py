@@ -26,14 +26,14 @@ def draft_mode(mode: GraphMode) -> GraphMode:
 
 def speculative_sizes(
     sizes: tuple[int, ...], max_size: int, *, query_len: int, mode: GraphMode
-) -> tuple[tuple[int, ...], int]:
-    """Return sizes and largest size, made multiples of the decode's width; raises ``FlagError``.
+) -> tuple[int, ...]:
+    """Return the sizes, made multiples of the decode's width; raises ``FlagError``.
 
     That holds for every graph, of mixed batches and of drafters too, where decodes of more than one
     token run in full graphs.
     """
     if mode.decode_mode is not GraphMode.FULL or query_len <= 1 or not sizes:
-        return sizes, max_size
+        return sizes
     rounded = {-(-size // query_len) * query_len for size in sizes}
     kept = sorted(size for size in rounded if size <= max_size)
     if not kept and query_len <= max_size:
@@ -49,7 +49,7 @@ def speculative_sizes(
                 )
             ]
         )
-    return tuple(kept), kept[-1]
+    return tuple(kept)
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +60,6 @@ class PaddedManager:
     mode: GraphMode
     sizes: tuple[int, ...]
     """In tokens, ascending, as ``speculative_sizes`` returns them."""
-    max_size: int
     max_num_reqs: int
     query_len: int
     """Tokens of a uniform decode: 1 + K."""
@@ -85,9 +84,10 @@ class PaddedManager:
             return answered(None, batch, Reason.NOT_ADMISSIBLE)
         if self.mode is GraphMode.NONE:
             return answered(None, batch, Reason.MODE)
-        if batch.num_tokens > self.max_size:
+        index = bisect_left(self.sizes, batch.num_tokens)
+        if index == len(self.sizes):
             return answered(None, batch, Reason.SIZES)
-        padded = self._padded(batch.num_tokens)
+        padded = self.sizes[index]
         for entry in (
             self._full(padded, self._is_decode(batch), self._case(batch)),
             Entry(mode=GraphMode.PIECEWISE, num_tokens=padded, active_loras=self._case(batch)),
@@ -113,10 +113,6 @@ class PaddedManager:
         exact = batch.query_len == self.query_len and batch.num_tokens == batch.num_reqs * self.query_len
         return exact and self.mode.is_separate
 
-    def _padded(self, tokens: int) -> int:
-        index = bisect_left(self.sizes, tokens)
-        return self.sizes[index] if index < len(self.sizes) else self.max_size + 1
-
     def _full(self, tokens: int, is_decode: bool, case: int) -> Entry:
         query_len = self.query_len if is_decode else None
         reqs = min(tokens // (query_len or 1), self.max_num_reqs)
@@ -131,7 +127,7 @@ class PaddedManager:
                     yield Entry(mode=GraphMode.PIECEWISE, num_tokens=size, active_loras=case)
                 elif self.mode.mixed_mode is GraphMode.FULL:
                     yield self._full(size, False, case)
-                if self.mode.is_separate and self.query_len <= size <= self.query_len * self.max_num_reqs:
+                if self.mode.is_separate and size <= self.query_len * self.max_num_reqs:
                     yield self._full(size, True, case)
 
     def _reason(self, batch: Batch) -> Reason:

@@ -129,7 +129,7 @@ def managers(settings: Settings) -> tuple[Manager, ...]:
 
 def _legacy(settings: Settings) -> tuple[Manager, ...]:
     query_len = 1 + settings.num_speculative_tokens
-    sizes, top = legacy.speculative_sizes(
+    sizes = legacy.speculative_sizes(
         settings.sizes, settings.max_size, query_len=query_len, mode=settings.mode
     )
 
@@ -139,7 +139,6 @@ def _legacy(settings: Settings) -> tuple[Manager, ...]:
             role=role,
             mode=mode,
             sizes=sizes,
-            max_size=top,
             max_num_reqs=settings.max_num_seqs,
             query_len=query_len,
             # Drafters are asked without adapters, and have the cases of the target.

@@ -123,9 +123,8 @@ class TableManager:
         return answered(graph, batch, None if graph is not None else self.reason(query))
 
     def query(self, batch: Batch) -> Query:
-        """Return what the engine asks this manager for a batch. Drafters take no adapters."""
-        query = Query.of(batch, self.query_len)
-        return attrs.evolve(query, loras=0) if self.role.is_drafter else query
+        """Return what the engine asks the target's manager for a batch."""
+        return Query.of(batch, self.query_len)
 
     def find(self, query: Query) -> Graph | None:
         """Return the graph that the table leads to, or None."""
@@ -197,10 +196,9 @@ class TableManager:
         return list(found)
 
     def _decodes(self, size: int, case: int) -> Iterable[Graph]:
-        widest = self.max_num_reqs * self.query_len
         mode = self.mode.decode_mode
         if self.varlen:
-            if size <= widest:
+            if size <= self.max_num_reqs * self.query_len:
                 reqs = min(size, self.max_num_reqs)
                 graph = self._graph(mode=mode, num_tokens=size, num_reqs=reqs, active_loras=case)
                 yield attrs.evolve(graph, max_query_len=self.query_len)
@@ -208,7 +206,7 @@ class TableManager:
         for query_len in self.query_lens:
             reqs = -(-size // query_len)
             tokens = reqs * query_len
-            if tokens <= min(widest, self.max_size) and reqs <= self.max_num_reqs:
+            if tokens <= self.max_size and reqs <= self.max_num_reqs:
                 yield self._graph(
                     mode=mode, num_tokens=tokens, num_reqs=reqs, query_len=query_len, active_loras=case
                 )

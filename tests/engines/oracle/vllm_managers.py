@@ -30,6 +30,7 @@ class Engine:
 
     def __init__(self, folder: Path, modules: dict[str, Any]) -> None:
         self.folder, self.modules = folder, modules
+        self._pieces: dict[tuple[str, str, str], Callable[..., Any]] = {}
 
     def answers(self, case: Case) -> dict[str, Any]:
         """Return the graphs of each role in order, each batch's answers, each step's."""
@@ -45,8 +46,11 @@ class Engine:
             return None
 
     def piece(self, module: str, name: str, owner: str, **scope: Any) -> Callable[..., Any]:
-        """Return one method of a class as a function."""
-        return loading.extract(self.folder, module, name, scope, owner)  # type: ignore[no-any-return]
+        """Return one method of a class as a function; the first scope given for it stays."""
+        key = (module, owner, name)
+        if key not in self._pieces:
+            self._pieces[key] = loading.extract(self.folder, module, name, scope, owner)
+        return self._pieces[key]
 
 
 @contextmanager
