@@ -40,7 +40,7 @@ class Settings(Protocol):
 
     @property
     def draft_prefill_mode(self) -> GraphMode | None:
-        """The mode of the pass on the target's batch; None where there is none."""
+        """The mode of the pass on the target's batch; not asked where all draft positions are one pass."""
         ...
 
     @property
@@ -110,7 +110,7 @@ def managers(settings: Settings) -> tuple[Manager, ...]:
 
     target = table(Role.TARGET, settings.mode, 1 + most)
     found: list[Manager] = [target]
-    if settings.draft_prefill_mode is not None:
+    if settings.draft_prefill_mode is not None and not settings.draft_query_len:
         prefill = table(Role.DRAFT_PREFILL, settings.draft_prefill_mode, 1 + most)
         found.append(DraftPrefill(table=prefill, target=target))
     lookup = draft_tokens(tiers, max_num_reqs=requests, num_speculative=most)

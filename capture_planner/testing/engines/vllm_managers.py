@@ -61,7 +61,7 @@ class Configuration:
 
     @property
     def draft_prefill_mode(self) -> GraphMode | None:
-        if self.drafter in ("none", "parallel"):
+        if self.drafter == "none":
             return None
         if self.runner == "v1":
             return legacy.draft_mode(self.mode)

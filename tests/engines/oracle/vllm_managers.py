@@ -1,7 +1,7 @@
 """vLLM's own graph managers, run on a machine without the engine.
 
-Nothing is captured: the engine's ``capture`` runs over stand-ins for the device, so that its order and its
-keys are its own. A drafter's ``propose`` runs over stand-ins for its buffers, and asks its managers itself.
+Nothing is captured: ``capture`` runs over stand-ins for the device, so that order and keys are the engine's.
+A drafter's ``propose`` runs over stand-ins for its buffers, and asks its managers itself.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class _V2:
         """Return requests, tokens, uniform, longest and eligibility as the model runner finds them."""
         names = [str(index) for index in range(len(rows))]
         scheduled = {name: tokens for name, (tokens, _) in zip(names, rows, strict=True)}
-        prompts = np.array([10_000 if is_prompt else 5 for _, is_prompt in rows])
+        lengths = np.array([10_000 if is_prompt else 5 for _, is_prompt in rows])
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
@@ -260,7 +260,7 @@ class _V2:
             decode_query_len=1 + self.found.num_speculative_tokens,
             req_states=SimpleNamespace(
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                prefill_len=SimpleNamespace(np=prompts),
+                prefill_len=SimpleNamespace(np=lengths),
                 # A prompt that has just begun: one token of it is no decode yet.
                 num_computed_prefill_tokens=np.array([0 if is_prompt else 5 for _, is_prompt in rows]),
             ),
@@ -356,11 +356,8 @@ class _V2:
         )  # fmt: skip
         found = [self._row(given[0])]
         if drafter.num_speculative_steps > 1:
-            found.append(self._row(decoded[0], self._steps(decoded[0])) if decoded else [])
+            found.append(self._row(decoded[0], self.chains.get(decoded[0])) if decoded else [])
         return found
-
-    def _steps(self, desc: Any) -> int | None:
-        return self.chains.get(desc)
 
     def _whole(self, reqs: int, state: Any) -> list[Any]:
         """Ask as ``DFlashSpeculator.propose`` does; its state for several ranks is the engine's."""
