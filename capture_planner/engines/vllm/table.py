@@ -18,10 +18,6 @@ from capture_planner.entry import Batch, Entry
 from capture_planner.modes import GraphMode, Reason, Role
 
 
-def _integers(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
-
-
 @attrs.frozen(kw_only=True)
 class Query:
     """What the engine's dispatcher is asked. All counts as the engine pads them before it asks."""
@@ -87,16 +83,16 @@ class TableManager:
     role: Role
     mode: GraphMode
     """As resolved."""
-    sizes: tuple[int, ...] = attrs.field(converter=_integers)
+    sizes: tuple[int, ...]
     """The capture sizes in tokens, ascending."""
     max_size: int
     """The largest size allowed; a decode that is rounded up beyond it is not captured."""
     max_num_reqs: int
     query_len: int
     """The largest decode, 1 + K."""
-    query_lens: tuple[int, ...] = attrs.field(converter=_integers)
+    query_lens: tuple[int, ...]
     """The decodes of a dynamic schedule, ascending; (query_len,) without one."""
-    lora_cases: tuple[int, ...] = attrs.field(default=(0,), converter=_integers)
+    lora_cases: tuple[int, ...] = (0,)
     """The adapter counts captured for, ascending, 0 first."""
     varlen: bool = False
     """Whether decode graphs take any mix of 1 to query_len tokens (adaptive verification)."""
