@@ -44,6 +44,7 @@ WHY_NONE = {
     Reason.RANK: "some data-parallel rank has no graph for it, so none uses one",
     Reason.IDLE: "no rank has work",
     Reason.NOT_ADMISSIBLE: "the limits or the schedule do not admit such a batch",
+    Reason.SHADOWED: "a captured graph could serve it, but the engine's table does not lead there",
     Reason.UNCOVERED: "nothing was planned for it, and nothing waives it: run check",
 }
 """Each reason in words, about the batch that has no graph."""

@@ -133,5 +133,7 @@ class Reason(enum.StrEnum):
     """No data-parallel rank has work: no forward runs."""
     NOT_ADMISSIBLE = "not_admissible"
     """The limits or the schedule do not admit the batch."""
+    SHADOWED = "shadowed"
+    """A captured graph could serve it, but the engine's table does not lead there."""
     UNCOVERED = "uncovered"
     """Neither an entry nor a waiver: a hole, which ``check`` reports as CP001."""

@@ -1,1 +1,1 @@
-"""Seeded generators of engine configurations, for goldens and for runs beside the engines themselves."""
+"""Seeded generators of engines' command lines and batches, for tests, recorders and oracles."""

@@ -1,0 +1,84 @@
+"""vLLM's own graph managers beside ours, over random configurations and batches.
+
+Needs the unpacked wheel, and torch; no GPU and no installed engine. Prints every difference with the case's
+number, by which it can be made again, and exits with 1 on any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from _bench import CONSOLE
+
+from capture_planner.testing.engines import vllm_managers as cases
+from capture_planner.testing.engines.files import module_at
+
+ORACLE = Path(__file__).parents[1] / "tests" / "engines" / "oracle" / "vllm_managers.py"
+
+
+def say(text: str) -> None:
+    """Print a line as it is."""
+    CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON has it."""
+    return json.loads(json.dumps(value))
+
+
+def differences(case: cases.Case, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Return what differs, in words."""
+    found = []
+    for role in sorted({*ours["graphs"], *theirs["graphs"]}):
+        mine, engines = ours["graphs"].get(role), theirs["graphs"].get(role)
+        if mine != engines:
+            found.append(f"graphs of {role}: {mine} for the engine's {engines}")
+    for kind, asked in (("batches", case.batches), ("steps", case.steps)):
+        for question, mine, engines in zip(asked, ours[kind], theirs[kind], strict=True):
+            if mine != engines:
+                found.append(f"{question}: {mine} for the engine's {engines}")
+    return found
+
+
+def main() -> int:
+    """Compare and print; exit code 1 on a difference."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wheel", required=True, type=Path, help="folder of vLLM's unpacked wheel")
+    parser.add_argument("--count", type=int, default=20_000, help="configurations (default 20000)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    seen: Counter[str] = Counter()
+    differing, started = 0, time.perf_counter()
+    with module_at(ORACLE).engine(options.wheel) as engine:
+        for index in range(options.count):
+            case = cases.case(options.seed, index)
+            ours, theirs = plain(cases.answers(case)), plain(engine.answers(case))
+            found = differences(case, ours, theirs)
+            wanted = cases.schedule_case(options.seed, index)
+            mine, engines = cases.schedule_answer(wanted), engine.schedule_answer(wanted)
+            if mine != engines:
+                found.append(f"{wanted}: {mine} for the engine's {engines}")
+            for text in found:
+                say(f"seed {options.seed}, case {index}, {case.configuration}: {text}")
+            differing += bool(found)
+            seen["configurations"] += 1
+            seen["batches"] += len(case.batches)
+            seen["steps of several ranks"] += len(case.steps)
+            seen["answers"] += sum(len(row) for row in ours["batches"])
+            seen["answers"] += sum(len(rank) for step in ours["steps"] for rank in step)
+            seen["managers"] += len(ours["graphs"])
+            seen["schedules"] += 1
+            seen["schedules refused"] += mine is None
+    counted = ", ".join(f"{count} {what}" for what, count in seen.items())
+    say(f"{counted}: {differing} differ, {time.perf_counter() - started:.0f} s")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

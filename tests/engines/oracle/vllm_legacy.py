@@ -1,0 +1,110 @@
+"""vLLM's own legacy dispatcher, answering in the form of ``testing.engines.vllm_managers.answers``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from capture_planner.testing.engines.vllm_managers import Case, Configuration, Rows, summary
+
+
+class Legacy:
+    """One configuration under the legacy dispatcher."""
+
+    def __init__(self, engine: Any, found: Configuration) -> None:
+        self.found = found
+        self.module = engine.modules["vllm.v1.cudagraph_dispatcher"]
+        modes = engine.modules["vllm.config.compilation"].CUDAGraphMode
+        self.mode = modes[found.mode.value]
+        compilation = SimpleNamespace(
+            cudagraph_capture_sizes=list(found.sizes),
+            max_cudagraph_capture_size=found.max_size,
+            cudagraph_mode=self.mode,
+            is_attention_compiled_piecewise=lambda: True,
+            compile_sizes=None,
+            cudagraph_specialize_lora=found.capture_fewer,
+        )
+        lora = (
+            SimpleNamespace(max_loras=found.max_loras, specialize_active_lora=found.specialize_lora)
+            if found.max_loras
+            else None
+        )
+        k = found.num_speculative_tokens
+        config = SimpleNamespace(
+            compilation_config=compilation,
+            num_speculative_tokens=k,
+            lora_config=lora,
+            scheduler_config=SimpleNamespace(max_num_seqs=found.max_num_seqs),
+        )
+        if self.mode.decode_mode() == modes.FULL and k > 0:
+            round_up = engine.modules["vllm.utils.math_utils"].round_up
+            adjust = engine.piece(
+                "vllm.config.compilation",
+                "adjust_cudagraph_sizes_for_spec_decode",
+                "CompilationConfig",
+                round_up=round_up,
+            )
+            adjust(compilation, 1 + k)
+        self.target = self.module.CudagraphDispatcher(config)
+        self.target.initialize_cudagraph_keys(self.mode, 1 + k)
+        self.is_decode = engine.piece(
+            "vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner"
+        )
+        self.drafter = None
+        if found.drafter == "chain":
+            initialize = engine.piece(
+                "vllm.v1.spec_decode.llm_base_proposer",
+                "initialize_cudagraph_keys",
+                "SpecDecodeBaseProposer",
+                CUDAGraphMode=modes,
+            )
+            # The drafter is asked without adapters, and keeps the adapter cases that it has no use for.
+            self.drafter = self.module.CudagraphDispatcher(config)
+            proposer = SimpleNamespace(
+                speculative_config=SimpleNamespace(enforce_eager=False), cudagraph_dispatcher=self.drafter
+            )
+            initialize(proposer, self.mode)
+
+    def answers(self, case: Case) -> dict[str, Any]:
+        graphs = {"target": summary(self._graphs(self.target))}
+        if self.drafter is not None:
+            # It is captured as it is asked: without adapters, whatever keys it was given.
+            rows = [row for row in self._graphs(self.drafter) if row[5] == 0]
+            graphs |= {role: summary(rows) for role in ("draft_prefill", "draft_decode")}
+        return {
+            "graphs": graphs,
+            "batches": [self._batch(rows, loras) for rows, loras in case.batches],
+            "steps": [],
+        }
+
+    def _graphs(self, dispatcher: Any) -> list[list[Any]]:
+        return [self._graph(mode, desc) for mode, descs in dispatcher.get_capture_descs() for desc in descs]
+
+    def _graph(self, mode: Any, desc: Any) -> list[Any]:
+        width = 1 + self.found.num_speculative_tokens if desc.uniform else None
+        return [mode.name[0], desc.num_tokens, desc.num_reqs, width, None, desc.num_active_loras, None]
+
+    def _batch(self, rows: Rows, loras: int) -> list[list[Any]]:
+        tokens = sum(count for count, _ in rows)
+        is_decode = self.is_decode(
+            max_num_scheduled_tokens=max(count for count, _ in rows),
+            uniform_decode_query_len=1 + self.found.num_speculative_tokens,
+            num_tokens=tokens,
+            num_reqs=len(rows),
+        )
+        found = [
+            self._row(
+                *self.target.dispatch(
+                    num_tokens=tokens, uniform_decode=is_decode, has_lora=loras > 0, num_active_loras=loras
+                )
+            )
+        ]
+        if self.drafter is not None:
+            found += [self._row(*self.drafter.dispatch(count)) for count in (tokens, len(rows))]
+        return found
+
+    def _row(self, mode: Any, desc: Any) -> list[Any]:
+        if not mode:
+            return ["N", desc.num_tokens]
+        kind, tokens, reqs, width, _, loras, _ = self._graph(mode, desc)
+        return [kind, tokens, reqs, width, loras]

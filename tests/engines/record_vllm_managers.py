@@ -1,0 +1,34 @@
+"""Record what vLLM's own graph managers answer: ``record_vllm_managers.py UNPACKED_WHEEL``.
+
+Run by hand, with torch installed; writes ``golden/vllm_managers.json`` beside it.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from capture_planner.testing.engines import vllm_managers as cases
+from capture_planner.testing.engines.files import module_at
+
+HERE = Path(__file__).parent
+SEED, COUNT = 33, 400
+
+
+def main() -> None:
+    """Write the answers of each case, by its number."""
+    oracle = module_at(HERE / "oracle" / "vllm_managers.py")
+    with oracle.engine(sys.argv[1]) as engine:
+        answers = [
+            {
+                **engine.answers(cases.case(SEED, index)),
+                "schedule": engine.schedule_answer(cases.schedule_case(SEED, index)),
+            }
+            for index in range(COUNT)
+        ]
+    lines = ",\n".join(json.dumps(answer, separators=(",", ":")) for answer in answers)
+    text = f'{{"engine":"vllm","version":"0.33.0","seed":{SEED},"answers":[\n{lines}\n]}}\n'
+    (HERE / "golden" / "vllm_managers.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

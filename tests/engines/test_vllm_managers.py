@@ -1,0 +1,387 @@
+"""vLLM's graph managers: the published misses, and the rules in words against the managers."""
+
+import random
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.engines.vllm import data_parallel, first, legacy, schedule
+from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill, draft_decode_mode
+from capture_planner.engines.vllm.managers import managers
+from capture_planner.engines.vllm.table import TableManager
+from capture_planner.entry import Batch, Entry
+from capture_planner.errors import FlagError
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.sizing.engines import vllm_tokens
+from capture_planner.testing.engines import vllm_managers as cases
+
+PUBLISHED = [
+    (((1, 16, 2), (17, 256, 1)), 20, 102, 53),
+    (((1, 16, 5), (17, 64, 3), (65, 256, 1)), 44, 150, 69),
+    (((1, 16, 4), (17, 64, 2), (65, 256, 0)), 80, 141, 54),
+]
+SIZES = st.sets(st.integers(1, 8) | st.integers(1, 80), min_size=1, max_size=10).map(
+    lambda found: tuple(sorted(found))
+)
+SEEDS = st.integers(0, 10_000)
+
+
+def of_schedule(tiers: tuple[schedule.Tier, ...], mode: GraphMode) -> tuple[TableManager, list[Batch]]:
+    """Return the target's manager with the default sizes, and the decode of every batch size."""
+    k = max(tier[2] for tier in tiers)
+    sizes = vllm_tokens(
+        max_num_reqs=256,
+        max_num_tokens=8192,
+        query_len=1 + k,
+        platform_max=512,
+        tiers=[(1 + drafts, last) for _, last, drafts in tiers],
+    )
+    manager = TableManager(
+        role=Role.TARGET,
+        mode=mode,
+        sizes=sizes,
+        max_size=sizes[-1],
+        max_num_reqs=256,
+        query_len=1 + k,
+        query_lens=schedule.query_lens(tiers, max_num_reqs=256, num_speculative=k),
+    )
+    lookup = schedule.draft_tokens(tiers, max_num_reqs=256, num_speculative=k)
+    return manager, [decode(reqs, 1 + lookup[reqs]) for reqs in range(1, 257)]
+
+
+def decode(reqs: int, width: int) -> Batch:
+    return Batch(role=Role.TARGET, num_reqs=reqs, num_tokens=reqs * width, query_len=width)
+
+
+def mixed(reqs: int, tokens: int) -> Batch:
+    return Batch(role=Role.TARGET, num_reqs=reqs, num_tokens=tokens, past_prompt=False)
+
+
+@pytest.mark.parametrize(("tiers", "missed", "captured", "reachable"), PUBLISHED)
+def test_published_schedules_miss_graphs(
+    tiers: tuple[schedule.Tier, ...], missed: int, captured: int, reachable: int
+) -> None:
+    """Decodes miss a compatible graph, and graphs are out of reach, as often as the engine was seen to."""
+    manager, batches = of_schedule(tiers, GraphMode.FULL_AND_PIECEWISE)
+    assert sum(manager.misses(batch) for batch in batches) == missed
+    full = [graph.entry for graph in manager.graphs if graph.entry.mode is GraphMode.FULL]
+    reached = {manager.dispatch(batch).entry for batch in batches} & {*full}
+    assert (len(full), len(reached)) == (captured, reachable)
+
+
+def test_missed_graph_of_the_published_example() -> None:
+    """5 decodes of 3 tokens run piecewise, or eager and shadowed, although a graph for 6 of 3 is there."""
+    tiers = PUBLISHED[0][0]
+    manager, _ = of_schedule(tiers, GraphMode.FULL_AND_PIECEWISE)
+    batch = decode(5, 3)
+    assert manager.dispatch(batch).mode is GraphMode.PIECEWISE
+    wanted = Entry(mode=GraphMode.FULL, num_tokens=18, num_reqs=6, query_len=3)
+    assert wanted in {graph.entry for graph in manager.compatible(manager.query(batch))}
+    alone, _ = of_schedule(tiers, GraphMode.FULL_DECODE_ONLY)
+    assert alone.dispatch(batch).reason is Reason.SHADOWED
+
+
+def test_published_sizes_of_a_user() -> None:
+    """Sizes 1 to 32 with K = 2 give full graphs of 3, 6, 9 and 18 tokens only."""
+    sizes = (1, 2, 4, 8, 16, 32)
+    manager = TableManager(
+        role=Role.TARGET,
+        mode=GraphMode.FULL_DECODE_ONLY,
+        sizes=sizes,
+        max_size=32,
+        max_num_reqs=256,
+        query_len=3,
+        query_lens=(3,),
+    )
+    assert [graph.entry.num_tokens for graph in manager.graphs] == [18, 9, 6, 3]
+
+
+def test_published_ceiling() -> None:
+    """With K = 3, 256 requests and 512 tokens, batches from 129 requests on are beyond the sizes."""
+    manager, _ = of_schedule(((1, 256, 3),), GraphMode.FULL_AND_PIECEWISE)
+    answers = [manager.dispatch(decode(reqs, 4)) for reqs in range(1, 257)]
+    assert [answer.mode for answer in answers[:128]] == [GraphMode.FULL] * 128
+    assert {answer.reason for answer in answers[128:]} == {Reason.SIZES}
+
+
+@given(
+    SIZES,
+    st.sets(st.integers(1, 5), min_size=1),
+    st.integers(1, 20),
+    st.booleans(),
+    st.sampled_from(GraphMode),
+)
+def test_table_is_the_rule_in_words(
+    sizes: tuple[int, ...], widths: set[int], reqs: int, varlen: bool, mode: GraphMode
+) -> None:
+    """Of each mode only the smallest captured size that holds the tokens is looked at, FULL first."""
+    widest = max(widths)
+    manager = TableManager(
+        role=Role.TARGET,
+        mode=mode,
+        sizes=sizes,
+        max_size=sizes[-1],
+        max_num_reqs=reqs,
+        query_len=widest,
+        query_lens=tuple(sorted(widths)),
+        varlen=varlen,
+    )
+    graphs = manager.graphs
+    order = [(g.entry.mode is GraphMode.FULL, -g.entry.num_tokens) for g in graphs]
+    assert order == sorted(order)
+    assert len(set(graphs)) == len(graphs)
+    rng = random.Random(sum(sizes))
+    batches = [decode(n, width) for n in range(1, reqs + 1) for width in widths]
+    batches += [mixed(rng.randint(1, min(n, reqs)), n) for n in range(1, 90)]
+    for batch in batches:
+        query, expected = manager.query(batch), None
+        for kind in (GraphMode.PIECEWISE, GraphMode.FULL):
+            fitting = [
+                g.entry.num_tokens
+                for g in graphs
+                if g.entry.mode is kind and g.entry.num_tokens >= batch.num_tokens
+            ]
+            for graph in graphs:
+                if (
+                    graph.entry.mode is kind
+                    and graph.entry.num_tokens == min(fitting, default=0)
+                    and (graph.entry.num_reqs is None or graph.entry.num_reqs >= batch.num_reqs)
+                    and graph.entry.query_len in (None, batch.uniform_query_len)
+                    and (graph.max_query_len is None or batch.past_prompt)
+                ):
+                    expected = graph.entry
+        answer = manager.dispatch(batch)
+        assert answer.entry == expected
+        if expected is None:
+            assert answer.reason is manager.reason(query)
+            assert (answer.reason is Reason.SHADOWED) == bool(manager.compatible(query))
+
+
+@given(SEEDS)
+def test_reason_comes_without_an_entry(seed: int) -> None:
+    """Every batch has an entry or a reason, with padding that leads from the batch to the entry."""
+    case = cases.case(1, seed)
+    for manager in managers(case.configuration):
+        entries = {graph.entry for graph in manager.graphs}
+        for rows, loras in case.batches:
+            answer = manager.dispatch(cases.as_batch(manager.role, rows, loras))
+            assert (answer.entry is None) == (answer.reason is not None)
+            assert answer.entry is None or answer.entry in entries
+            assert min(answer.padded_tokens, answer.padded_reqs) >= 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        (Batch(role=Role.TARGET, num_reqs=0, num_tokens=0), Reason.NOT_ADMISSIBLE),
+        (decode(9, 3), Reason.NOT_ADMISSIBLE),
+        (attrs.evolve(decode(2, 3), active_loras=1), Reason.NOT_ADMISSIBLE),
+        (decode(2, 2), Reason.MODE),
+        (mixed(2, 6), Reason.MODE),
+        (decode(8, 3), Reason.SIZES),
+    ],
+)
+def test_reasons(batch: Batch, reason: Reason) -> None:
+    """Each reason is given for its own kind of batch."""
+    manager = TableManager(
+        role=Role.TARGET,
+        mode=GraphMode.FULL_DECODE_ONLY,
+        sizes=(3, 6, 12),
+        max_size=12,
+        max_num_reqs=8,
+        query_len=3,
+        query_lens=(3,),
+    )
+    assert manager.dispatch(batch).reason is reason
+
+
+def test_empty_batch_has_no_graph() -> None:
+    """No table leads from a batch without tokens, or without requests, to its smallest graph."""
+    empty = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
+    target, _ = of_schedule(((1, 256, 0),), GraphMode.PIECEWISE)
+    old = legacy.PaddedManager(
+        role=Role.TARGET, mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8, query_len=1
+    )
+    oldest = first.FirstManager(mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8)
+    for manager in (target, old, oldest):
+        assert manager.dispatch(empty).reason is Reason.NOT_ADMISSIBLE
+
+
+def test_prompt_in_the_shape_of_a_decode_has_no_decode_graph() -> None:
+    """A uniform graph and a varlen graph refuse prompts; the legacy and the first table do not."""
+    batch = attrs.evolve(decode(2, 3), past_prompt=False)
+    for varlen in (False, True):
+        manager = TableManager(
+            role=Role.TARGET,
+            mode=GraphMode.FULL_DECODE_ONLY,
+            sizes=(3, 6),
+            max_size=6,
+            max_num_reqs=8,
+            query_len=3,
+            query_lens=(3,),
+            varlen=varlen,
+        )
+        assert manager.dispatch(decode(2, 3)).mode is GraphMode.FULL
+        assert manager.dispatch(batch).reason is Reason.MODE
+    mode = GraphMode.FULL_DECODE_ONLY
+    old = legacy.PaddedManager(role=Role.TARGET, mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
+    oldest = first.FirstManager(mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
+    assert old.dispatch(batch).mode is oldest.dispatch(batch).mode is GraphMode.FULL
+
+
+def test_drafter_is_asked_with_the_targets_padding() -> None:
+    """Where the target misses its graph and pads, the drafter can find its own at the padded size."""
+    target, batches = of_schedule(PUBLISHED[0][0], GraphMode.FULL_AND_PIECEWISE)
+    table = attrs.evolve(target, role=Role.DRAFT_PREFILL)
+    prefill = DraftPrefill(table=table, target=target)
+    batch = batches[20]
+    assert target.dispatch(batch).entry == Entry(mode=GraphMode.PIECEWISE, num_tokens=48)
+    assert table.dispatch(batch).entry == Entry(mode=GraphMode.PIECEWISE, num_tokens=48)
+    answer = prefill.dispatch(batch)
+    assert answer.entry == Entry(mode=GraphMode.FULL, num_tokens=48, num_reqs=24, query_len=2)
+    assert (answer.padded_tokens, answer.padded_reqs) == (6, 3)
+    differing = [b for b in batches if prefill.dispatch(b).mode is not target.dispatch(b).mode]
+    assert len(differing) == 15
+    assert all(target.misses(b) for b in differing)
+
+
+@given(SEEDS)
+def test_drafter_managers(seed: int) -> None:
+    """Draft decodes are never piecewise; chains are those of the schedule, each at every size."""
+    found = cases.case(2, seed).configuration
+    k, runner = found.num_speculative_tokens, found.runner
+    for manager in managers(found):
+        if not isinstance(manager, DraftDecode):
+            continue
+        assert runner == "v2"
+        assert manager.mode is draft_decode_mode(found.mode)
+        assert GraphMode.PIECEWISE not in {graph.entry.mode for graph in manager.graphs}
+        tiers = schedule.normalized([*found.schedule]) if found.schedule else ()
+        lookup = schedule.draft_tokens(tiers, max_num_reqs=found.max_num_seqs, num_speculative=k)
+        steps = {graph.entry.draft_steps for graph in manager.graphs}
+        expected = {n - 1 for n in lookup if n > 1} if found.draft_fused else {None}
+        assert steps == (expected if manager.table.graphs else set())
+        for reqs in range(1, found.max_num_seqs + 1):
+            answer = manager.dispatch(Batch(role=manager.role, num_reqs=reqs, num_tokens=reqs, query_len=1))
+            least = 1 if found.drafter == "parallel" else 2
+            assert (answer.reason is Reason.NOT_ADMISSIBLE) == (lookup[reqs] < least)
+            if answer.entry is not None and found.draft_fused:
+                assert answer.entry.draft_steps == lookup[reqs] - 1
+
+
+def test_chain_that_is_not_captured_runs_eager_and_padded() -> None:
+    """A longer chain is never taken for a shorter one."""
+    table = TableManager(
+        role=Role.DRAFT_DECODE,
+        mode=GraphMode.FULL_DECODE_ONLY,
+        sizes=(1, 4, 8),
+        max_size=8,
+        max_num_reqs=8,
+        query_len=1,
+        query_lens=(1,),
+    )
+    manager = DraftDecode(table=table, draft_tokens=(0, *(3,) * 8), chains=(3,))
+    answer = manager.dispatch(Batch(role=Role.DRAFT_DECODE, num_reqs=3, num_tokens=3, query_len=1))
+    assert (answer.entry, answer.reason, answer.padded_tokens) == (None, Reason.MODE, 1)
+
+
+@given(SEEDS)
+def test_ranks_agree(seed: int) -> None:
+    """All ranks run the same number of rows in the same mode, or none has a graph and none pads."""
+    case = cases.case(3, seed)
+    target = managers(case.configuration)[0]
+    for step in case.steps:
+        assert isinstance(target, TableManager)
+        batches = [
+            cases.as_batch(Role.TARGET, rows, loras) if rows else data_parallel.idle(target)
+            for rows, loras in step
+        ]
+        alone = [target.dispatch(batch) for batch in batches]
+        answers, agreement = data_parallel.agree(target, batches)
+        assert agreement is not None
+        assert agreement.eager == any(answer.entry is None for answer in alone)
+        assert len({answer.mode for answer in answers}) == 1
+        if agreement.eager:
+            assert {answer.padded_tokens for answer in answers} == {0}
+            assert agreement.num_tokens == tuple(batch.num_tokens for batch in batches)
+        else:
+            rows = {b.num_tokens + a.padded_tokens for b, a in zip(batches, answers, strict=True)}
+            assert rows == {*agreement.num_tokens}
+            assert len(rows) == 1
+        assert data_parallel.agree(target, batches[:1]) == ((alone[0],), None)
+
+
+def test_no_rank_has_work() -> None:
+    """Where no rank has a token, nothing runs and nothing is agreed."""
+    target = managers(cases.case(3, 0).configuration)[0]
+    assert isinstance(target, TableManager)
+    nothing = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
+    answers, agreement = data_parallel.agree(target, [nothing, nothing])
+    assert agreement is None
+    assert {answer.reason for answer in answers} == {Reason.IDLE}
+
+
+@given(SIZES, st.integers(1, 6), st.sampled_from(GraphMode))
+def test_legacy_sizes_are_multiples(sizes: tuple[int, ...], width: int, mode: GraphMode) -> None:
+    """Where decodes of several tokens run in full graphs, sizes are multiples up to the largest, or refused."""
+    if mode.decode_mode is not GraphMode.FULL or width == 1:
+        assert legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode) == sizes
+    elif sizes[-1] < width:
+        with pytest.raises(FlagError, match="no capture size"):
+            legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode)
+    else:
+        kept = legacy.speculative_sizes(sizes, sizes[-1], query_len=width, mode=mode)
+        multiples = range(width, sizes[-1] + 1, width)
+        assert {*kept} == {m for m in multiples if any(m - width < s <= m for s in sizes)} or kept == (width,)
+        assert legacy.speculative_sizes(kept, kept[-1], query_len=width, mode=mode) == kept
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 20), st.sampled_from(GraphMode))
+def test_first_table_is_the_rule_in_words(
+    sizes: tuple[int, ...], width: int, reqs: int, mode: GraphMode
+) -> None:
+    """A table from each count to the smallest size; decodes keep the entries that decodes can fill."""
+    manager = first.FirstManager(mode=mode, sizes=sizes, max_num_reqs=reqs, query_len=width)
+    table = {n: min(s for s in sizes if s >= n) for n in range(1, sizes[-1] + 1)}
+    decodes = {n: size for n, size in table.items() if width <= size <= reqs * width}
+    captured = {graph.entry for graph in manager.graphs}
+    if mode.is_separate:
+        full = {entry.num_tokens for entry in captured if entry.mode is GraphMode.FULL}
+        assert full == {size for size in sizes if width <= size <= reqs * width}
+    for n in range(1, reqs + 1):
+        for batch in (decode(n, width), mixed(n, n * width + 1)):
+            is_decode = batch.past_prompt
+            kind = mode.decode_mode if is_decode else mode.mixed_mode
+            size = (decodes if is_decode and mode.is_separate else table).get(batch.num_tokens)
+            answer = manager.dispatch(batch)
+            if kind is GraphMode.NONE or size is None:
+                assert answer.entry is None
+                assert answer.reason is (Reason.MODE if kind is GraphMode.NONE else Reason.SIZES)
+                continue
+            assert answer.entry in captured
+            assert (answer.entry.mode, answer.entry.num_tokens) == (kind, size)
+            filled = -(-size // width) if is_decode and mode.is_separate else size
+            expected = None if kind is GraphMode.PIECEWISE else min(filled, reqs)
+            assert answer.entry.num_reqs == expected
+
+
+@given(SEEDS)
+def test_schedule_carries_forward(seed: int) -> None:
+    """Each batch size drafts as its range says, or as the last range before it, and never above K."""
+    case = cases.schedule_case(4, seed)
+    if cases.schedule_answer(case) is None:
+        with pytest.raises(FlagError, match="num_speculative_tokens_per_batch_size"):
+            schedule.normalized(case.schedule)
+        return
+    tiers = schedule.normalized(case.schedule)
+    k, reqs = case.num_speculative_tokens, case.max_num_seqs
+    lookup = schedule.draft_tokens(tiers, max_num_reqs=reqs, num_speculative=k)
+    last, dense = 0, [0]
+    for n in range(1, reqs + 1):
+        last = next((drafts for start, end, drafts in tiers if start <= n <= end), last)
+        dense.append(min(last, k))
+    assert [*lookup] == dense
+    widths = schedule.query_lens(tiers, max_num_reqs=reqs, num_speculative=k)
+    assert [*widths] == sorted({1 + drafts for drafts in dense[1:]})
