@@ -193,7 +193,7 @@ def _note_shapes(
         )
         steps.take("graphs-without-drafts", len(set(sizes)), len(shapes), says)
     says = "prompts, and batches with one, run eager"
-    steps.take("decode-only", "FULL", "FULL_DECODE_ONLY", says)
+    steps.take("decode-only", "any batch", "decodes", says)
     if drafting is not None and drafting.algorithm.one_engine:
         says = "each shape is captured twice, for batches that are all greedy and for those that sample"
         steps.take("sampling-variants", len(shapes), 2 * len(shapes), says)

@@ -1,0 +1,187 @@
+"""The lint of engines: what it finds is there, counted batch by batch, and what is in order is left alone."""
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.engines.check import ENGINE_RULES, check
+from capture_planner.engines.core import Emulation
+from capture_planner.engines.vllm.schedule import draft_tokens, normalized, query_lens
+from capture_planner.engines.vllm.table import TableManager
+from capture_planner.engines.walk import runs, walk
+from capture_planner.entry import Batch
+from capture_planner.lint.core import link
+from capture_planner.model import DraftModel, Method, Speculative
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Kind
+from capture_planner.sizing.engines import vllm_tokens
+from capture_planner.spec import Limits
+
+SEQS = 256
+PUBLISHED = {
+    ((1, 16, 2), (17, 256, 1)): (20, 102, 53),
+    ((1, 16, 5), (17, 64, 3), (65, 256, 1)): (44, 150, 69),
+    ((1, 16, 4), (17, 64, 2), (65, 256, 0)): (80, None, None),
+}
+
+
+def emulation(schedule, sizes, *, seqs=SEQS, tokens=8192, most=512, mode=GraphMode.FULL_AND_PIECEWISE):
+    """The target of vLLM with a schedule and a list of sizes; no schedule: one token a request."""
+    k = max((k for _, _, k in schedule), default=0)
+    widths = query_lens(normalized([*schedule]), max_num_reqs=seqs, num_speculative=k) if schedule else (1,)
+    manager = TableManager(
+        role=Role.TARGET,
+        mode=mode,
+        sizes=sizes,
+        max_size=most,
+        max_num_reqs=seqs,
+        query_len=1 + k,
+        query_lens=widths,
+    )
+    speculative = None
+    if schedule:
+        speculative = Speculative(
+            method=Method.EAGLE3, num_tokens=k, schedule=tuple(schedule), model=DraftModel()
+        )
+    return Emulation(
+        engine="vllm",
+        version="test",
+        command=(),
+        settings=(),
+        sizes=tuple(sizes),
+        managers=(manager,),
+        decisions=(),
+        limits=Limits(max_num_reqs=seqs, max_num_tokens=tokens),
+        speculative=speculative,
+    )
+
+
+def by_code(found):
+    """Findings of the target by code."""
+    return {each.rule.code: each for each in found if each.seen.role is Role.TARGET}
+
+
+@pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
+def test_published_schedules_show_what_they_miss(schedule):
+    """20, 44 and 80 of 256 batch sizes beside a graph of their own, and the graphs that nothing reaches."""
+    k = max(k for _, _, k in schedule)
+    sizes = vllm_tokens(
+        max_num_reqs=SEQS,
+        max_num_tokens=8192,
+        query_len=1 + k,
+        platform_max=512,
+        tiers=[(1 + tier, last) for _, last, tier in schedule],
+    )
+    found = by_code(check(emulation(schedule, sizes, most=max(sizes))))
+    missed, captured, reached = PUBLISHED[schedule]
+    assert found["EN002"].seen.count == missed
+    if captured is not None:
+        assert found["EN003"].seen.count == captured - reached
+    assert "--cudagraph-capture-sizes" in found["EN003"].mend
+
+
+@st.composite
+def emulations(draw):
+    """Small targets with any schedule and any sizes."""
+    seqs = draw(st.integers(1, 12))
+    tiers, first = [], 1
+    for last in sorted(draw(st.sets(st.integers(1, seqs), max_size=3)) | {seqs}):
+        tiers.append((first, last, draw(st.integers(0, 4))))
+        first = last + 1
+    if not any(k for _, _, k in tiers):
+        tiers = []
+    sizes = sorted(draw(st.sets(st.integers(1, 48), min_size=1, max_size=6)))
+    mode = draw(st.sampled_from(list(GraphMode)))
+    return emulation(tiers, sizes, seqs=seqs, tokens=draw(st.integers(8, 64)), most=sizes[-1], mode=mode)
+
+
+@given(emulations())
+def test_every_admissible_batch_is_asked_and_answered_by_the_engine(emulated):
+    """Decodes of each size that the schedule has, mixed batches of each number of tokens, once each."""
+    asked = walk(emulated)
+    limits = emulated.limits
+    tokens = [n for a in asked if a.kind is Kind.MIXED for n in range(a.extent, a.last + 1)]
+    assert tokens == list(range(1, limits.max_num_tokens + 1))
+    k = emulated.speculative
+    tiers = normalized([*k.schedule]) if k is not None else ()
+    lookup = draft_tokens(tiers, max_num_reqs=limits.max_num_reqs, num_speculative=k.num_tokens if k else 0)
+    wanted = {
+        (reqs, 1 + lookup[reqs])
+        for reqs in range(1, limits.max_num_reqs + 1)
+        if reqs * (1 + lookup[reqs]) <= limits.max_num_tokens
+    }
+    decodes = [
+        (n, a.batch.query_len) for a in asked if a.kind is Kind.DECODE for n in range(a.extent, a.last + 1)
+    ]
+    assert sorted(decodes) == sorted(wanted)
+    for each in asked:
+        assert each.answer == emulated.dispatch(each.batch)
+
+
+@given(emulations())
+def test_what_stands_for_more_than_one_batch_is_answered_alike(emulated):
+    """Beyond the largest graph one batch is asked for all that are larger."""
+    for each in walk(emulated):
+        if each.last > each.extent:
+            batch = each.batch
+            width = batch.query_len or 1
+            last = attrs.evolve(
+                batch,
+                num_tokens=each.last * width if each.kind is Kind.DECODE else each.last,
+                num_reqs=each.last
+                if each.kind is Kind.DECODE
+                else min(each.last, emulated.limits.max_num_reqs),
+            )
+            assert emulated.dispatch(last).entry is None
+            assert each.answer.entry is None
+
+
+@given(emulations())
+def test_a_miss_is_a_graph_that_fits_and_is_not_found(emulated):
+    """The count of EN002 is what the manager itself says of each decode and mixed batch."""
+    (manager,) = emulated.managers
+    found = by_code(check(emulated)).get("EN002")
+    missed = 0
+    for each in walk(emulated):
+        if manager.misses(each.batch) or (each.best is not None and each.answer.entry is None):
+            missed += each.last - each.extent + 1
+    assert (found.seen.count if found else 0) == missed
+
+
+@given(emulations())
+def test_a_graph_is_unreached_if_no_batch_is_answered_with_it(emulated):
+    """By force: every decode and every number of tokens, one by one, with the fewest and the most requests."""
+    (manager,) = emulated.managers
+    limits = emulated.limits
+    answers = {each.answer.entry for each in walk(emulated)}
+    for tokens in range(1, limits.max_num_tokens + 1):
+        for reqs in {1, min(tokens, limits.max_num_reqs)}:
+            batch = Batch(role=Role.TARGET, num_reqs=reqs, num_tokens=tokens, past_prompt=False)
+            answers.add(manager.dispatch(batch).entry)
+    unused = sum(graph.entry not in answers for graph in manager.graphs)
+    found = by_code(check(emulated)).get("EN003")
+    assert (found.seen.count if found else 0) == unused
+
+
+def test_runs_join_what_follows_each_other():
+    """Neighbours of one kind are one run; a gap begins another."""
+    asked = [a for a in walk(emulation((), (8,), seqs=8, tokens=8)) if a.kind is Kind.DECODE]
+    joined = [(run.first, run.last) for run in runs(asked[:3] + asked[5:])]
+    assert joined == [(1, 3), (6, 8)]
+
+
+def test_a_list_that_serves_everything_has_no_finding():
+    """One token a request, every size up to the limits."""
+    assert check(emulation((), tuple(range(1, 9)), seqs=8, tokens=8)) == ()
+
+
+@pytest.mark.parametrize("code", ENGINE_RULES)
+def test_a_rule_is_explained_and_was_seen(code):
+    """It says what it means, where it was seen, and what to set in each engine."""
+    rule = ENGINE_RULES[code]
+    assert rule.code == code
+    assert rule.explanation.endswith(".")
+    assert rule.threads
+    assert all(link(thread).startswith("https://github.com/") for thread in rule.threads)
+    assert set(rule.mends) == {"vllm", "sglang", "tensorrt-llm"}
