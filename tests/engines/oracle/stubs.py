@@ -125,6 +125,26 @@ class Stub(metaclass=_Permissive):
         return core_schema.any_schema()
 
 
+_ARITHMETIC = "add sub mul truediv floordiv mod pow and xor lshift rshift".split()
+
+
+def _arithmetic(self: Any, *others: Any) -> Any:
+    return Stub()
+
+
+def _never(self: Any, other: Any) -> bool:
+    return False
+
+
+for _name in _ARITHMETIC:
+    setattr(Stub, f"__{_name}__", _arithmetic)
+    setattr(Stub, f"__r{_name}__", _arithmetic)
+for _name in ("neg", "pos", "invert"):
+    setattr(Stub, f"__{_name}__", _arithmetic)
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Stub, f"__{_name}__", _never)
+
+
 def stub_class(name: str, module: str) -> type:
     """Return a class that can stand for anything; an exception where its name says so."""
     last = name.rpartition(".")[2]
@@ -143,6 +163,16 @@ class StubModule(ModuleType):
         found = stub_class(name, self.__name__)
         setattr(self, name, found)
         return found
+
+
+def provide(name: str, **values: Any) -> StubModule:
+    """Put a stub in the place of a module that could be imported, with ``values`` where they matter."""
+    module = StubModule(name)
+    module.__path__ = []
+    module.__dict__.update(values)
+    sys.modules[name] = module
+    stubs.append(name)
+    return module
 
 
 class _Loader(importlib.abc.Loader):
