@@ -89,7 +89,7 @@ class VllmOracle:
 
         class Machine(NonNvmlCudaPlatform):  # type: ignore[misc]
             capability = (9, 0)
-            memory = 0
+            memory = multiprocessors = 0
             name = ""
 
             @classmethod
@@ -112,12 +112,16 @@ class VllmOracle:
             def is_fully_connected(cls, device_ids: list[int]) -> bool:
                 return True
 
+        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+            multi_processor_count=Machine.multiprocessors
+        )
         self._machine = Machine
         vllm.platforms._current_platform = Machine()
         import vllm.config.parallel
         import vllm.config.vllm as config
         import vllm.engine.arg_utils as arg_utils
         import vllm.model_executor.models.registry as registry
+        import vllm.utils.deep_gemm
         import vllm.utils.flashinfer
         from vllm.entrypoints.common.cli_args import make_arg_parser
         from vllm.usage.usage_lib import UsageContext
@@ -142,6 +146,7 @@ class VllmOracle:
         machine = self._machine
         device = environment.device
         machine.capability, machine.memory, machine.name = device.sm, device.memory, device.name
+        machine.multiprocessors = device.multiprocessors or 0
         self._forget()
         os.environ.update(variables)
         try:
@@ -152,11 +157,11 @@ class VllmOracle:
 
     def _forget(self) -> None:
         """Empty what the engine keeps for the life of a process; each configuration is a new one."""
-        from vllm.platforms import cuda
-        from vllm.v1.attention import selector
-
-        cuda._get_backend_priorities.cache_clear()
-        selector._cached_get_attn_backend.cache_clear()
+        for module in ("platforms.cuda", "v1.attention.selector", "utils.flashinfer", "utils.deep_gemm",
+                       "v1.attention.backends.fa_utils", "v1.attention.backends.flashinfer"):
+            for value in vars(sys.modules[f"vllm.{module}"]).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
     def parse(self, command: Sequence[str]) -> Any:
         """Return the engine's namespace of ``vllm serve COMMAND``; raises ``SystemExit`` or ``ValueError``."""
