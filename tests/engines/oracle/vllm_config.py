@@ -160,7 +160,7 @@ class VllmOracle:
         for module in ("platforms.cuda", "v1.attention.selector", "utils.flashinfer", "utils.deep_gemm",
                        "v1.attention.backends.fa_utils", "v1.attention.backends.flashinfer"):
             for value in vars(sys.modules[f"vllm.{module}"]).values():
-                if hasattr(value, "cache_clear"):
+                if callable(getattr(type(value), "cache_clear", None)):
                     value.cache_clear()
 
     def parse(self, command: Sequence[str]) -> Any:
