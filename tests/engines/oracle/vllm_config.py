@@ -165,7 +165,7 @@ class VllmOracle:
 
     def parse(self, command: Sequence[str]) -> Any:
         """Return the engine's namespace of ``vllm serve COMMAND``; raises ``SystemExit`` or ``ValueError``."""
-        with stubs.installed(self._wheel, "vllm"), contextlib.redirect_stderr(io.StringIO()):
+        with stubs.installed(self._wheel, "vllm"):
             return self.parser.parse_args(["serve", *command])
 
     def configure(self, command: Sequence[str]) -> Any:
@@ -186,7 +186,7 @@ class VllmOracle:
                 with contextlib.redirect_stderr(errors):
                     return self._answer(command)
             except SystemExit:
-                return Refused("SystemExit", errors.getvalue().strip().splitlines()[-1])
+                return Refused("SystemExit", errors.getvalue().partition("error: ")[2].strip())
             except Exception as error:
                 return Refused(type(error).__name__, str(error))
 
