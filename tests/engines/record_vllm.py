@@ -16,6 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 FLAGS = HERE.parent.parent / "capture_planner" / "engines" / "vllm" / "flags.json"
+NAMES = FLAGS.with_name("names.json")
 GOLDEN = HERE / "golden" / "vllm_config.json"
 KINDS = {
     "str": "text",
@@ -85,6 +86,41 @@ def record_flags(oracle: Any) -> None:
     print(f"{FLAGS.name}: {len(lines)} flags")
 
 
+def record_names() -> None:
+    """Write the names that JSON flags and settings may hold: fields, methods, backends, architectures."""
+    import dataclasses
+    from typing import get_args
+
+    from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig
+    from vllm.config import speculative, vllm
+    from vllm.config.compilation import PassConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def fields(kind: Any) -> list[str]:
+        return [field.name for field in dataclasses.fields(kind) if field.init]
+
+    names = {
+        "compilation_config": fields(CompilationConfig),
+        "pass_config": fields(PassConfig),
+        "attention_config": fields(AttentionConfig),
+        "speculative_config": fields(SpeculativeConfig),
+        "attention_ops": list(CompilationConfig._attention_ops),
+        "backends": list(AttentionBackendEnum.__members__),
+        "methods": [name for part in get_args(speculative.SpeculativeMethod) for name in _flat(part)],
+        "mtp_types": list(get_args(speculative.MTPModelTypes)),
+        "breakable_architectures": sorted(vllm.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES),
+    }
+    lines = [f'"{name}": {json.dumps(values)}' for name, values in names.items()]
+    NAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{NAMES.name}: {sum(map(len, names.values()))} names")
+
+
+def _flat(part: Any) -> list[str]:
+    from typing import get_args
+
+    return [part] if isinstance(part, str) else [name for inner in get_args(part) for name in _flat(inner)]
+
+
 def record_configurations(module: ModuleType, oracle: Any, count: int, seed: int) -> None:
     """Write ``count`` command lines with the engine's answers."""
     from capture_planner.catalog import find_environment
@@ -116,6 +152,8 @@ def main() -> None:
     module = load_oracle()
     oracle = module.VllmOracle(options.wheel)
     record_flags(oracle)
+    with module.stubs.installed(options.wheel, "vllm"):
+        record_names()
     if not options.flags_only:
         record_configurations(module, oracle, options.count, options.seed)
 

@@ -43,6 +43,8 @@ class VllmSettings:
     max_model_len: int
     requested_mode: GraphMode
     """``cudagraph_mode`` as the flags or the optimization level have it."""
+    configured_mode: GraphMode
+    """``cudagraph_mode`` after all rewrites of the configuration, before backends are known."""
     mode: GraphMode
     """The target's mode once the attention backends are known."""
     draft_prefill_mode: GraphMode | None = None
@@ -69,6 +71,9 @@ class VllmSettings:
     max_loras: int = 0
     """``--max-loras`` with ``--enable-lora``, else 0."""
     specialize_lora: bool = False
+    compilation: str = "VLLM_COMPILE"
+    """How the model is compiled: NONE, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE or VLLM_COMPILE."""
+    async_scheduling: bool = True
     backend: str = ""
     """The target's attention backend, as vLLM names it."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.engines.vllm.settings import Runner, VllmSettings
 from capture_planner.entry import Batch
 from capture_planner.modes import Role
 
@@ -90,6 +91,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "vocab_size": 128256,
         "draft_vocab_size": 32000,
+    },
+    "eagle": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 4096,
+        "vocab_size": 128256,
     },
     "draft": {
         "architectures": ["LlamaForCausalLM"],
@@ -282,7 +294,7 @@ class _Draw:
         way = self.random.choice(ways)
         config["method"] = way
         if way in ("eagle", "eagle3"):
-            config["model"] = "{models}/eagle3"
+            config["model"] = "{models}/" + way
         elif way in ("draft_model", "named"):
             config["model"] = "{models}/" + self.random.choice(["draft", "eagle3"])
         if way == "named":
@@ -330,18 +342,20 @@ class _Draw:
         if self.often(0.25):
             self.flag(self.random.choice(["--data-parallel-size", "-dp"]), self.random.choice([1, 2, 4, 8]))
         if self.often(0.25):
-            self.flag(self.random.choice(["--tensor-parallel-size", "-tp"]), self.random.choice([1, 2, 4, 8, 16, 3]))
+            self.flag(self.random.choice(["--tensor-parallel-size", "-tp"]), self.random.choice([1, 2, 4, 8, 16] + [3] * self.often(self.wild)))
         if self.often(0.08):
             self.flag(self.random.choice(["--pipeline-parallel-size", "-pp"]), self.random.choice([1, 2]))
-        if self.often(0.06):
+        if self.often(0.04):
             self.flag("-dcp", self.random.choice([1, 2, 4]))
-        if self.often(0.1):
+        if self.often(0.3 if self.target in ("moe", "mla") else self.wild):
             self.flag(self.random.choice(["--enable-expert-parallel", "-ep"]))
         if self.often(0.08):
             backends = ["allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "naive"]
             self.flag("--all2all-backend", self.random.choice(backends))
-        if self.often(0.05):
+        if self.often(0.04):
             self.flag("--enable-dbo")
+            if not self.often(self.wild * 3):
+                self.flag("--all2all-backend", "deepep_low_latency")
         if self.often(0.1):
             self.flag(self.random.choice(["--async-scheduling", "--no-async-scheduling"]))
 
@@ -466,3 +480,33 @@ def batches(
             past_prompt=past_prompt,
             active_loras=loras,
         )
+
+
+def answer_of(settings: VllmSettings) -> dict[str, Any]:
+    """Return settings in the form in which the engine's own answers are recorded."""
+    draft: list[list[Any]] | None = []
+    if settings.runner is Runner.V1:
+        draft = None
+    elif settings.draft_prefill_mode is not None:
+        draft = [[settings.query_len, settings.draft_prefill_mode.value]]
+        if settings.draft_decode_mode is not None:
+            draft.append([1, settings.draft_decode_mode.value])
+    return {
+        "runner": settings.runner.value,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_model_len": settings.max_model_len,
+        "K": settings.num_speculative_tokens,
+        "configured": settings.configured_mode.value,
+        "compile": settings.compilation,
+        "async": settings.async_scheduling,
+        "method": settings.method,
+        "schedule": None if settings.schedule is None else [list(entry) for entry in settings.schedule],
+        "lora_cases": list(settings.lora_cases),
+        "backend": settings.backend,
+        "varlen": settings.varlen,
+        "mode": settings.mode.value,
+        "draft": draft,
+        "sizes": list(settings.sizes),
+        "max_size": settings.max_size,
+    }

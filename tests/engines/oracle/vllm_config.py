@@ -105,6 +105,10 @@ class VllmOracle:
                 return cls.name
 
             @classmethod
+            def num_compute_units(cls, device_id: int = 0) -> int:
+                return cls.multiprocessors
+
+            @classmethod
             def device_count(cls) -> int:
                 return 64
 
@@ -199,8 +203,8 @@ class VllmOracle:
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "max_model_len": config.model_config.max_model_len,
             "K": config.num_speculative_tokens,
-            "requested": compilation.cudagraph_mode.name,
-            "compile": int(compilation.mode),
+            "configured": "",
+            "compile": compilation.mode.name,
             "async": bool(scheduler.async_scheduling),
         }
         from vllm.config import set_current_vllm_config
@@ -259,17 +263,84 @@ class VllmOracle:
         found["backend"] = target.backend.get_name()
         support = self._attn_utils.get_attn_cg_support(groups, config)
         found["support"] = support.min_cg_support.name
+        piecewise = bool(os.environ.get(BREAKABLE) == "1" or int(config.compilation_config.mode) == 3)
+        found["varlen"] = self._adapts(config, groups, piecewise) if drafts else False
+        if speculative is not None and speculative.num_speculative_tokens_per_batch_size is not None:
+            from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+            # The scheduler and the graph managers build it at their start.
+            build_dynamic_sd_schedule_lookup(
+                speculative.num_speculative_tokens_per_batch_size,
+                config.scheduler_config.max_num_seqs,
+                config.num_speculative_tokens,
+            )
+        found["configured"] = config.compilation_config.cudagraph_mode.name
         mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
             support.min_cg_support,
             support.min_cg_attn_backend,
             1 + config.num_speculative_tokens,
             use_v2_model_runner=config.use_v2_model_runner,
             max_num_reqs=config.scheduler_config.max_num_seqs,
-            piecewise_capture_available=bool(
-                os.environ.get(BREAKABLE) == "1" or int(config.compilation_config.mode) == 3
-            ),
+            piecewise_capture_available=piecewise,
         )
         found["mode"] = mode.name
+        found["draft"] = self._draft_modes(config, groups, mode) if config.use_v2_model_runner else None
+
+    def _adapts(self, config: Any, groups: Any, piecewise: bool) -> bool:
+        """Run the engine's own checks of adaptive verification, and its choice of the mode."""
+        from vllm.v1.worker.gpu.spec_decode import adaptive_verification as adaptive
+
+        if not config.speculative_config.enable_adaptive_verification:
+            return False
+        adaptive.AdaptiveVerificationManager = lambda *parts, **options: True
+        made = adaptive.maybe_create_adaptive_verification_manager(
+            enable_adaptive_verification=True,
+            attn_groups=groups,
+            req_states=SimpleNamespace(num_speculative_steps=config.num_speculative_tokens),
+            query_start_loc=None,
+            num_bonus_tokens=1,
+            max_total_logits=0,
+            vllm_config=config,
+            target_layer_names={"target"},
+        )
+        compilation = config.compilation_config
+        compilation.cudagraph_mode = adaptive.resolve_adaptive_cudagraph_mode(
+            compilation.cudagraph_mode, piecewise_capture_available=piecewise
+        )
+        return bool(made)
+
+    def _draft_modes(self, config: Any, groups: Any, mode: Any) -> list[list[Any]]:
+        """Return (query length, mode) of the managers that the engine's speculator makes, in its order."""
+        from vllm.v1.worker.gpu.spec_decode import init_speculator
+        from vllm.v1.worker.gpu.spec_decode.multi_module_mtp import speculator as modules
+        from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
+        from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as chain
+
+        if config.speculative_config is None:
+            return []
+        made: list[list[Any]] = []
+
+        def manager(vllm_config: Any, device: Any, mode: Any, decode_query_len: int) -> None:
+            made.append([decode_query_len, mode.name])
+
+        chain.SpeculatorCudaGraphManager = modules.SpeculatorCudaGraphManager = manager
+        for kind in (DraftModelSpeculator, ngram.NgramGPUSpeculator, *_subclasses(DraftModelSpeculator)):
+            if "__init__" in vars(kind):
+                kind.__init__ = _unmade
+        speculator = init_speculator(config, None, None)
+        speculator.vllm_config, speculator.device = config, None
+        speculator.num_speculative_steps = config.num_speculative_tokens
+        speculator.init_cudagraph_manager(mode)
+        return made
+
+
+def _unmade(self: Any, *parts: Any, **options: Any) -> None:
+    """Stand in for an ``__init__`` that allocates on a device."""
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [found for child in kind.__subclasses__() for found in (child, *_subclasses(child))]
 
 
 def _flash_attention_support(module: ModuleType) -> Any:
