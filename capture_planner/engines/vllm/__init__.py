@@ -50,9 +50,6 @@ _METHODS = {
     "eagle": Method.EAGLE,
     "eagle3": Method.EAGLE3,
     "mtp": Method.MTP,
-    "ngram": Method.NGRAM,
-    "ngram_gpu": Method.NGRAM,
-    "draft_model": Method.DRAFT_MODEL,
 }
 
 

@@ -535,6 +535,8 @@ class Configuration:
             return
         rounded = {-(-size // query_len) * query_len for size in self.sizes}
         kept = sorted(size for size in rounded if size <= self.max_size)
+        if not kept and query_len <= self.max_size:
+            kept = [query_len]
         if not kept:
             raise refusal(
                 "--cudagraph-capture-sizes",

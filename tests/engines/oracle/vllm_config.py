@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
+import importlib
 import importlib.util
 import io
 import os
@@ -143,6 +145,7 @@ class VllmOracle:
         self.parser, self._args, self._context = parser, arg_utils.AsyncEngineArgs, UsageContext
         self._config, self._flash_attn, self._fa_utils = config, flash_attn, fa_utils
         self._attn_utils = attn_utils
+        _import_speculators()
         self._support = _flash_attention_support(flash_attn)
 
     @contextlib.contextmanager
@@ -221,6 +224,17 @@ class VllmOracle:
         found["max_size"] = compilation.max_cudagraph_capture_size
         return found
 
+    def _draft_group(self, config: Any) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        speculative = config.speculative_config
+        draft = speculative.apply_draft_overrides(config)
+        # As the engine's loader has it, without a second run of VllmConfig's checks.
+        draft = copy.copy(draft)
+        draft.model_config = speculative.draft_model_config
+        with set_current_vllm_config(draft):
+            return self._group(draft, "draft")
+
     def _group(self, config: Any, layer: str) -> Any:
         """Return a stand-in for the attention group of one layer, with the engine's backend and builder."""
         from vllm.v1.attention.selector import get_attn_backend
@@ -259,7 +273,7 @@ class VllmOracle:
         speculative = config.speculative_config
         drafts = speculative is not None and speculative.uses_draft_kv_cache()
         if drafts:
-            groups.append([self._group(speculative.apply_draft_overrides(config), "draft")])
+            groups.append([self._draft_group(config)])
         found["backend"] = target.backend.get_name()
         support = self._attn_utils.get_attn_cg_support(groups, config)
         found["support"] = support.min_cg_support.name
@@ -333,6 +347,20 @@ class VllmOracle:
         speculator.num_speculative_steps = config.num_speculative_tokens
         speculator.init_cudagraph_manager(mode)
         return made
+
+
+def _import_speculators() -> None:
+    """Import what the engine would import late: once, and without a device."""
+    import torch
+
+    empty = torch.empty
+    torch.empty = lambda *size, device=None, **options: empty(*size, device="meta", **options)
+    try:
+        importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
+    finally:
+        torch.empty = empty
+    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram"):
+        importlib.import_module(f"vllm.v1.worker.gpu.spec_decode.{name}.speculator")
 
 
 def _unmade(self: Any, *parts: Any, **options: Any) -> None:
