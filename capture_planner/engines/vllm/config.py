@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
+
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
 from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part, names
@@ -11,7 +13,7 @@ from capture_planner.engines.vllm.resolution import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.resolution import Attention, Ladder, backend_name
 from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
-from capture_planner.engines.vllm.speculation import speculation
+from capture_planner.engines.vllm.speculation import check_schedule, speculation
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Decision
@@ -304,9 +306,10 @@ class Configuration:
             if why is not None:
                 self.note("schedule", "schedule", f"K = {spec.tokens}", f"{why}, so K is {spec.tokens} throughout")
                 self.schedule = None
-        if self.schedule is not None and self.runner is Runner.V1 and self.mode.decode_mode is GraphMode.FULL:
-            self._set_mode("schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule")
-        if self.schedule is not None and self.runner is Runner.V1 and self.mode.mixed_mode is GraphMode.FULL:
+        if self.schedule is None:
+            return
+        check_schedule(self.schedule)
+        if self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
             self._set_mode("schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule")
 
     def _without_compilation(self) -> None:
@@ -451,7 +454,11 @@ class Configuration:
         narrowest, fused = backend, False
         if spec is not None and spec.has_draft_cache:
             drafting = self._attention(spec.model)
-            draft = drafting.choose(SPECULATIVE, spec.backend or self.backend)
+            independent, v2 = spec.method == "draft_model", self.runner is Runner.V2
+            # V1 never hands the target's backend on; V2 does, and gives an independent model nothing else.
+            asked = spec.backend if not v2 else self.backend if independent else spec.backend or self.backend
+            alone = attrs.evolve(drafting, decode_context=1) if independent and v2 else drafting
+            draft = alone.choose(SPECULATIVE, asked)
             fused = drafting.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
             if drafting.support(draft) < support:
                 narrowest, support = draft, drafting.support(draft)

@@ -148,21 +148,32 @@ class Case:
     command: tuple[str, ...]
     environment: str
     variables: tuple[tuple[str, str], ...] = ()
+    file: str = ""
+    """What ``{models}/flags.yaml`` holds, where the command names it."""
 
     def command_in(self, folder: Path) -> list[str]:
-        """Return the words with the models' folder in place."""
+        """Return the words with the models' folder in place, and write the file that they name."""
+        if self.file:
+            (folder / "flags.yaml").write_text(self.file.replace("{models}", str(folder)))
         return [word.replace("{models}", str(folder)) for word in self.command]
 
     def data(self) -> dict[str, Any]:
         """Return the case as JSON has it."""
         found: dict[str, Any] = {"command": list(self.command), "environment": self.environment}
+        if self.file:
+            found["file"] = self.file
         return found | ({"variables": dict(self.variables)} if self.variables else {})
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Case:
         """Return the case that ``data`` was written from."""
         variables = tuple(data.get("variables", {}).items())
-        return cls(command=tuple(data["command"]), environment=data["environment"], variables=variables)
+        return cls(
+            command=tuple(data["command"]),
+            environment=data["environment"],
+            variables=variables,
+            file=data.get("file", ""),
+        )
 
 
 class _Draw:
@@ -211,6 +222,8 @@ class _Draw:
                     ["--enable-chunked-prefill", "--no-enable-chunked-prefill", "--disable-chunked-prefill"]
                 )
             )
+        if self.often(0.05):
+            self.flag("--max-num-active-seqs", self.count(1, 8, 256))
         if self.often(0.15):
             self.flag("--performance-mode", self.random.choice(["balanced", "interactivity", "throughput"]))
 
@@ -322,6 +335,14 @@ class _Draw:
                     {"num_speculative_tokens": None},
                 ]
             )
+        if self.often(0.08):
+            names = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
+            for key, name in names.items():
+                if key in config and self.often(0.7):
+                    value = config[key] if self.often(self.wild) else config.pop(key)
+                    self.flag(name, value)
+            if not config:
+                return
         if self.often(0.2):
             for key, value in config.items():
                 self.words += [f"-sc.{key}", value if isinstance(value, str) else json.dumps(value)]
@@ -414,6 +435,28 @@ class _Draw:
         else:
             self.words += [name, json.dumps(self.parts)]
 
+    def config_file(self) -> str:
+        """Return a YAML file of flags, in some of the ways that people write one."""
+        lines = ["# drawn"]
+        if self.often(0.6):
+            lines.append(f"max-num-seqs: {self.count(8, 64, 256)}")
+        if self.often(0.4):
+            lines.append(f"max_num_batched_tokens: {self.random.choice([2048, 4096, '8k'])}")
+        if self.often(0.4):
+            lines.append(f"compilation-config: {{cudagraph_mode: {self.random.choice(_MODES)}}}")
+        if self.often(0.3):
+            sizes = "".join(f"\n  - {size}" for size in self.sizes())
+            lines.append(f"cudagraph-capture-sizes:{sizes}")
+        if self.often(0.3):
+            lines.append(f"enforce-eager: {self.random.choice(['true', 'false', 'no', 'on'])}")
+        if self.often(0.3):
+            lines.append(f"enable-chunked-prefill: {self.random.choice(['true', 'false'])}")
+        if self.often(0.3):
+            lines.append("speculative-config:\n  method: ngram\n  num_speculative_tokens: 3")
+        if self.often(self.wild):
+            lines.append(self.random.choice(["no-such-flag: 3", "- a list", "max-num-seqs: {"]))
+        return "\n".join(lines) + "\n"
+
     def command(self) -> tuple[str, ...]:
         steps = [
             self.budgets,
@@ -445,7 +488,16 @@ def cases(count: int, seed: int, wild: float = 0.03) -> Iterator[Case]:
             variables.append(("VLLM_USE_V2_MODEL_RUNNER", random_.choice("01")))
         if random_.random() < 0.05:
             variables.append(("VLLM_USE_BREAKABLE_CUDAGRAPH", random_.choice("01")))
-        yield Case(command=command, environment=random_.choice(ENVIRONMENTS), variables=tuple(variables))
+        file = ""
+        if random_.random() < 0.06:
+            file = drawn.config_file()
+            place = random_.randint(1, len(command)) if command[0].startswith("{models}") else len(command)
+            # Not between a flag and its value: argparse would read --config as the value.
+            place = place if place == len(command) or command[place].startswith("-") else len(command)
+            command = (*command[:place], "--config", "{models}/flags.yaml", *command[place:])
+        yield Case(
+            command=command, environment=random_.choice(ENVIRONMENTS), variables=tuple(variables), file=file
+        )
 
 
 def batches(

@@ -228,9 +228,19 @@ class VllmOracle:
         from vllm.config import set_current_vllm_config
 
         speculative = config.speculative_config
-        draft = speculative.apply_draft_overrides(config)
-        # As the engine's loader has it, without a second run of VllmConfig's checks.
+        independent = speculative.uses_draft_model()
+        if not config.use_v2_model_runner:
+            from vllm.v1.spec_decode import llm_base_proposer as legacy
+
+            legacy.replace = _shallow
+            parts = SimpleNamespace(speculative_config=speculative, vllm_config=config)
+            draft = legacy.SpecDecodeBaseProposer._create_draft_vllm_config(parts)
+        else:
+            draft = config if independent else speculative.apply_draft_overrides(config)
+        # As the engine's loaders have it, without a second run of VllmConfig's checks.
         draft = copy.copy(draft)
+        if independent and config.use_v2_model_runner:
+            draft.parallel_config = speculative.draft_parallel_config
         draft.model_config = speculative.draft_model_config
         with set_current_vllm_config(draft):
             return self._group(draft, "draft")
@@ -347,6 +357,14 @@ class VllmOracle:
         speculator.num_speculative_steps = config.num_speculative_tokens
         speculator.init_cudagraph_manager(mode)
         return made
+
+
+def _shallow(config: Any, **changes: Any) -> Any:
+    """Return a copy with changes, without the checks that the engine's own ``replace`` runs again."""
+    found = copy.copy(config)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
 
 
 def _import_speculators() -> None:
