@@ -48,6 +48,25 @@ class Configuration:
         self._limit_modes()
         self._sizes()
         self._last_rewrites()
+        self._load_draft()
+
+    def _load_draft(self) -> None:
+        """Go through the checks once more where loading the draft makes vLLM do so.
+
+        Loading a draft with a backend of its own copies the configuration, and the copy shares its graph
+        settings: modes and sizes are rewritten once more, starting from what the first time left.
+        """
+        spec = self.spec
+        if spec is None or not spec.has_draft_cache:
+            return
+        if self.runner is Runner.V2 and spec.method != "draft_model" and not spec.overrides:
+            return
+        self.asked_sizes, self.asked_max = list(self.sizes), self.max_size
+        if self.schedule is not None and self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
+            self._set_mode("schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule")
+        self._limit_modes()
+        self._sizes()
+        self._last_rewrites()
 
     def note(
         self, rule: str, before: object, after: object, says: str, role: Role = Role.TARGET, backend: str | None = None

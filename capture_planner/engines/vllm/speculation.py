@@ -34,6 +34,8 @@ class Speculation:
     parallel: bool
     heterogeneous: bool
     draft_lm_head: bool
+    overrides: bool
+    """Whether the draft has settings of its own for which vLLM copies the whole configuration."""
     max_len: int | None
     """Tokens that the draft model is given, where they can bound the target's."""
 
@@ -113,6 +115,8 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         parallel=part.boolean("parallel_drafting", False) or False,
         heterogeneous=heterogeneous,
         draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
+        overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
+        or backend is not None,
         max_len=longest if method == "draft_model" else None,
     )
 

@@ -229,18 +229,26 @@ class VllmOracle:
 
         speculative = config.speculative_config
         independent = speculative.uses_draft_model()
+        parts = SimpleNamespace(
+            speculative_config=speculative,
+            vllm_config=config,
+            draft_model_config=speculative.draft_model_config,
+        )
         if not config.use_v2_model_runner:
-            from vllm.v1.spec_decode import llm_base_proposer as legacy
+            from vllm.v1.spec_decode import draft_model, llm_base_proposer
 
-            legacy.replace = _shallow
-            parts = SimpleNamespace(speculative_config=speculative, vllm_config=config)
-            draft = legacy.SpecDecodeBaseProposer._create_draft_vllm_config(parts)
+            kind = draft_model.DraftModelProposer if independent else llm_base_proposer.SpecDecodeBaseProposer
+            with _super_of(kind, parts) as self_:
+                draft = kind._create_draft_vllm_config(self_)
+        elif independent:
+            from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
+
+            standalone.get_model = lambda vllm_config, **options: vllm_config
+            draft = standalone.StandaloneARSpeculator.load_draft_model(parts, None, set())
         else:
-            draft = config if independent else speculative.apply_draft_overrides(config)
-        # As the engine's loaders have it, without a second run of VllmConfig's checks.
+            draft = speculative.apply_draft_overrides(config)
+        # The loaders take the draft's model beside the configuration.
         draft = copy.copy(draft)
-        if independent and config.use_v2_model_runner:
-            draft.parallel_config = speculative.draft_parallel_config
         draft.model_config = speculative.draft_model_config
         with set_current_vllm_config(draft):
             return self._group(draft, "draft")
@@ -359,12 +367,12 @@ class VllmOracle:
         return made
 
 
-def _shallow(config: Any, **changes: Any) -> Any:
-    """Return a copy with changes, without the checks that the engine's own ``replace`` runs again."""
-    found = copy.copy(config)
-    for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+@contextlib.contextmanager
+def _super_of(kind: type, parts: SimpleNamespace) -> Iterator[Any]:
+    """Yield an object of ``kind`` that was never made, with the parts that its method reads."""
+    found = object.__new__(kind)
+    found.__dict__.update(vars(parts))
+    yield found
 
 
 def _import_speculators() -> None:
