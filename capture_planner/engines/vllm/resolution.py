@@ -114,7 +114,8 @@ class Attention:
             return reason
         if self.decode_context > 1 and backend in _NO_DCP:
             return "it has no decode context parallelism"
-        if self.adaptive and backend == "FLASHINFER" and not (major == 10 and self._trtllm_decode):
+        on_device = major == 10 and self._trtllm_decode and self.decode_context == 1
+        if self.adaptive and backend == "FLASHINFER" and not on_device:
             return "it plans from the host's query lengths, which adaptive verification changes"
         return None
 
@@ -137,7 +138,7 @@ class Attention:
         raise refusal(flag, "vLLM finds no attention backend for this machine and model", "use another machine")
 
 
-_NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN", "FLASHINFER_MLA")
+_NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN")
 
 
 def backend_name(flag: str, text: str | None) -> str | None:
