@@ -129,7 +129,7 @@ def record_configurations(module: ModuleType, oracle: Any, count: int, seed: int
     cases = []
     with tempfile.TemporaryDirectory() as folder:
         vllm.write_models(Path(folder))
-        for case in vllm.cases(count, seed):
+        for case in vllm.cases(count, seed, wild=0.01):
             command = case.command_in(Path(folder))
             answer = oracle.answer(command, find_environment(case.environment), dict(case.variables))
             if isinstance(answer, module.Refused):
@@ -145,7 +145,7 @@ def record_configurations(module: ModuleType, oracle: Any, count: int, seed: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--count", type=int, default=450)
     parser.add_argument("--seed", type=int, default=33)
     parser.add_argument("--flags-only", action="store_true")
     options = parser.parse_args()
