@@ -30,7 +30,8 @@ ORACLE = Path(__file__).parent.parent / "tests" / "engines" / "oracle" / "vllm_c
 def load_oracle() -> ModuleType:
     """Return the module that runs the engine's own code."""
     spec = importlib.util.spec_from_file_location("oracle_vllm_config", ORACLE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -38,11 +39,15 @@ def load_oracle() -> ModuleType:
 
 def main() -> int:
     """Compare, print, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--wheel", type=Path, required=True, help="folder of the unpacked wheel")
     parser.add_argument("--count", type=int, default=20_000, help="command lines to compare")
     parser.add_argument("--seed", type=int, default=1, help="seed of the generator")
-    parser.add_argument("--wild", type=float, default=0.01, help="how readily flags are drawn that vLLM refuses")
+    parser.add_argument(
+        "--wild", type=float, default=0.01, help="how readily flags are drawn that vLLM refuses"
+    )
     options = parser.parse_args()
     module = load_oracle()
     oracle = module.VllmOracle(options.wheel)
@@ -66,7 +71,9 @@ def main() -> int:
                 differences += 1
                 sys.stdout.write(f"{case.data()}\n  {found}\n")
     seconds = time.monotonic() - start
-    sys.stdout.write(f"{options.count} command lines compared in {seconds:.0f} s, {differences} differences\n")
+    sys.stdout.write(
+        f"{options.count} command lines compared in {seconds:.0f} s, {differences} differences\n"
+    )
     for outcome, number in outcomes.most_common():
         sys.stdout.write(f"  {number:6d}  {outcome}\n")
     return 1 if differences else 0

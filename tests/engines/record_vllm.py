@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +35,8 @@ def load_oracle() -> ModuleType:
     """Return the module that runs the engine's own code."""
     path = HERE / "oracle" / "vllm_config.py"
     spec = importlib.util.spec_from_file_location("oracle_vllm_config", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -83,7 +85,7 @@ def record_flags(oracle: Any) -> None:
         if action.option_strings and action.dest != "help":
             lines.append(f'"{action.dest}": {json.dumps(_record(action))}')
     FLAGS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{FLAGS.name}: {len(lines)} flags")
+    sys.stdout.write(f"{FLAGS.name}: {len(lines)} flags\n")
 
 
 def record_names() -> None:
@@ -91,8 +93,7 @@ def record_names() -> None:
     import dataclasses
     from typing import get_args
 
-    from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig
-    from vllm.config import speculative, vllm
+    from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig, speculative, vllm
     from vllm.config.compilation import PassConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -112,7 +113,7 @@ def record_names() -> None:
     }
     lines = [f'"{name}": {json.dumps(values)}' for name, values in names.items()]
     NAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{NAMES.name}: {sum(map(len, names.values()))} names")
+    sys.stdout.write(f"{NAMES.name}: {sum(map(len, names.values()))} names\n")
 
 
 def _flat(part: Any) -> list[str]:
@@ -139,7 +140,7 @@ def record_configurations(module: ModuleType, oracle: Any, count: int, seed: int
     lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
     GOLDEN.write_text(f"[\n{lines}\n]\n")
     refused = sum("refused" in case["answer"] for case in cases)
-    print(f"{GOLDEN.name}: {len(cases)} command lines, {refused} refused")
+    sys.stdout.write(f"{GOLDEN.name}: {len(cases)} command lines, {refused} refused\n")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import VARIABLES, Given, read
+from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
 from capture_planner.environment import Environment
 from capture_planner.errors import InvalidValue
@@ -56,7 +57,7 @@ _METHODS = {
 def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSettings, Configuration]:
     """Return the settings and the run that led to them; raises ``FlagError`` as vLLM would refuse the flags."""
     configuration = Configuration(read(command), environment)
-    return configuration.settings(), configuration
+    return resolved(configuration), configuration
 
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
@@ -106,7 +107,10 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
     rules = configuration.sources
     values: dict[str, tuple[Any, str]] = {
         "model": (configuration.model.name, given.source("model") if given.model is None else "flag"),
-        "model_facts": ("config.json" if configuration.model.known else "a dense decoder", configuration.model.source),
+        "model_facts": (
+            "config.json" if configuration.model.known else "a dense decoder",
+            configuration.model.source,
+        ),
         "model_runner": (settings.runner.value, "default"),
         "max_num_seqs": (settings.max_num_seqs, given.source("max_num_seqs")),
         "max_num_batched_tokens": (settings.max_num_batched_tokens, given.source("max_num_batched_tokens")),

@@ -27,7 +27,16 @@ VARIABLES = {
     "VLLM_USE_V2_MODEL_RUNNER": "1 or 0: which model runner drives the graphs",
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1 or 0: piecewise graphs without torch.compile",
 }
-_SCALE = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SCALE = {
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+}
 _SHORT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 
 
@@ -83,7 +92,9 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
         name, _, value = words.pop(0).partition("=")
         if name not in VARIABLES:
             near = difflib.get_close_matches(name, VARIABLES, n=1)
-            raise refusal(name, "this variable is not emulated", f"leave it out, or set {near[0]}" if near else "")
+            raise refusal(
+                name, "this variable is not emulated", f"leave it out, or set {near[0]}" if near else ""
+            )
         if value not in ("0", "1"):
             raise refusal(name, f"vLLM reads a number here, not {value!r}", "give 0 or 1")
         found[name] = value
@@ -127,7 +138,7 @@ def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _load(path: str) -> list[str]:
     reader = YAML(typ="safe", pure=True)
-    reader.version = (1, 1)  # type: ignore[assignment]
+    reader.version = (1, 1)
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
             content = reader.load(file)
@@ -231,7 +242,9 @@ def short_number(text: str) -> int:
 def _object(text: str) -> Any:
     """Read a JSON object in which numbers may be short: {"x": 80m}."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
-    parts[::2] = [re.sub(rf"\b{_SHORT.pattern}\b", lambda m: str(short_number(m.group())), p) for p in parts[::2]]
+    parts[::2] = [
+        re.sub(rf"\b{_SHORT.pattern}\b", lambda m: str(short_number(m.group())), p) for p in parts[::2]
+    ]
     value = json.loads("".join(parts))
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -245,7 +258,9 @@ _READERS: dict[str, Any] = {
     "json": json.loads,
     "object": _object,
     "count": short_number,
-    "length": lambda text: -1 if text.strip() == "-1" or text.strip().lower() == "auto" else short_number(text),
+    "length": lambda text: (
+        -1 if text.strip() == "-1" or text.strip().lower() == "auto" else short_number(text)
+    ),
     "name": lambda text: text.lower().replace("-", "_"),
 }
 
@@ -300,28 +315,30 @@ def _parser() -> _Parser:
         elif entry.get("append"):
             parser.add_argument(*names, dest=dest, action="append")
         else:
-            parser.add_argument(
-                *names,
-                dest=dest,
-                type=_reader(kind),
-                nargs=entry.get("nargs"),
-                choices=entry.get("choices") and [*entry["choices"], *([None] if kind.endswith("?") else [])],
-                **({"const": True} if entry.get("nargs") == "?" else {}),
-            )
+            options: dict[str, Any] = {"type": _reader(kind), "nargs": entry.get("nargs")}
+            if "choices" in entry:
+                options["choices"] = [*entry["choices"], *([None] if kind.endswith("?") else [])]
+            if entry.get("nargs") == "?":
+                options["const"] = True
+            parser.add_argument(*names, dest=dest, **options)
     return parser
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = _parser().parse_known_args(_undotted(_spelled(words)))
     if unknown:
-        raise FlagError([_unknown(word) for word in unknown if word.startswith("-")] or [_unknown(unknown[0])])
+        raise FlagError(
+            [_unknown(word) for word in unknown if word.startswith("-")] or [_unknown(unknown[0])]
+        )
     return dict(vars(namespace))
 
 
 def _unknown(word: str) -> Problem:
     name = word.partition("=")[0]
     if not word.startswith("-"):
-        return Problem(path=(word,), message="vLLM takes no further word", remedy="give one model, then flags")
+        return Problem(
+            path=(word,), message="vLLM takes no further word", remedy="give one model, then flags"
+        )
     known = [name for entry in table().values() for name in (*entry["names"], *entry.get("no", ()))]
     near = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]}?" if near else "leave it out"

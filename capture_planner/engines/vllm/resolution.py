@@ -126,7 +126,9 @@ class Attention:
                 raise refusal(flag, f"{asked} is not emulated", f"give one of {', '.join(EMULATED)}")
             reason = self.unusable(asked)
             if reason is not None:
-                raise refusal(flag, f"vLLM refuses {asked} here: {reason}", "leave the flag out, or give another")
+                raise refusal(
+                    flag, f"vLLM refuses {asked} here: {reason}", "leave the flag out, or give another"
+                )
             return asked
         if self.model.mla:
             order: Sequence[str] = _MLA_ORDER.get(self.capability[0], _MLA_ELSE)
@@ -135,7 +137,9 @@ class Attention:
         for backend in order:
             if self.unusable(backend) is None:
                 return backend
-        raise refusal(flag, "vLLM finds no attention backend for this machine and model", "use another machine")
+        raise refusal(
+            flag, "vLLM finds no attention backend for this machine and model", "use another machine"
+        )
 
 
 _NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN")
@@ -184,7 +188,9 @@ class Ladder:
             mode = self._step("speculative-support", mode, after, says)
         if not self.piecewise_capture and mode.has_piecewise:
             after = mode.without_piecewise
-            self.note("piecewise-capture", mode, after, "nothing is compiled in pieces, so nothing is captured so")
+            self.note(
+                "piecewise-capture", mode, after, "nothing is compiled in pieces, so nothing is captured so"
+            )
             mode = after
         return mode
 

@@ -56,12 +56,16 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         if given.get(flag) is not None:
             value = {} if value is None else value
             if isinstance(value, dict) and key in value:
-                raise refusal(FLAG, f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too", "", key)
+                raise refusal(
+                    FLAG, f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too", "", key
+                )
             value = {**value, key: given.get(flag)}
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise refusal(FLAG, "vLLM wants a JSON object", 'as in {"method": "ngram", "num_speculative_tokens": 3}')
+        raise refusal(
+            FLAG, "vLLM wants a JSON object", 'as in {"method": "ngram", "num_speculative_tokens": 3}'
+        )
     part = Part(FLAG, "speculative_config", {key.replace("-", "_"): item for key, item in value.items()})
     if "num_speculative_tokens" in part.given and part.given["num_speculative_tokens"] is None:
         raise part.refuse("num_speculative_tokens", "vLLM wants a whole number, not null", "give K")
@@ -90,7 +94,9 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     longest = _draft_length(part, asked, draft, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if adaptive and part.boolean("use_local_argmax_reduction", False):
-        raise part.refuse("enable_adaptive_verification", "vLLM needs the draft's logits for it", "drop one of both")
+        raise part.refuse(
+            "enable_adaptive_verification", "vLLM needs the draft's logits for it", "drop one of both"
+        )
     heterogeneous = part.boolean("use_heterogeneous_vocab", False) or False
     if heterogeneous and method != "draft_model":
         raise part.refuse("use_heterogeneous_vocab", "vLLM takes it for draft_model only", "leave it out")
@@ -102,7 +108,11 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
             "name a draft model with the target's tokenizer",
         )
     modules = min(draft.mtp_modules or 1, tokens) > 1
-    kinds = {"eagle": Drafter.CHAIN, "eagle3": Drafter.CHAIN, "mtp": Drafter.MODULES if modules else Drafter.CHAIN}
+    kinds = {
+        "eagle": Drafter.CHAIN,
+        "eagle3": Drafter.CHAIN,
+        "mtp": Drafter.MODULES if modules else Drafter.CHAIN,
+    }
     return Speculation(
         method=method,
         tokens=tokens,
@@ -140,7 +150,9 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
     found: list[tuple[int, int, int]] = []
     for index, entry in enumerate(value):
         if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(n, int) for n in entry):
-            raise refusal(FLAG, f"vLLM wants [first, last, K], got {entry!r}", "give three numbers", key, index)
+            raise refusal(
+                FLAG, f"vLLM wants [first, last, K], got {entry!r}", "give three numbers", key, index
+            )
         found.append((entry[0], entry[1], entry[2]))
     return tuple(found)
 
@@ -163,7 +175,9 @@ def _method(part: Part, target: Model, tokens: int | None) -> tuple[str, str | N
     """Return the method that the words name, and the draft model's name where it is not the target's."""
     method, model = part.text("method"), part.text("model")
     if method is not None and method not in names()["methods"]:
-        raise part.refuse("method", f"vLLM has no method {method!r}", f"one of {', '.join(names()['methods'][:7])}")
+        raise part.refuse(
+            "method", f"vLLM has no method {method!r}", f"one of {', '.join(names()['methods'][:7])}"
+        )
     if method is None:
         dotted = model is not None and "/" not in model and len(model.split(".")) > 1
         if dotted and model is not None and all(word.isidentifier() for word in model.split(".")):
@@ -180,7 +194,9 @@ def _method(part: Part, target: Model, tokens: int | None) -> tuple[str, str | N
 def _lookup(part: Part) -> None:
     high, low = (part.integer(f"prompt_lookup_{end}", least=1) for end in ("max", "min"))
     if high is not None and low is not None and low > high:
-        raise part.refuse("prompt_lookup_min", f"vLLM wants it at most prompt_lookup_max, {high}", "swap them")
+        raise part.refuse(
+            "prompt_lookup_min", f"vLLM wants it at most prompt_lookup_max, {high}", "swap them"
+        )
 
 
 def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
@@ -202,7 +218,9 @@ def _tokens(part: Part, method: str, tokens: int | None, draft: Model) -> int | 
     if tokens is None:
         return modules or None
     if modules and tokens > modules and tokens % modules:
-        raise part.refuse("num_speculative_tokens", f"vLLM wants a multiple of the {modules} modules", "give one")
+        raise part.refuse(
+            "num_speculative_tokens", f"vLLM wants a multiple of the {modules} modules", "give one"
+        )
     return tokens
 
 
@@ -210,7 +228,9 @@ def _check_draft(
     part: Part, draft: Model, target: Model, method: str, tensor: int, draft_tensor: int | None
 ) -> None:
     if draft_tensor not in (None, 1, tensor):
-        raise part.refuse("draft_tensor_parallel_size", f"vLLM takes 1 or the target's {tensor}", "give one of both")
+        raise part.refuse(
+            "draft_tensor_parallel_size", f"vLLM takes 1 or the target's {tensor}", "give one of both"
+        )
     if draft.heads % (draft_tensor or tensor):
         raise part.refuse("model", f"vLLM cannot split {draft.heads} heads over {draft_tensor or tensor}", "")
 
@@ -219,7 +239,9 @@ def _draft_length(part: Part, asked: int | None, draft: Model, max_len: int) -> 
     if asked is None:
         return min(draft.max_len, max_len) if draft.known else max_len
     if asked > max_len or (draft.known and asked > draft.max_len):
-        raise part.refuse("max_model_len", f"vLLM refuses {asked}, beyond what a model is made for", "give less")
+        raise part.refuse(
+            "max_model_len", f"vLLM refuses {asked}, beyond what a model is made for", "give less"
+        )
     return asked
 
 

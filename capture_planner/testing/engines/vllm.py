@@ -254,7 +254,9 @@ class _Draw:
             mode = self.random.choice(_MODES)
             self.parts["cudagraph_mode"] = mode.lower() if self.often(0.2) else mode
         if self.often(0.15):
-            self.parts["mode"] = self.random.choice([0, 1, 2, 3, "NONE", "vllm_compile", "STOCK_TORCH_COMPILE"])
+            self.parts["mode"] = self.random.choice(
+                [0, 1, 2, 3, "NONE", "vllm_compile", "STOCK_TORCH_COMPILE"]
+            )
         if self.often(0.08):
             self.parts["splitting_ops"] = self.random.choice([[], ["vllm::unified_attention_with_output"]])
         if self.often(0.08):
@@ -294,7 +296,9 @@ class _Draw:
             found.append([start, end, self.random.randint(0, tokens + 1)])
             start = end + self.random.choice([1, 1, 1, 9])
         if self.often(self.wild):
-            found = self.random.choice([[], [[2, 4, 1]], [[1, 8, 2], [4, 9, 1]], [[1, 0, 1]], [[1, 4]], [[1, 4, -1]]])
+            found = self.random.choice(
+                [[], [[2, 4, 1]], [[1, 8, 2], [4, 9, 1]], [[1, 0, 1]], [[1, 4]], [[1, 4, -1]]]
+            )
         return found
 
     def speculation(self) -> None:
@@ -303,7 +307,9 @@ class _Draw:
         self.speculates = True
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
-        ways = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named"] + ["mtp"] * (self.target == "mla") * 6
+        ways = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named"] + ["mtp"] * (
+            self.target == "mla"
+        ) * 6
         way = self.random.choice(ways)
         config["method"] = way
         if way in ("eagle", "eagle3"):
@@ -336,7 +342,11 @@ class _Draw:
                 ]
             )
         if self.often(0.08):
-            names = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
+            names = {
+                "method": "--spec-method",
+                "model": "--spec-model",
+                "num_speculative_tokens": "--spec-tokens",
+            }
             for key, name in names.items():
                 if key in config and self.often(0.7):
                     value = config[key] if self.often(self.wild) else config.pop(key)
@@ -363,7 +373,10 @@ class _Draw:
         if self.often(0.25):
             self.flag(self.random.choice(["--data-parallel-size", "-dp"]), self.random.choice([1, 2, 4, 8]))
         if self.often(0.25):
-            self.flag(self.random.choice(["--tensor-parallel-size", "-tp"]), self.random.choice([1, 2, 4, 8, 16] + [3] * self.often(self.wild)))
+            self.flag(
+                self.random.choice(["--tensor-parallel-size", "-tp"]),
+                self.random.choice([1, 2, 4, 8, 16] + [3] * self.often(self.wild)),
+            )
         if self.often(0.08):
             self.flag(self.random.choice(["--pipeline-parallel-size", "-pp"]), self.random.choice([1, 2]))
         if self.often(0.04):

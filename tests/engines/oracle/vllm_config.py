@@ -29,7 +29,8 @@ from capture_planner.environment import Environment
 
 def _sibling(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"oracle_{name}", Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -164,8 +165,14 @@ class VllmOracle:
 
     def _forget(self) -> None:
         """Empty what the engine keeps for the life of a process; each configuration is a new one."""
-        for module in ("platforms.cuda", "v1.attention.selector", "utils.flashinfer", "utils.deep_gemm",
-                       "v1.attention.backends.fa_utils", "v1.attention.backends.flashinfer"):
+        for module in (
+            "platforms.cuda",
+            "v1.attention.selector",
+            "utils.flashinfer",
+            "utils.deep_gemm",
+            "v1.attention.backends.fa_utils",
+            "v1.attention.backends.flashinfer",
+        ):
             for value in vars(sys.modules[f"vllm.{module}"]).values():
                 if callable(getattr(type(value), "cache_clear", None)):
                     value.cache_clear()
@@ -275,9 +282,7 @@ class VllmOracle:
             )
         kv_heads = model.get_num_kv_heads(config.parallel_config)
         kind = MLAAttentionSpec if use_mla else FullAttentionSpec
-        spec = kind(
-            block_size=16, num_kv_heads=kv_heads, head_size=model.get_head_size(), dtype=model.dtype
-        )
+        spec = kind(block_size=16, num_kv_heads=kv_heads, head_size=model.get_head_size(), dtype=model.dtype)
         return SimpleNamespace(
             layer_names=[layer],
             backend=backend,
@@ -430,10 +435,3 @@ def _model_info(registry: Any) -> Any:
         )
 
     return inspect
-
-
-if __name__ == "__main__":
-    from capture_planner.catalog import find_environment
-
-    oracle = VllmOracle(Path(sys.argv[1]))
-    print(oracle.answer(sys.argv[3:], find_environment(sys.argv[2])))
