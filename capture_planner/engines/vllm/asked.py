@@ -169,11 +169,10 @@ class Asked:
                 )
         transfer = self.given.get("kv_transfer_config")
         self.connector: dict[str, Any] = transfer or {}
-        if self.connector.get("kv_connector") == "NixlConnector":
-            if self.decode_context not in (1, self.tensor) or (self.decode_context > 1 and not model.mla):
-                raise refusal(
-                    "--decode-context-parallel-size", "vLLM's NIXL connector takes 1 here", "give 1"
-                )
+        split = self.decode_context > 1
+        odd = split and (self.decode_context != self.tensor or not model.mla)
+        if odd and self.connector.get("kv_connector") == "NixlConnector":
+            raise refusal("--decode-context-parallel-size", "vLLM's NIXL connector takes 1 here", "give 1")
 
     def _batch_defaults(self) -> tuple[int, int]:
         """Return the tokens and requests that ``vllm serve`` starts from on this device."""

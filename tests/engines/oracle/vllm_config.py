@@ -8,10 +8,8 @@ name, number of devices) and what vLLM would learn by importing a model's class.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
-import dataclasses
 import importlib
 import importlib.util
 import io
@@ -36,7 +34,7 @@ def _sibling(name: str) -> ModuleType:
     return module
 
 
-stubs = _sibling("stubs")
+stubs, parts = _sibling("stubs"), _sibling("vllm_parts")
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "CRITICAL",
@@ -139,15 +137,15 @@ class VllmOracle:
         for module in (vllm.utils.flashinfer, flashinfer):
             if hasattr(module, "has_nvidia_artifactory"):
                 module.has_nvidia_artifactory = lambda: True
-        registry._LazyRegisteredModel.inspect_model_cls = _model_info(registry)
+        registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry)
         parser = FlexibleArgumentParser(prog="vllm")
         commands = parser.add_subparsers(dest="subparser")
         self.serve = make_arg_parser(commands.add_parser("serve"))
         self.parser, self._args, self._context = parser, arg_utils.AsyncEngineArgs, UsageContext
         self._config, self._flash_attn, self._fa_utils = config, flash_attn, fa_utils
         self._attn_utils = attn_utils
-        _import_speculators()
-        self._support = _flash_attention_support(flash_attn)
+        parts.import_speculators()
+        self._support = parts.flash_attention_support(flash_attn)
 
     @contextlib.contextmanager
     def _on(self, environment: Environment, variables: dict[str, str]) -> Iterator[None]:
@@ -236,7 +234,7 @@ class VllmOracle:
 
         speculative = config.speculative_config
         independent = speculative.uses_draft_model()
-        parts = SimpleNamespace(
+        read = SimpleNamespace(
             speculative_config=speculative,
             vllm_config=config,
             draft_model_config=speculative.draft_model_config,
@@ -245,13 +243,13 @@ class VllmOracle:
             from vllm.v1.spec_decode import draft_model, llm_base_proposer
 
             kind = draft_model.DraftModelProposer if independent else llm_base_proposer.SpecDecodeBaseProposer
-            with _super_of(kind, parts) as self_:
+            with parts.super_of(kind, read) as self_:
                 draft = kind._create_draft_vllm_config(self_)
         elif independent:
             from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
 
             standalone.get_model = lambda vllm_config, **options: vllm_config
-            draft = standalone.StandaloneARSpeculator.load_draft_model(parts, None, set())
+            draft = standalone.StandaloneARSpeculator.load_draft_model(read, None, set())
         else:
             draft = speculative.apply_draft_overrides(config)
         # The loaders take the draft's model beside the configuration.
@@ -362,76 +360,11 @@ class VllmOracle:
             made.append([decode_query_len, mode.name])
 
         chain.SpeculatorCudaGraphManager = modules.SpeculatorCudaGraphManager = manager
-        for kind in (DraftModelSpeculator, ngram.NgramGPUSpeculator, *_subclasses(DraftModelSpeculator)):
+        for kind in (DraftModelSpeculator, ngram.NgramGPUSpeculator, *parts.subclasses(DraftModelSpeculator)):
             if "__init__" in vars(kind):
-                kind.__init__ = _unmade
+                kind.__init__ = parts.unmade
         speculator = init_speculator(config, None, None)
         speculator.vllm_config, speculator.device = config, None
         speculator.num_speculative_steps = config.num_speculative_tokens
         speculator.init_cudagraph_manager(mode)
         return made
-
-
-@contextlib.contextmanager
-def _super_of(kind: type, parts: SimpleNamespace) -> Iterator[Any]:
-    """Yield an object of ``kind`` that was never made, with the parts that its method reads."""
-    found = object.__new__(kind)
-    found.__dict__.update(vars(parts))
-    yield found
-
-
-def _import_speculators() -> None:
-    """Import what the engine would import late: once, and without a device."""
-    import torch
-
-    empty = torch.empty
-    torch.empty = lambda *size, device=None, **options: empty(*size, device="meta", **options)
-    try:
-        importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
-    finally:
-        torch.empty = empty
-    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram"):
-        importlib.import_module(f"vllm.v1.worker.gpu.spec_decode.{name}.speculator")
-
-
-def _unmade(self: Any, *parts: Any, **options: Any) -> None:
-    """Stand in for an ``__init__`` that allocates on a device."""
-
-
-def _subclasses(kind: type) -> list[type]:
-    return [found for child in kind.__subclasses__() for found in (child, *_subclasses(child))]
-
-
-def _flash_attention_support(module: ModuleType) -> Any:
-    """Return the expression by which the engine's class sets its support level, compiled."""
-    assert module.__file__ is not None
-    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
-        if isinstance(node, ast.ClassDef) and node.name == "FlashAttentionMetadataBuilder":
-            for item in node.body:
-                if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "_cudagraph_support":
-                    return compile(ast.Expression(item.value), module.__file__, "eval")
-    raise LookupError("FlashAttentionMetadataBuilder._cudagraph_support")
-
-
-def _model_info(registry: Any) -> Any:
-    """Return what the engine learns by importing a model's class: here, a plain decoder."""
-    decoder = {
-        "is_text_generation_model": True,
-        "attn_type": "decoder",
-        "default_seq_pooling_type": "LAST",
-        "default_tok_pooling_type": "ALL",
-        "score_type": "bi-encoder",
-        "supports_pp": True,
-        "supports_lora": True,
-        "supported_video_pruning_methods": (),
-    }
-
-    def inspect(model: Any) -> Any:
-        names = [field.name for field in dataclasses.fields(registry._ModelInfo)]
-        values = {name: decoder.get(name, False) for name in names}
-        pooling = "Embedding" in model.class_name or "Bert" in model.class_name
-        return registry._ModelInfo(
-            **{**values, "architecture": model.class_name, "is_pooling_model": pooling}
-        )
-
-    return inspect
