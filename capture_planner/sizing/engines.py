@@ -25,12 +25,14 @@ def vllm_tokens(
     tiers: Iterable[tuple[int, int]] = (),
     user_sizes: Sequence[int] | None = None,
     user_max: int | None = None,
+    interactive: bool = False,
 ) -> tuple[int, ...]:
     """Return vLLM's ``cudagraph_capture_sizes``, in tokens, ascending.
 
     ``query_len`` is 1 + K, ``platform_max`` 1024 on SM100 and 512 elsewhere, ``tiers`` the
     (query length, widest batch) pairs of a dynamic schedule. ``user_sizes`` and ``user_max`` are
     ``cudagraph_capture_sizes`` and ``max_cudagraph_capture_size`` where a user sets them.
+    ``interactive`` is ``--performance-mode interactivity``: every size up to 32.
     """
     decode_sizes: set[int] = set()
     top = user_max
@@ -48,6 +50,8 @@ def vllm_tokens(
     if user_sizes is not None:
         return tuple(sorted({size for size in user_sizes if size <= max_num_tokens}))
     sizes = set(_vllm_grid(top)) | {size for size in decode_sizes if size <= max_num_tokens}
+    if interactive:
+        sizes |= set(range(1, min(top, 32) + 1))
     if max_num_tokens <= top:
         sizes.add(max_num_tokens)
     return tuple(sorted(sizes))

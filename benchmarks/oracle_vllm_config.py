@@ -1,0 +1,97 @@
+"""Compare the emulation of vLLM's flags and configuration with the engine's own code.
+
+    python benchmarks/oracle_vllm_config.py --wheel FOLDER --count 20000 --seed 1
+
+FOLDER holds the unpacked wheel. Every command line goes through vLLM's argument parser, its engine
+configuration, its choice of attention backends and its mode resolution, and through ours. Prints how many
+were compared and every difference; exits 1 where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from capture_planner.catalog import find_environment
+from capture_planner.engines.vllm import resolve
+from capture_planner.errors import FlagError
+from capture_planner.testing.engines.vllm import answer_of, cases, write_models
+
+ORACLE = Path(__file__).parent.parent / "tests" / "engines" / "oracle" / "vllm_config.py"
+
+
+def load_oracle() -> ModuleType:
+    """Return the module that runs the engine's own code."""
+    spec = importlib.util.spec_from_file_location("oracle_vllm_config", ORACLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> int:
+    """Compare, print, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--wheel", type=Path, required=True, help="folder of the unpacked wheel")
+    parser.add_argument("--count", type=int, default=20_000, help="command lines to compare")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the generator")
+    parser.add_argument(
+        "--wild", type=float, default=0.01, help="how readily flags are drawn that vLLM refuses"
+    )
+    options = parser.parse_args()
+    module = load_oracle()
+    oracle = module.VllmOracle(options.wheel)
+    outcomes: collections.Counter[str] = collections.Counter()
+    differences = 0
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_models(folder)
+        for case in cases(options.count, options.seed, options.wild):
+            command, environment = case.command_in(folder), find_environment(case.environment)
+            theirs: Any = oracle.answer(command, environment, dict(case.variables))
+            words = [f"{name}={value}" for name, value in case.variables] + command
+            try:
+                ours: Any = answer_of(resolve(words, environment)[0])
+            except FlagError as error:
+                ours = error
+            found = _difference(ours, theirs, isinstance(theirs, module.Refused))
+            outcomes[_outcome(ours)] += 1
+            if found:
+                differences += 1
+                sys.stdout.write(f"{case.data()}\n  {found}\n")
+    seconds = time.monotonic() - start
+    sys.stdout.write(
+        f"{options.count} command lines compared in {seconds:.0f} s, {differences} differences\n"
+    )
+    for outcome, number in outcomes.most_common():
+        sys.stdout.write(f"  {number:6d}  {outcome}\n")
+    return 1 if differences else 0
+
+
+def _outcome(ours: Any) -> str:
+    return "refused" if isinstance(ours, FlagError) else f"{ours['runner']} {ours['mode']}"
+
+
+def _difference(ours: Any, theirs: Any, refused: bool) -> str:
+    """Return what differs between our answer and the engine's, or nothing."""
+    if isinstance(ours, FlagError):
+        return "" if refused else f"ours refuses: {ours}; vLLM: {theirs}"
+    if refused:
+        return f"vLLM refuses: {theirs.kind} {theirs.reason[:300]}; ours: {ours}"
+    parts = [f"{name}: ours {ours[name]}, vLLM {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

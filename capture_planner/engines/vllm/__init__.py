@@ -1,0 +1,148 @@
+"""vLLM 0.33: what it captures and how it dispatches, from the words behind ``vllm serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from capture_planner.engines.core import Emulation, Engine, Setting
+from capture_planner.engines.vllm.config import Configuration
+from capture_planner.engines.vllm.flags import VARIABLES, Given, read
+from capture_planner.engines.vllm.resolved import resolved
+from capture_planner.engines.vllm.settings import VllmSettings
+from capture_planner.environment import Environment
+from capture_planner.errors import InvalidValue
+from capture_planner.model import Method, Speculative
+from capture_planner.spec import Limits, Lora, Parallel
+
+VERSION = "0.33.0"
+FLAGS = {
+    "--max-num-seqs": "most requests in one batch",
+    "--max-num-batched-tokens": "most tokens in one batch; 8k and 8K are read",
+    "--max-model-len": "longest sequence; auto, 8k and 8K are read",
+    "--speculative-config": "the drafter, as JSON or in dotted parts; -sc",
+    "--compilation-config": "mode, sizes and more, as JSON or in dotted parts; -cc",
+    "--optimization-level": "0 to 3: NONE, PIECEWISE, FULL_AND_PIECEWISE twice; -O2",
+    "--cudagraph-capture-sizes": "capture sizes, in tokens",
+    "--max-cudagraph-capture-size": "largest capture size, in tokens",
+    "--enforce-eager": "no graphs",
+    "--performance-mode": "balanced, interactivity or throughput",
+    "--enable-lora": "graphs for batches with adapters",
+    "--max-loras": "most adapters in one batch",
+    "--specialize-active-lora": "graphs for each power of two of adapters",
+    "--data-parallel-size": "ranks with batches of their own; -dp",
+    "--tensor-parallel-size": "ranks that share a batch; -tp",
+    "--pipeline-parallel-size": "stages of the model; -pp",
+    "--decode-context-parallel-size": "ranks that split the KV cache; -dcp",
+    "--enable-expert-parallel": "experts are spread over ranks; -ep",
+    "--all2all-backend": "how experts exchange tokens; some are not captured",
+    "--enable-dbo": "dual batch overlap",
+    "--attention-backend": "the attention backend; its support decides the mode",
+    "--attention-config": "backend, flash_attn_version, use_trtllm_attention; -ac",
+    "--kv-transfer-config": "a KV connector; some need PIECEWISE",
+    "--async-scheduling": "schedule the next step early",
+    "--enable-chunked-prefill": "split long prompts; --no- forbids it",
+    "--runner": "pooling models have no FULL graphs",
+    "--config": "a YAML file of flags",
+    "--model": "the model, also as the first word: a folder with config.json, or a name",
+    **VARIABLES,
+}
+_METHODS = {
+    "eagle": Method.EAGLE,
+    "eagle3": Method.EAGLE3,
+    "mtp": Method.MTP,
+}
+
+
+def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSettings, Configuration]:
+    """Return the settings and the run that led to them; raises ``FlagError`` as vLLM would refuse the flags."""
+    configuration = Configuration(read(command), environment)
+    return resolved(configuration), configuration
+
+
+def emulate(command: Sequence[str], environment: Environment) -> Emulation:
+    """Return what vLLM does with the words behind ``vllm serve`` on a machine; raises ``FlagError``."""
+    from capture_planner.engines.vllm.managers import managers
+
+    settings, configuration = resolve(command, environment)
+    return Emulation(
+        engine="vllm",
+        version=VERSION,
+        command=tuple(command),
+        settings=_shown(settings, configuration),
+        sizes=settings.sizes,
+        managers=managers(settings),
+        decisions=tuple(configuration.decisions),
+        limits=Limits(max_num_reqs=settings.max_num_seqs, max_num_tokens=settings.max_num_batched_tokens),
+        speculative=_speculative(settings),
+        lora=_lora(settings),
+        parallel=Parallel(
+            data=settings.data_parallel_size,
+            tensor=settings.tensor_parallel_size,
+            decode_context=configuration.decode_context,
+        ),
+    )
+
+
+def _speculative(settings: VllmSettings) -> Speculative | None:
+    method = _METHODS.get(settings.method or "")
+    if method is None:
+        return None
+    try:
+        return Speculative(
+            method=method, num_tokens=settings.num_speculative_tokens, schedule=settings.schedule or ()
+        )
+    except InvalidValue:
+        return None
+
+
+def _lora(settings: VllmSettings) -> Lora | None:
+    if not settings.max_loras:
+        return None
+    return Lora(max_active=settings.max_loras, specialize=settings.specialize_lora)
+
+
+def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Setting, ...]:
+    given: Given = configuration.given
+    rules = configuration.sources
+    values: dict[str, tuple[Any, str]] = {
+        "model": (configuration.model.name, given.source("model") if given.model is None else "flag"),
+        "model_facts": (
+            "config.json" if configuration.model.known else "a dense decoder",
+            configuration.model.source,
+        ),
+        "model_runner": (settings.runner.value, "default"),
+        "max_num_seqs": (settings.max_num_seqs, given.source("max_num_seqs")),
+        "max_num_batched_tokens": (settings.max_num_batched_tokens, given.source("max_num_batched_tokens")),
+        "max_model_len": (settings.max_model_len, rules["max_model_len"]),
+        "requested_cudagraph_mode": (settings.requested_mode.value, rules["requested_mode"]),
+        "cudagraph_mode": (settings.mode.value, rules["cudagraph_mode"]),
+        "cudagraph_capture_sizes": (list(settings.sizes), rules["cudagraph_capture_sizes"]),
+        "max_cudagraph_capture_size": (settings.max_size, rules["max_cudagraph_capture_size"]),
+        "compilation_mode": (settings.compilation, rules["compilation_mode"]),
+        "attention_backend": (settings.backend, given.source("attention_backend")),
+        "async_scheduling": (settings.async_scheduling, given.source("async_scheduling")),
+        "data_parallel_size": (settings.data_parallel_size, given.source("data_parallel_size")),
+        "tensor_parallel_size": (settings.tensor_parallel_size, given.source("tensor_parallel_size")),
+    }
+    if settings.method is not None:
+        schedule = None if settings.schedule is None else [list(entry) for entry in settings.schedule]
+        source = given.source("speculative_config")
+        values |= {
+            "speculative_method": (settings.method, source),
+            "num_speculative_tokens": (settings.num_speculative_tokens, source),
+            "num_speculative_tokens_per_batch_size": (schedule, source),
+            "decode_query_lens": (list(settings.decode_query_lens), "default"),
+            "adaptive_verification": (settings.varlen, source),
+        }
+    if settings.max_loras:
+        values |= {
+            "max_loras": (settings.max_loras, given.source("max_loras")),
+            "lora_cases": (list(settings.lora_cases), given.source("specialize_active_lora")),
+        }
+    others = sorted(name for name in given.values if f"--{name.replace('_', '-')}" not in FLAGS)
+    values["not_relevant"] = (others, "flag" if others else "default")
+    return tuple(Setting(name=name, value=value, source=source) for name, (value, source) in values.items())
+
+
+ENGINE = Engine(name="vllm", version=VERSION, emulate=emulate, flags=FLAGS)

@@ -1,0 +1,244 @@
+"""What vLLM's flags ask for, checked one by one: graphs, model, ranks, budgets, adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture_planner.engines.vllm.flags import Given, refusal
+from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
+from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part
+from capture_planner.engines.vllm.resolution import FLAG as BACKEND_FLAG
+from capture_planner.engines.vllm.resolution import backend_name
+from capture_planner.engines.vllm.speculation import speculation
+from capture_planner.environment import DeviceKind, Environment
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Decision
+
+GiB = 1 << 30
+COMPILATION = "--compilation-config"
+
+
+class Asked:
+    """The flags of one command line; its attributes are what vLLM's own configuration objects start with."""
+
+    asked_sizes: list[int] | None
+    asked_max: int | None
+    splitting: list[str] | None
+
+    def __init__(self, given: Given, environment: Environment) -> None:
+        self.given, self.environment = given, environment
+        self.decisions: list[Decision] = []
+        self.sources: dict[str, str] = {}
+        if environment.device.kind is not DeviceKind.CUDA:
+            raise refusal(
+                "--environment", f"{environment.name} has no CUDA device", "name a GPU's environment"
+            )
+        self._parts()
+        self._model()
+        self._parallel()
+        self.spec = speculation(given, self.model, self.tensor, self.max_model_len)
+        self._budgets()
+        self._adapters()
+
+    def note(
+        self,
+        rule: str,
+        before: object,
+        after: object,
+        says: str,
+        role: Role = Role.TARGET,
+        backend: str | None = None,
+    ) -> None:
+        """Write down a step that changed a value."""
+        self.decisions.append(
+            Decision(rule=rule, before=str(before), after=str(after), role=role, backend=backend, says=says)
+        )
+
+    def _parts(self) -> None:
+        given = self.given
+        cc = Part(COMPILATION, "compilation_config", given.get("compilation_config"))
+        requested = cc.one_of("cudagraph_mode", ALL_MODES, 3)
+        self.asked_mode = None if requested is None else GraphMode(requested)
+        compile_ = cc.one_of("mode", COMPILE, 4)
+        self.compile = None if compile_ is None else COMPILE.index(compile_)
+        self.asked_sizes = cc.integers("cudagraph_capture_sizes")
+        self.asked_max = cc.integer("max_cudagraph_capture_size")
+        self.splitting = cc.given.get("splitting_ops")
+        if self.splitting is not None and not isinstance(self.splitting, list):
+            raise cc.refuse("splitting_ops", "vLLM wants a list of operators", "as in []")
+        self.partition = cc.boolean("use_inductor_graph_partition", False) or False
+        self.specialize = cc.boolean("cudagraph_specialize_lora", True) or False
+        self.compiler = cc.text("backend") or "inductor"
+        if self.compile == 3 and self.compiler not in ("eager", "inductor"):
+            raise cc.refuse(
+                "backend", f"vLLM compiles in pieces with eager or inductor, not {self.compiler}", ""
+            )
+        inner = cc.given.get("pass_config")
+        if inner is not None and not isinstance(inner, dict):
+            raise cc.refuse("pass_config", "vLLM wants an object", "")
+        self.fuse_attention = (
+            Part(COMPILATION, "pass_config", inner).boolean("fuse_attn_quant", False) or False
+        )
+        for flag, key in (
+            ("cudagraph_capture_sizes", "asked_sizes"),
+            ("max_cudagraph_capture_size", "asked_max"),
+        ):
+            value = given.get(flag)
+            if value is not None and getattr(self, key) is not None:
+                name = "--" + flag.replace("_", "-")
+                raise refusal(
+                    name, f"vLLM takes it once, and {COMPILATION} gives {flag} too", "drop one of both"
+                )
+            if value is not None:
+                setattr(self, key, value)
+            self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        ac = Part("--attention-config", "attention_config", given.get("attention_config"))
+        inner_backend = backend_name("--attention-config", ac.text("backend"))
+        asked = given.get("attention_backend")
+        if asked is not None and inner_backend is not None:
+            raise refusal(
+                BACKEND_FLAG, "vLLM takes one backend, and --attention-config gives one too", "drop one"
+            )
+        self.backend = inner_backend if asked is None else backend_name(BACKEND_FLAG, asked)
+        self.flash_attn = ac.integer("flash_attn_version")
+        if self.flash_attn not in (None, 2, 3, 4):
+            raise ac.refuse("flash_attn_version", f"vLLM has no version {self.flash_attn}", "give 2, 3 or 4")
+        self.trtllm = ac.boolean("use_trtllm_attention")
+        level = given.get("optimization_level", "2")
+        if level not in ("0", "1", "2", "3"):
+            raise refusal("--optimization-level", f"vLLM has no level {level}", "give 0, 1, 2 or 3")
+        self.level = int(level)
+        self.performance = given.get("performance_mode", "balanced")
+
+    def _model(self) -> None:
+        given = self.given
+        self.model: Model = read_model("--model", given.model or DEFAULT_MODEL)
+        asked = given.get("max_model_len")
+        if asked is not None and asked != -1:
+            if asked <= 0:
+                raise refusal(
+                    "--max-model-len", f"vLLM wants a positive length, got {asked}", "give 1 or more"
+                )
+            if self.model.known and asked > self.model.max_len:
+                raise refusal(
+                    "--max-model-len",
+                    f"vLLM refuses {asked}: the model is made for {self.model.max_len}",
+                    f"give at most {self.model.max_len}",
+                )
+        self.max_model_len = self.model.max_len if asked in (None, -1) else asked
+        self.sources["max_model_len"] = given.source("max_model_len") if asked else self.model.source
+        self.pooling = given.get("runner") == "pooling"
+        self.eager = bool(given.get("enforce_eager", False))
+
+    def _parallel(self) -> None:
+        get = self.given.get
+        self.tensor, self.data = get("tensor_parallel_size", 1), get("data_parallel_size", 1)
+        self.pipeline = get("pipeline_parallel_size", 1)
+        self.decode_context = get("decode_context_parallel_size", 1)
+        self.expert = bool(get("enable_expert_parallel", False))
+        self.all2all = get("all2all_backend", "allgather_reducescatter")
+        self.ubatching = bool(get("enable_dbo", False)) or get("ubatch_size", 0) > 1
+        for name in ("tensor", "data", "pipeline", "decode_context"):
+            if getattr(self, name) < 1:
+                raise refusal(
+                    f"--{name.replace('_', '-')}-parallel-size", "vLLM wants at least 1", "give 1 or more"
+                )
+        if self.tensor % self.decode_context:
+            raise refusal(
+                "--decode-context-parallel-size",
+                f"vLLM wants {self.tensor} tensor-parallel ranks to be a multiple of {self.decode_context}",
+                "give a divisor",
+            )
+        model = self.model
+        if model.heads % self.tensor:
+            raise refusal(
+                "--tensor-parallel-size",
+                f"vLLM cannot split {model.heads} heads over {self.tensor}",
+                "give a divisor",
+            )
+        if self.expert and model.known and not model.experts:
+            raise refusal("--enable-expert-parallel", "vLLM finds no experts in the model", "leave it out")
+        if self.decode_context > 1 and model.known and not model.mla:
+            spread = self.tensor // model.kv_heads if self.tensor > model.kv_heads else 0
+            grouped = model.heads // model.kv_heads
+            if self.decode_context > spread or grouped % self.decode_context:
+                raise refusal(
+                    "--decode-context-parallel-size",
+                    f"vLLM cannot split {model.kv_heads} KV heads on {self.tensor} ranks so",
+                    "give more tensor-parallel ranks, or 1",
+                )
+        transfer = self.given.get("kv_transfer_config")
+        self.connector: dict[str, Any] = transfer or {}
+        split = self.decode_context > 1
+        odd = split and (self.decode_context != self.tensor or not model.mla)
+        if odd and self.connector.get("kv_connector") == "NixlConnector":
+            raise refusal("--decode-context-parallel-size", "vLLM's NIXL connector takes 1 here", "give 1")
+
+    def _batch_defaults(self) -> tuple[int, int]:
+        """Return the tokens and requests that ``vllm serve`` starts from on this device."""
+        device = self.environment.device
+        if device.memory >= 160 * GiB:
+            return 16384, 1024
+        if device.memory >= 70 * GiB and "a100" not in device.name.lower() and device.sm != (12, 1):
+            return 8192, 1024
+        return 2048, 256
+
+    def _budgets(self) -> None:
+        given = self.given
+        tokens, seqs = self._batch_defaults()
+        asked_tokens, asked_seqs = given.get("max_num_batched_tokens"), given.get("max_num_seqs")
+        if self.all2all in ("deepep_low_latency", "nixl_ep") and self.expert and self.data > 1:
+            tokens = 256
+        if self.performance == "throughput":
+            tokens, seqs = 2 * tokens, 2 * seqs
+        seqs = seqs if asked_seqs is None else asked_seqs
+        chunked = given.get("enable_chunked_prefill")
+        chunked = not self.model.encoder_decoder if chunked is None else chunked
+        if not chunked:
+            tokens = max(tokens, self.max_model_len)
+        tokens = min(seqs * self.max_model_len, tokens) if asked_tokens is None else asked_tokens
+        seqs = min(seqs, tokens) if asked_seqs is None else seqs
+        self.tokens, self.seqs = tokens, seqs
+        if seqs < 1:
+            raise refusal("--max-num-seqs", f"vLLM wants at least 1, got {seqs}", "give 1 or more")
+        if tokens < 1:
+            raise refusal(
+                "--max-num-batched-tokens", f"vLLM wants at least 1, got {tokens}", "give 1 or more"
+            )
+        if tokens < self.max_model_len and (not chunked or self.model.encoder_decoder):
+            raise refusal(
+                "--max-num-batched-tokens",
+                f"vLLM refuses {tokens} for prompts of {self.max_model_len} that are not chunked",
+                "give more tokens, a smaller --max-model-len, or leave chunked prefill on",
+            )
+        if tokens < seqs:
+            raise refusal(
+                "--max-num-batched-tokens",
+                f"vLLM wants a token for each of {seqs} requests, got {tokens}",
+                f"give {seqs} or more, or fewer --max-num-seqs",
+            )
+        active = given.get("max_num_active_seqs")
+        if active is not None and active > seqs:
+            raise refusal("--max-num-active-seqs", f"vLLM takes at most {seqs}, got {active}", "give less")
+
+    def _adapters(self) -> None:
+        given = self.given
+        self.max_loras = given.get("max_loras", 1) if given.get("enable_lora", False) else 0
+        if not given.get("enable_lora", False):
+            self.lora_cases: tuple[int, ...] = (0,)
+            return
+        if self.max_loras < 1:
+            raise refusal("--max-loras", f"vLLM wants at least 1, got {self.max_loras}", "give 1 or more")
+        kept = given.get("max_cpu_loras")
+        if kept is not None and 0 < kept < self.max_loras:
+            raise refusal("--max-cpu-loras", f"vLLM wants at least --max-loras {self.max_loras}", "give more")
+        if self.spec is not None and self.tokens < self.seqs * (self.spec.tokens + 1):
+            raise refusal(
+                "--max-num-batched-tokens",
+                f"with adapters vLLM wants 1 + K tokens for each of {self.seqs} requests, got {self.tokens}",
+                f"give {self.seqs * (self.spec.tokens + 1)} or more, or fewer draft tokens",
+            )
+        top = self.max_loras + 1
+        self.specialize = self.specialize and bool(given.get("specialize_active_lora", False))
+        powers = [1 << n for n in range(top.bit_length()) if 1 << n < top] if self.specialize else []
+        self.lora_cases = (0, *powers, top)

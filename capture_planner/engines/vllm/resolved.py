@@ -1,0 +1,130 @@
+"""From vLLM's configuration to its settings: the attention backends, and the mode of every manager."""
+
+from __future__ import annotations
+
+import attrs
+
+from capture_planner.engines.vllm.config import Configuration
+from capture_planner.engines.vllm.flags import refusal
+from capture_planner.engines.vllm.model import Model
+from capture_planner.engines.vllm.parts import COMPILE
+from capture_planner.engines.vllm.resolution import FLAG as BACKEND_FLAG
+from capture_planner.engines.vllm.resolution import Attention, Ladder
+from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings
+from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
+from capture_planner.modes import GraphMode
+
+
+def resolved(config: Configuration) -> VllmSettings:
+    """Choose the attention backends, and resolve the mode of every manager."""
+    spec = config.spec
+    tokens = spec.tokens if spec is not None else 0
+    attention = _attention(config, config.model)
+    backend = attention.choose(BACKEND_FLAG, config.backend)
+    support = attention.support(backend)
+    narrowest, fused = backend, False
+    if spec is not None and spec.has_draft_cache:
+        drafting = _attention(config, spec.model)
+        independent, v2 = spec.method == "draft_model", config.runner is Runner.V2
+        # V1 never hands the target's backend on; V2 does, and gives an independent model nothing else.
+        asked = spec.backend if not v2 else config.backend if independent else spec.backend or config.backend
+        alone = attrs.evolve(drafting, decode_context=1) if independent and v2 else drafting
+        draft = alone.choose(SPECULATIVE, asked)
+        fused = drafting.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
+        if drafting.support(draft) < support:
+            narrowest, support = draft, drafting.support(draft)
+    pieces = config.breakable or config.compile == 3
+    varlen = spec is not None and spec.adaptive and spec.has_draft_cache
+    if varlen:
+        if not attention.varies(backend):
+            key = "enable_adaptive_verification"
+            raise refusal(SPECULATIVE, f"vLLM's {backend} graphs take one query length", "leave it out", key)
+        wanted = GraphMode.FULL_AND_PIECEWISE if pieces else GraphMode.FULL_DECODE_ONLY
+        if config.mode is not GraphMode.FULL_DECODE_ONLY:
+            config.set_mode("adaptive", wanted, "adaptive verification has decode graphs of its own")
+    configured = config.mode
+    ladder = Ladder(
+        support=support,
+        backend=narrowest,
+        query_len=1 + tokens,
+        splits_attention=config.splits_attention(),
+        graph_partition=config.partition,
+        compiles=config.compile == 3,
+        piecewise_capture=pieces,
+        note=lambda rule, old, new, says: config.note(rule, old.value, new.value, says, backend=narrowest),
+    )
+    mode = ladder.resolve(config.mode)
+    if config.runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and tokens:
+        _round(config, 1 + tokens)
+    prefill, decode = _draft_modes(config, mode)
+    return VllmSettings(
+        runner=config.runner,
+        sizes=config.sizes,
+        max_size=config.max_size,
+        max_num_seqs=config.seqs,
+        max_num_batched_tokens=config.tokens,
+        max_model_len=config.max_model_len,
+        requested_mode=config.requested,
+        configured_mode=configured,
+        mode=mode,
+        draft_prefill_mode=prefill,
+        draft_decode_mode=decode,
+        drafter=spec.drafter if spec is not None else Drafter.NONE,
+        method=spec.method if spec is not None else None,
+        num_speculative_tokens=tokens,
+        schedule=config.schedule,
+        decode_query_lens=tuple(sorted({1 + k for k in (config.dense_schedule() or [0, tokens])[1:]})),
+        draft_fused=fused,
+        lora_cases=config.lora_cases,
+        varlen=varlen,
+        data_parallel_size=config.data,
+        tensor_parallel_size=config.tensor,
+        max_loras=config.max_loras,
+        specialize_lora=config.specialize and bool(config.max_loras),
+        compilation=COMPILE[config.compile or 0],
+        async_scheduling=config.asynchronous,
+        backend=backend,
+    )
+
+
+def _attention(config: Configuration, model: Model) -> Attention:
+    return Attention(
+        capability=config.environment.device.sm,
+        model=model,
+        tensor=config.tensor,
+        decode_context=config.decode_context,
+        flash_attn=config.flash_attn,
+        trtllm=config.trtllm,
+        connector=bool(config.connector),
+        adaptive=config.spec is not None and config.spec.adaptive,
+    )
+
+
+def _draft_modes(config: Configuration, mode: GraphMode) -> tuple[GraphMode | None, GraphMode | None]:
+    drafter = config.spec.drafter if config.spec is not None else Drafter.NONE
+    if config.runner is Runner.V1 or drafter is Drafter.NONE:
+        return None, None
+    decode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+    if drafter is Drafter.MODULES:
+        return (decode if mode.has_piecewise and not config.breakable else mode), None
+    return mode, decode
+
+
+def _round(config: Configuration, query_len: int) -> None:
+    """Round sizes up to whole requests, as the V1 runner does; those beyond the largest go."""
+    if not config.sizes:
+        return
+    rounded = {-(-size // query_len) * query_len for size in config.sizes}
+    kept = sorted(size for size in rounded if size <= config.max_size)
+    if not kept and query_len <= config.max_size:
+        kept = [query_len]
+    if not kept:
+        raise refusal(
+            "--cudagraph-capture-sizes",
+            f"vLLM's V1 runner finds no multiple of {query_len} up to {config.max_size}",
+            f"give {query_len} or more",
+        )
+    config.note(
+        "whole-requests", len(config.sizes), len(kept), f"sizes are rounded up to multiples of {query_len}"
+    )
+    config.sizes, config.max_size = tuple(kept), kept[-1]

@@ -1,0 +1,250 @@
+"""``--speculative-config`` of vLLM: which drafter it names, and how many tokens it drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from capture_planner.engines.vllm.flags import Given, refusal
+from capture_planner.engines.vllm.model import Model, read_model
+from capture_planner.engines.vllm.parts import Part, names
+from capture_planner.engines.vllm.settings import Drafter
+
+FLAG = "--speculative-config"
+_FLAGS = (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens"))
+_NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+_MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
+_NOT_EMULATED = ("dflash", "dspark", "extract_hidden_states", "custom_class")
+_SUFFIX_DEPTH = 24
+
+
+@attrs.frozen(kw_only=True)
+class Speculation:
+    """The drafter as vLLM resolves it."""
+
+    method: str
+    tokens: int
+    schedule: tuple[tuple[int, int, int], ...] | None
+    model: Model
+    drafter: Drafter
+    backend: str | None
+    adaptive: bool
+    unpadded: bool
+    parallel: bool
+    heterogeneous: bool
+    draft_lm_head: bool
+    overrides: bool
+    """Whether the draft has settings of its own for which vLLM copies the whole configuration."""
+    max_len: int | None
+    """Tokens that the draft model is given, where they can bound the target's."""
+
+    @property
+    def has_draft_cache(self) -> bool:
+        return self.drafter is not Drafter.NONE or self.method == "draft_model"
+
+    @property
+    def lookahead(self) -> int:
+        """KV slots that the drafter writes beyond what the target is scheduled for."""
+        return self.tokens if self.has_draft_cache else 0
+
+
+def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Speculation | None:
+    """Return the drafter that the flags name, or None; raises ``FlagError`` as vLLM would refuse it."""
+    value = given.get("speculative_config")
+    for flag, key in _FLAGS:
+        if given.get(flag) is not None:
+            value = {} if value is None else value
+            if isinstance(value, dict) and key in value:
+                raise refusal(
+                    FLAG, f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too", "", key
+                )
+            value = {**value, key: given.get(flag)}
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise refusal(
+            FLAG, "vLLM wants a JSON object", 'as in {"method": "ngram", "num_speculative_tokens": 3}'
+        )
+    part = Part(FLAG, "speculative_config", {key.replace("-", "_"): item for key, item in value.items()})
+    if "num_speculative_tokens" in part.given and part.given["num_speculative_tokens"] is None:
+        raise part.refuse("num_speculative_tokens", "vLLM wants a whole number, not null", "give K")
+    tokens = part.integer("num_speculative_tokens", least=1)
+    draft_tensor = part.integer("draft_tensor_parallel_size", least=1)
+    asked = part.integer("max_model_len", least=1)
+    if part.given.get("tensor_parallel_size") is not None:
+        raise part.refuse("tensor_parallel_size", "vLLM refuses it here", "give draft_tensor_parallel_size")
+    backend = _backend(part)
+    schedule = _schedule(part)
+    method, name = _method(part, target, tokens)
+    draft = target
+    if method in ("ngram", "ngram_gpu"):
+        _lookup(part)
+    elif method not in _MODEL_FREE:
+        draft = target if name is None else read_model(FLAG, name)
+        method = _by_model(part, method, name or target.name, draft)
+        tokens = _tokens(part, method, tokens, draft)
+        _check_draft(part, draft, target, method, tensor, draft_tensor)
+    elif method == "suffix" and tokens is None:
+        tokens = _SUFFIX_DEPTH
+    if tokens is None:
+        raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
+    if method in _NOT_EMULATED:
+        raise part.refuse("method", f"vLLM has {method}; it is not emulated", "emulate EAGLE, MTP or n-gram")
+    longest = _draft_length(part, asked, draft, max_len) if method not in _MODEL_FREE else None
+    adaptive = part.boolean("enable_adaptive_verification", False) or False
+    if adaptive and part.boolean("use_local_argmax_reduction", False):
+        raise part.refuse(
+            "enable_adaptive_verification", "vLLM needs the draft's logits for it", "drop one of both"
+        )
+    heterogeneous = part.boolean("use_heterogeneous_vocab", False) or False
+    if heterogeneous and method != "draft_model":
+        raise part.refuse("use_heterogeneous_vocab", "vLLM takes it for draft_model only", "leave it out")
+    different = draft.vocabulary != target.vocabulary and draft.known and target.known
+    if method == "draft_model" and different and not heterogeneous:
+        raise part.refuse(
+            "model",
+            f"vLLM wants one vocabulary; the target has {target.vocabulary} tokens, the draft {draft.vocabulary}",
+            "name a draft model with the target's tokenizer",
+        )
+    modules = min(draft.mtp_modules or 1, tokens) > 1
+    kinds = {
+        "eagle": Drafter.CHAIN,
+        "eagle3": Drafter.CHAIN,
+        "mtp": Drafter.MODULES if modules else Drafter.CHAIN,
+    }
+    return Speculation(
+        method=method,
+        tokens=tokens,
+        schedule=schedule,
+        model=draft,
+        drafter=kinds.get(method, Drafter.NONE),
+        backend=backend,
+        adaptive=adaptive,
+        unpadded=part.boolean("disable_padded_drafter_batch", False) or False,
+        parallel=part.boolean("parallel_drafting", False) or False,
+        heterogeneous=heterogeneous,
+        draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
+        overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
+        or backend is not None,
+        max_len=longest if method == "draft_model" else None,
+    )
+
+
+def _backend(part: Part) -> str | None:
+    text = part.text("attention_backend")
+    if text is None or text.lower() == "auto":
+        return None
+    if text.upper() not in names()["backends"]:
+        raise part.refuse("attention_backend", f"vLLM has no backend {text}", "give one of its backends")
+    return text.upper()
+
+
+def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
+    key = "num_speculative_tokens_per_batch_size"
+    value = part.given.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise part.refuse(key, "vLLM wants a list of [first, last, K]", "as in [[1, 16, 3], [17, 256, 1]]")
+    found: list[tuple[int, int, int]] = []
+    for index, entry in enumerate(value):
+        if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(n, int) for n in entry):
+            raise refusal(
+                FLAG, f"vLLM wants [first, last, K], got {entry!r}", "give three numbers", key, index
+            )
+        found.append((entry[0], entry[1], entry[2]))
+    return tuple(found)
+
+
+def check_schedule(schedule: tuple[tuple[int, int, int], ...]) -> None:
+    """Raise ``FlagError`` where vLLM's scheduler would refuse the ranges at its start."""
+    key = "num_speculative_tokens_per_batch_size"
+    if not schedule:
+        raise refusal(FLAG, "vLLM wants at least one range", "give one, or leave the schedule out", key)
+    previous = 0
+    for index, (first, last, tokens) in enumerate(sorted(schedule, key=lambda entry: entry[0])):
+        if first <= 0 or first > last or tokens < 0:
+            raise refusal(FLAG, f"vLLM refuses the range [{first}, {last}, {tokens}]", "", key, index)
+        if first <= previous or (index == 0 and first != 1):
+            raise refusal(FLAG, "vLLM wants ranges from 1 on, without overlap", "list them so", key, index)
+        previous = last
+
+
+def _method(part: Part, target: Model, tokens: int | None) -> tuple[str, str | None]:
+    """Return the method that the words name, and the draft model's name where it is not the target's."""
+    method, model = part.text("method"), part.text("model")
+    if method is not None and method not in names()["methods"]:
+        raise part.refuse(
+            "method", f"vLLM has no method {method!r}", f"one of {', '.join(names()['methods'][:7])}"
+        )
+    if method is None:
+        dotted = model is not None and "/" not in model and len(model.split(".")) > 1
+        if dotted and model is not None and all(word.isidentifier() for word in model.split(".")):
+            method = "custom_class"
+        else:
+            method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+    if method in names()["mtp_types"]:
+        method = "mtp"
+    if model is None and method not in (*_MODEL_FREE, "mtp", "dspark"):
+        raise part.refuse("model", f"vLLM needs a draft model for {method}", "name one")
+    return method, model
+
+
+def _lookup(part: Part) -> None:
+    high, low = (part.integer(f"prompt_lookup_{end}", least=1) for end in ("max", "min"))
+    if high is not None and low is not None and low > high:
+        raise part.refuse(
+            "prompt_lookup_min", f"vLLM wants it at most prompt_lookup_max, {high}", "swap them"
+        )
+
+
+def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
+    """Return the method that vLLM reads off the draft model's name and type."""
+    if method in ("eagle", "eagle3", "dflash", "dspark"):
+        return method
+    for text, named in _NAMED.items():
+        if text in name.lower():
+            return named
+    if draft.mtp_modules or (method == "mtp" and not draft.known) or draft.model_type in names()["mtp_types"]:
+        return "mtp"
+    if method == "draft_model":
+        return method
+    raise part.refuse("method", f"vLLM finds no module for {method} in {name}", "name a model that ships one")
+
+
+def _tokens(part: Part, method: str, tokens: int | None, draft: Model) -> int | None:
+    modules = draft.mtp_modules if method == "mtp" else 0
+    if tokens is None:
+        return modules or None
+    if modules and tokens > modules and tokens % modules:
+        raise part.refuse(
+            "num_speculative_tokens", f"vLLM wants a multiple of the {modules} modules", "give one"
+        )
+    return tokens
+
+
+def _check_draft(
+    part: Part, draft: Model, target: Model, method: str, tensor: int, draft_tensor: int | None
+) -> None:
+    if draft_tensor not in (None, 1, tensor):
+        raise part.refuse(
+            "draft_tensor_parallel_size", f"vLLM takes 1 or the target's {tensor}", "give one of both"
+        )
+    if draft.heads % (draft_tensor or tensor):
+        raise part.refuse("model", f"vLLM cannot split {draft.heads} heads over {draft_tensor or tensor}", "")
+
+
+def _draft_length(part: Part, asked: int | None, draft: Model, max_len: int) -> int:
+    if asked is None:
+        return min(draft.max_len, max_len) if draft.known else max_len
+    if asked > max_len or (draft.known and asked > draft.max_len):
+        raise part.refuse(
+            "max_model_len", f"vLLM refuses {asked}, beyond what a model is made for", "give less"
+        )
+    return asked
+
+
+def data(value: Any) -> Any:
+    """Return a schedule as the engine's JSON has it."""
+    return None if value is None else [list(entry) for entry in value]

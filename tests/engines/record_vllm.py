@@ -1,0 +1,163 @@
+"""Record vLLM's answers from its released wheel: ``python record_vllm.py WHEEL`` with its unpacked folder.
+
+Writes ``capture_planner/engines/vllm/flags.json`` (the flags by name and kind) and
+``golden/vllm_config.json`` (command lines with what the engine's own code makes of them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+FLAGS = HERE.parent.parent / "capture_planner" / "engines" / "vllm" / "flags.json"
+NAMES = FLAGS.with_name("names.json")
+GOLDEN = HERE / "golden" / "vllm_config.json"
+KINDS = {
+    "str": "text",
+    "loads": "json",
+    "human_readable_int": "count",
+    "human_readable_int_or_auto": "length",
+    "parse_dataclass": "object",
+    "union_dict_and_str": "text",
+    "parse_reasoning_parser": "text",
+    "<lambda>": "text",
+}
+
+
+def load_oracle() -> ModuleType:
+    """Return the module that runs the engine's own code."""
+    path = HERE / "oracle" / "vllm_config.py"
+    spec = importlib.util.spec_from_file_location("oracle_vllm_config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _kind(function: Any) -> str:
+    if function is None:
+        return "text"
+    name = function.__qualname__.rpartition(".")[2]
+    if name in ("_optional_type", "_parse_type"):
+        inner = _kind(function.__closure__[0].cell_contents)
+        return f"{inner}?" if name == "_optional_type" else inner
+    return KINDS.get(name, name)
+
+
+def _record(action: argparse.Action) -> dict[str, Any]:
+    positive = getattr(action, "negative_option_strings", None)
+    entry: dict[str, Any] = {"names": list(action.option_strings)}
+    shape = type(action).__name__
+    if positive is not None:
+        everything = [*action.container._option_string_actions] if hasattr(action, "container") else []
+        mine = [name for name in everything if action.container._option_string_actions[name] is action]
+        entry["names"] = [name for name in mine if name not in positive]
+        entry["no"] = [name for name in mine if name in positive]
+        entry["kind"] = "switch"
+        return entry
+    if shape == "_StoreTrueAction":
+        entry["kind"] = "on"
+        return entry
+    entry["kind"] = _kind(action.type)
+    if shape == "_AppendAction":
+        entry["append"] = True
+    if action.nargs is not None:
+        entry["nargs"] = action.nargs
+    if action.choices:
+        entry["choices"] = [choice for choice in action.choices if choice is not None]
+        if action.type is not None and "<lambda>" in action.type.__qualname__:
+            entry["kind"] = "name"
+    return entry
+
+
+def record_flags(oracle: Any) -> None:
+    """Write the names and kinds of all flags of ``vllm serve``, one to a line."""
+    lines = []
+    for action in oracle.serve._actions:
+        if action.option_strings and action.dest != "help":
+            lines.append(f'"{action.dest}": {json.dumps(_record(action))}')
+    FLAGS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    sys.stdout.write(f"{FLAGS.name}: {len(lines)} flags\n")
+
+
+def record_names() -> None:
+    """Write the names that JSON flags and settings may hold: fields, methods, backends, architectures."""
+    import dataclasses
+    from typing import get_args
+
+    from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig, speculative, vllm
+    from vllm.config.compilation import PassConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def fields(kind: Any) -> list[str]:
+        return [field.name for field in dataclasses.fields(kind) if field.init]
+
+    names = {
+        "compilation_config": fields(CompilationConfig),
+        "pass_config": fields(PassConfig),
+        "attention_config": fields(AttentionConfig),
+        "speculative_config": fields(SpeculativeConfig),
+        "attention_ops": list(CompilationConfig._attention_ops),
+        "backends": list(AttentionBackendEnum.__members__),
+        "methods": [name for part in get_args(speculative.SpeculativeMethod) for name in _flat(part)],
+        "mtp_types": list(get_args(speculative.MTPModelTypes)),
+        "breakable_architectures": sorted(vllm.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES),
+    }
+    lines = [f'"{name}": {json.dumps(values)}' for name, values in names.items()]
+    NAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    sys.stdout.write(f"{NAMES.name}: {sum(map(len, names.values()))} names\n")
+
+
+def _flat(part: Any) -> list[str]:
+    from typing import get_args
+
+    return [part] if isinstance(part, str) else [name for inner in get_args(part) for name in _flat(inner)]
+
+
+def record_configurations(module: ModuleType, oracle: Any, count: int, seed: int) -> None:
+    """Write ``count`` command lines with the engine's answers."""
+    from capture_planner.catalog import find_environment
+    from capture_planner.testing.engines import vllm
+
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        vllm.write_models(Path(folder))
+        for case in vllm.cases(count, seed, wild=0.01):
+            command = case.command_in(Path(folder))
+            answer = oracle.answer(command, find_environment(case.environment), dict(case.variables))
+            if isinstance(answer, module.Refused):
+                answer = {"refused": answer.kind}
+            cases.append({**case.data(), "answer": answer})
+    GOLDEN.parent.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
+    GOLDEN.write_text(f"[\n{lines}\n]\n")
+    refused = sum("refused" in case["answer"] for case in cases)
+    sys.stdout.write(f"{GOLDEN.name}: {len(cases)} command lines, {refused} refused\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--count", type=int, default=450)
+    parser.add_argument("--seed", type=int, default=33)
+    parser.add_argument("--flags-only", action="store_true")
+    options = parser.parse_args()
+    module = load_oracle()
+    oracle = module.VllmOracle(options.wheel)
+    record_flags(oracle)
+    with module.stubs.installed(options.wheel, "vllm"):
+        record_names()
+    if not options.flags_only:
+        record_configurations(module, oracle, options.count, options.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""vLLM's flags and configuration: how words are read, what the rules keep, and what is refused where."""
+
+import json
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.catalog import find_environment
+from capture_planner.engines.vllm import FLAGS, VERSION, resolve
+from capture_planner.engines.vllm.flags import read, short_number, table
+from capture_planner.engines.vllm.model import Model
+from capture_planner.engines.vllm.resolution import EMULATED, Attention, Ladder
+from capture_planner.errors import FlagError
+from capture_planner.modes import GraphMode, GraphSupport
+from capture_planner.sizing.engines import vllm_tokens
+from capture_planner.testing.engines.vllm import Case, cases, write_models
+
+H100, A100 = find_environment("h100"), find_environment("a100")
+
+
+def settings(*words, environment=H100):
+    """Return the settings of a model that is a name only."""
+    return resolve(["some/model", *words], environment)[0]
+
+
+def refused(*words, environment=H100):
+    """Return the first problem of words that are refused."""
+    with pytest.raises(FlagError) as caught:
+        resolve(["some/model", *words], environment)
+    return caught.value.problems[0]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["cudagraph_mode", "mode", "max_cudagraph_capture_size", "splitting_ops"]),
+        st.one_of(st.integers(0, 9), st.booleans(), st.just("FULL"), st.lists(st.integers(0, 9))),
+        min_size=1,
+    )
+)
+def test_dotted_parts_are_the_same_as_json(parts):
+    """-cc.x=y for every field is read as -cc with all fields in one object."""
+    dotted = [f"-cc.{name}={json.dumps(value)}" for name, value in parts.items()]
+    assert read(["m", *dotted]).values == read(["m", "-cc", json.dumps(parts)]).values
+
+
+def test_every_flag_is_read_with_underscores_too():
+    """--a-flag and --a_flag are one flag, for each that vLLM has, and an abbreviation of one."""
+    for dest, entry in table().items():
+        if entry["kind"] in ("switch", "on") and not entry.get("append"):
+            long = next(name for name in entry["names"] if name.startswith("--"))
+            spelled = "--" + long[2:].replace("-", "_")
+            assert read(["m", long]).values == read(["m", spelled]).values == {dest: True}
+            for negative in entry.get("no", ()):
+                assert read(["m", negative]).values == {dest: False}
+
+
+@given(st.integers(0, 10**6), st.sampled_from("kmgtKMGT"))
+def test_short_numbers_are_thousands_or_powers_of_two(number, suffix):
+    """8k is 8,000 and 8K is 8,192, and so on for m, g and t."""
+    power = "kmgt".index(suffix.lower()) + 1
+    base = 1000 if suffix.islower() else 1024
+    assert short_number(f"{number}{suffix}") == number * base**power
+
+
+def test_variables_and_the_command_itself_may_stand_in_front():
+    """Words as in a shell are read: variables, then vllm serve, then the model."""
+    words = ["VLLM_USE_V2_MODEL_RUNNER=0", "vllm", "serve", "some/model", "--max-num-seqs", "4"]
+    given_ = read(words)
+    assert given_.model == "some/model"
+    assert given_.variables == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert resolve(words, H100)[0].runner == "v1"
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
+    """Flags of --config count as written in front of the others; their source is the file."""
+    file = tmp_path / "flags.yaml"
+    file.write_text("max-num-seqs: 8\nmax-num-batched-tokens: 512\nspecial: 1\n".replace("special: 1\n", ""))
+    given_ = read(["m", "--config", str(file), "--max-num-seqs", "16"])
+    assert given_.values["max_num_seqs"] == 16
+    assert given_.values["max_num_batched_tokens"] == 512
+    assert given_.source("max_num_seqs") == "flag"
+    assert given_.source("max_num_batched_tokens") == "file"
+    assert given_.source("seed") == "default"
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "part"),
+    [
+        (["--max-num-sqs", "4"], "--max-num-sqs", "did you mean --max-num-seqs?"),
+        (["--max-num-seqs", "many"], "--max-num-seqs", "invalid int"),
+        (["-cc", "{"], "--compilation-config", "vLLM"),
+        (["-cc.cudagraph_mode=FULLEST"], "--compilation-config", "give one of"),
+        (["-cc.cudagraph_sizes=[1]"], "--compilation-config", "did you mean"),
+        (["-cc.cudagraph_capture_sizes=[]"], "--cudagraph-capture-sizes", "at least one"),
+        (["-O7"], "--optimization-level", "0, 1, 2 or 3"),
+        (["-sc", '{"method": "guess", "num_speculative_tokens": 2}'], "--speculative-config", "no method"),
+        (["-sc", '{"method": "eagle", "num_speculative_tokens": 2}'], "--speculative-config", "draft model"),
+        (["-sc", '{"method": "ngram"}'], "--speculative-config", "drafted tokens"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "--max-num-batched-tokens", "64"),
+        (["--attention-backend", "XFORMERS"], "--attention-backend", "no backend"),
+        (["--attention-backend", "FLASHMLA"], "--attention-backend", "MLA"),
+        (["VLLM_NO_SUCH=1"], "VLLM_NO_SUCH=1", ""),
+        (["--config", "none.txt"], "--config", ".yaml"),
+        (["--config", "none.yaml"], "--config", "cannot read"),
+    ],
+)
+def test_what_is_refused_names_its_flag(words, flag, part):
+    """A refusal is about the flag that caused it, with a reason and where there is one a remedy."""
+    problem = refused(*words)
+    assert problem.path[0] == flag
+    assert part in str(problem)
+
+
+def test_sizes_and_largest_size_must_agree():
+    """Both given: the largest size must be the one that is left after the budget, else vLLM refuses."""
+    sizes = ["--cudagraph-capture-sizes", "1", "2", "300", "--max-num-batched-tokens", "256"]
+    sizes += ["--max-num-seqs", "16"]
+    assert settings(*sizes).sizes == (1, 2)
+    assert settings(*sizes, "--max-cudagraph-capture-size", "2").max_size == 2
+    assert refused(*sizes, "--max-cudagraph-capture-size", "300").path == ("--max-cudagraph-capture-size",)
+
+
+def test_sizes_given_twice_are_refused():
+    """A list as a flag and one inside -cc contradict each other, even where they are equal."""
+    words = ["--cudagraph-capture-sizes", "1", "2", "-cc.cudagraph_capture_sizes=[1,2]"]
+    assert refused(*words).path == ("--cudagraph-capture-sizes",)
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ([], "FULL_AND_PIECEWISE"),
+        (["-O0"], "NONE"),
+        (["-O1"], "PIECEWISE"),
+        (["-O3"], "FULL_AND_PIECEWISE"),
+        (["--enforce-eager"], "NONE"),
+        (["--enforce-eager", "-cc.cudagraph_mode=FULL"], "NONE"),
+        (["-O0", "-cc.cudagraph_mode=FULL_AND_PIECEWISE"], "FULL_DECODE_ONLY"),
+        (["-cc.mode=STOCK_TORCH_COMPILE"], "NONE"),
+        (["--runner", "pooling"], "PIECEWISE"),
+        (["-cc.splitting_ops=[]"], "FULL"),
+        (["VLLM_USE_BREAKABLE_CUDAGRAPH=1"], "FULL_AND_PIECEWISE"),
+    ],
+)
+def test_modes_after_rewrites(words, mode):
+    """What levels, eager mode, compilation and pooling make of the mode on an H100."""
+    front = [word for word in words if word.startswith("VLLM")]
+    found = resolve([*front, "some/model", *(word for word in words if word not in front)], H100)
+    assert found[0].mode.value == mode
+    if found[0].mode is not found[0].requested_mode:
+        assert found[1].decisions[-1].after == mode
+
+
+def test_each_decision_leads_to_the_next(tmp_path):
+    """In every drawn configuration the mode decisions form a chain from the request to the result."""
+    write_models(tmp_path)
+    chains = 0
+    for case in cases(300, seed=7):
+        words = [f"{name}={value}" for name, value in case.variables] + case.command_in(tmp_path)
+        try:
+            found, configuration = resolve(words, find_environment(case.environment))
+        except FlagError:
+            continue
+        modes = {mode.value for mode in GraphMode}
+        steps = [
+            decision for decision in configuration.decisions if {decision.before, decision.after} <= modes
+        ]
+        at = found.requested_mode.value
+        for step in steps:
+            assert step.before == at
+            assert step.says
+            at = step.after
+        assert at == found.mode.value
+        chains += bool(steps)
+        assert found.max_size == max(found.sizes, default=0)
+        assert list(found.sizes) == sorted(set(found.sizes))
+        assert all(size <= found.max_num_batched_tokens for size in found.sizes)
+        assert found.decode_query_lens[-1] <= found.query_len
+    assert chains > 30
+
+
+def test_the_same_seed_draws_the_same_lines():
+    """Cases are a function of count and seed, and come back from JSON as they were."""
+    drawn = list(cases(50, seed=3))
+    assert drawn == list(cases(50, seed=3)) != list(cases(50, seed=4))
+    assert [Case.of(json.loads(json.dumps(case.data()))) for case in drawn] == drawn
+
+
+@given(
+    st.sampled_from(list(GraphMode)),
+    st.sampled_from(list(GraphSupport)),
+    st.integers(1, 8),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_ladder_only_steps_down(mode, support, query_len, splits, compiles, capture):
+    """What is left captures no more than was asked for, and nothing that the backend cannot."""
+    noted = []
+    ladder = Ladder(
+        support=support,
+        backend="B",
+        query_len=query_len,
+        splits_attention=splits,
+        graph_partition=False,
+        compiles=compiles,
+        piecewise_capture=capture,
+        note=lambda rule, before, after, says: noted.append((before, after)),
+    )
+    try:
+        left = ladder.resolve(mode)
+    except FlagError:
+        assert support is GraphSupport.NEVER
+        assert mode.mixed_mode is GraphMode.FULL
+        return
+    assert left <= mode
+    assert (left is mode) == (not noted)
+    if left.mixed_mode is GraphMode.FULL:
+        assert support is GraphSupport.ALWAYS
+    if left.decode_mode is GraphMode.FULL:
+        assert support >= (GraphSupport.UNIFORM_BATCH if query_len > 1 else 1)
+    assert capture or not left.has_piecewise
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "9.0", "10.0", "12.0"])
+def test_a_backend_is_found_on_every_machine(capability):
+    """Some emulated backend runs on each capability, with and without MLA, and it is the first that can."""
+    major, minor = capability.split(".")
+    for mla in (False, True):
+        attention = Attention(capability=(int(major), int(minor)), model=Model(name="m", mla=mla))
+        chosen = attention.choose("--attention-backend", None)
+        assert attention.unusable(chosen) is None
+        assert attention.choose("--attention-backend", chosen) == chosen
+        for other in EMULATED:
+            if attention.unusable(other) is not None:
+                with pytest.raises(FlagError):
+                    attention.choose("--attention-backend", other)
+
+
+def test_a_name_alone_is_a_dense_decoder_by_assumption(tmp_path):
+    """Facts come from config.json where there is one; else they are assumed, and said to be."""
+    write_models(tmp_path)
+    assert resolve(["some/model"], H100)[1].model.source == "assumed"
+    known = resolve([str(tmp_path / "moe")], H100)[1].model
+    assert known.source == "model"
+    assert known.experts == 128
+    (tmp_path / "dense" / "config.json").write_text("{")
+    with pytest.raises(FlagError) as caught:
+        resolve([str(tmp_path / "dense")], H100)
+    assert caught.value.problems[0].path == ("--model",)
+
+
+def test_budgets_follow_the_device():
+    """Defaults are larger on devices with more memory; an A100's and an L40S's are the small ones."""
+    found = {name: settings(environment=find_environment(name)) for name in ("b200", "h100", "a100", "l40s")}
+    budgets = {name: (one.max_num_batched_tokens, one.max_num_seqs) for name, one in found.items()}
+    assert budgets == {"b200": (16384, 1024), "h100": (8192, 1024), "a100": (2048, 256), "l40s": (2048, 256)}
+
+
+def test_a_host_without_a_gpu_is_refused():
+    """There are no CUDA graphs on a processor."""
+    assert refused(environment=find_environment("cpu")).path == ("--environment",)
+
+
+@given(st.integers(1, 2000), st.integers(1, 20000), st.sampled_from([None, 8, 32, 100, 700]))
+def test_interactive_sizes_are_every_size_up_to_32(reqs, tokens, top):
+    """Interactivity only adds sizes: all of 1 to 32 up to the largest."""
+    common = {"max_num_reqs": reqs, "max_num_tokens": tokens, "query_len": 1, "platform_max": 512}
+    usual = vllm_tokens(**common, user_max=top)
+    fine = vllm_tokens(**common, user_max=top, interactive=True)
+    assert set(fine) - set(usual) == set(range(1, min(fine[-1], 32) + 1)) - set(usual)
+    assert set(usual) <= set(fine)
+
+
+def test_the_flags_are_vllms():
+    """Every flag of the engine object is one of the recorded release's, or a variable."""
+    known = {name for entry in table().values() for name in entry["names"]}
+    assert VERSION == "0.33.0"
+    assert {name for name in FLAGS if name.startswith("-")} <= known
+
+
+def test_settings_are_frozen():
+    """Settings are values."""
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        settings().max_size = 3

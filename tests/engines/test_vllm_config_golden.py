@@ -1,0 +1,69 @@
+"""vLLM's flags and configuration against answers recorded from its own code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from capture_planner.catalog import find_environment
+from capture_planner.engines.vllm import FLAGS, resolve
+from capture_planner.engines.vllm.flags import VARIABLES, table
+from capture_planner.errors import FlagError
+from capture_planner.testing.engines.vllm import Case, answer_of, write_models
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm_config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with the models that the command lines name."""
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+def _words(case, folder):
+    return [f"{name}={value}" for name, value in case.variables] + case.command_in(folder)
+
+
+def test_enough_is_recorded():
+    """At least 300 command lines are recorded, most of them accepted, and each outcome is among them."""
+    accepted = [entry["answer"] for entry in GOLDEN if "refused" not in entry["answer"]]
+    assert len(GOLDEN) >= 300
+    assert len(accepted) >= 250
+    assert {answer["runner"] for answer in accepted} == {"v1", "v2"}
+    assert len({answer["mode"] for answer in accepted}) == 5
+    assert len(GOLDEN) - len(accepted) >= 30
+
+
+def test_every_flag_that_is_understood_is_recorded():
+    """Each flag that the engine object names occurs in a recorded command line, by one of its spellings."""
+    spellings = {name: [name] for name in FLAGS}
+    for entry in table().values():
+        for name in entry["names"]:
+            if name in FLAGS:
+                spellings[name] = [*entry["names"], *entry.get("no", ())]
+    spellings["--optimization-level"].append("-O")
+    text = " ".join(word.replace("_", "-") for entry in GOLDEN for word in entry["command"])
+    variables = {name for entry in GOLDEN for name in entry.get("variables", ())}
+    missing = [
+        name
+        for name, spelled in spellings.items()
+        if name not in variables and not any(spelling in text for spelling in spelled)
+    ]
+    assert missing == []
+    assert variables == set(VARIABLES)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_every_answer_is_the_engines(part, models):
+    """Each command line has the settings that vLLM's own code gave it, or is refused where vLLM refuses."""
+    for entry in GOLDEN[part::6]:
+        case, expected = Case.of(entry), entry["answer"]
+        environment = find_environment(case.environment)
+        if "refused" in expected:
+            with pytest.raises(FlagError):
+                resolve(_words(case, models), environment)
+            continue
+        answer = answer_of(resolve(_words(case, models), environment)[0])
+        assert answer == {name: expected[name] for name in answer}, case
