@@ -12,7 +12,7 @@ from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.core import Emulation, Graph
-from capture_planner.engines.walk import Asked, runs, walk
+from capture_planner.engines.walk import Asked, walk
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind
 from capture_planner.report.tables import mode_text, table_of
@@ -62,16 +62,40 @@ def _of(graph: Graph) -> str:
     return text + (f", chain of {entry.draft_steps}" if entry.draft_steps else "")
 
 
+MOST_RANGES = 6
+"""Ranges of batches that a row names; of more, only their number."""
+
+
 def _served(asked: Sequence[Asked]) -> RenderableType:
-    """Which batches run how: ranges with one mode, and how far they are padded."""
-    table = table_of("batches", "run", "padding", "why", right=("padding",))
-    for kind in Kind:
-        for mode in (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE):
-            found = [one for one in asked if one.kind is kind and one.answer.mode is mode]
-            for run in runs(found):
-                reasons = dict.fromkeys(str(one.answer.reason) for one in run.asked if one.answer.reason)
-                table.add_row(str(run), mode_text(mode), _padding(run.asked), ", ".join(reasons))
+    """Which batches run how, a row for each kind and mode, and how far they are padded."""
+    table = table_of("batches", "run", "requests or tokens", "LoRA", "padding", "why", right=("padding",))
+    rows: dict[tuple[str, GraphMode, str], list[Asked]] = {}
+    for one in asked:
+        decode = one.kind is Kind.DECODE
+        what = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
+        why = "" if one.answer.reason is None else str(one.answer.reason)
+        rows.setdefault((what, one.answer.mode, why), []).append(one)
+    for (what, mode, why), found in rows.items():
+        loras = sorted({one.batch.active_loras for one in found})
+        of_loras = "" if loras == [0] else sizes_text(loras)
+        table.add_row(what, mode_text(mode), _ranges(found), of_loras, _padding(found), why)
     return table
+
+
+def _ranges(asked: Sequence[Asked]) -> str:
+    """Write which batches they are, whatever adapters they have: ``1..16, 18, 20..32``."""
+    ends: list[list[int]] = []
+    for one in sorted(asked, key=lambda one: one.extent):
+        if ends and one.extent <= ends[-1][1] + 1:
+            ends[-1][1] = max(ends[-1][1], one.last)
+        else:
+            ends.append([one.extent, one.last])
+    shown = ", ".join(
+        f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES]
+    )
+    more = len(ends) - MOST_RANGES
+    count = sum(last - first + 1 for first, last in ends)
+    return f"{shown}, and {more} more ranges, {count} in all" if more > 0 else shown
 
 
 def _padding(asked: Sequence[Asked]) -> str:
