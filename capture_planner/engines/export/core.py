@@ -14,6 +14,9 @@ from capture_planner.entry import Entry
 from capture_planner.modes import Role
 from capture_planner.plan import Kind, Plan, RolePlan
 
+DRAFT_MODEL = "DRAFT_MODEL"
+"""Stands where an engine wants the drafter's path, which a plan does not know: to be replaced."""
+
 Scope = tuple[Role, Kind]
 """Batches of one kind of one role."""
 
@@ -177,7 +180,8 @@ def graph_scope(graph: Graph) -> Scope:
 class Export:
     """The flags of an engine that come closest to a plan.
 
-    The model's own path, and the drafter's, are not among them: a plan does not know them.
+    The model's own path is not among them, as a plan does not know it; for the drafter's stands
+    ``DRAFT_MODEL``.
     """
 
     engine: str
@@ -257,9 +261,7 @@ def backends(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(group.backend for group in target.groups)) if target else ()
 
 
-def backend_setting(
-    plan: Plan, names: Mapping[str, str], engine: str
-) -> tuple[str | None, tuple[Loss, ...]]:
+def backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[str | None, tuple[Loss, ...]]:
     """Return the engine's name of the plan's attention backend, and what is lost where it has none."""
     found = backends(plan)
     if len(found) == 1 and found[0] in names:

@@ -83,14 +83,12 @@ def full_graphs(
 ) -> tuple[tuple[int, int], ...]:
     """Return vLLM's uniform decode graphs, each as tokens and query length, ascending.
 
-    ``query_lens`` are all that the schedule has, the largest is 1 + K where batches reach it.
+    ``query_lens`` are all that the schedule has. What is rounded up beyond the largest size, or beyond
+    ``max_num_reqs`` requests, is dropped.
     """
-    sizes, query_lens = sorted(set(sizes)), sorted(set(query_lens))
-    if not sizes or not query_lens:
-        return ()
-    top = min(sizes[-1], max_num_reqs * query_lens[-1])
+    sizes = sorted(set(sizes))
     found = {(-(-size // q) * q, q) for size in sizes for q in query_lens}
-    return tuple(sorted((t, q) for t, q in found if t <= top and t // q <= max_num_reqs))
+    return tuple(sorted((t, q) for t, q in found if t <= sizes[-1] and t // q <= max_num_reqs))
 
 
 def nearest(sizes: Iterable[int], query_lens: Iterable[int], max_num_reqs: int) -> Answer:
@@ -128,18 +126,20 @@ def mend_vllm(
     worst: Fraction | None = None,
     graphs: int | None = None,
     wider: Iterable[int] = (),
+    query_lens: Iterable[int] = (),
     dispatcher: Callable[[Sequence[int]], Answer] | None = None,
 ) -> Mend:
     """Return the smallest list of sizes with which no decode misses its graph.
 
     ``worst`` bounds the padded/real ratio of every decode. Without it, the least of ``RATIOS`` is
     taken that needs at most ``graphs`` FULL graphs (no bound: 1.25); where none does, the last.
-    ``wider`` are sizes for larger, mixed batches that the list has to have as well. ``dispatcher``
+    ``wider`` are sizes for larger, mixed batches that the list has to have as well; ``query_lens`` those
+    that the engine captures, where it captures more than ``decodes`` have. ``dispatcher``
     makes, of a list of sizes, the rule that it is proved with; None: ``nearest``. Where that rule
     still misses batches, their exact counts join the list; what is missed after that cannot be
     mended by sizes, and is named in the result.
     """
-    lengths = [tier.query_len for tier in decodes]
+    lengths = sorted({*query_lens, *(tier.query_len for tier in decodes)})
     if dispatcher is None:
 
         def dispatcher(sizes: Sequence[int]) -> Answer:
@@ -150,7 +150,8 @@ def mend_vllm(
     bounds = (worst,) if worst is not None else RATIOS if graphs is not None else (Fraction(5, 4),)
     sizes: tuple[int, ...] = ()
     for bound in bounds:
-        sizes = (*smallest(decodes, max_num_reqs, bound, above[-1] if above else top), *above)
+        cap = above[-1] if above else top
+        sizes = (*smallest(decodes, lengths, max_num_reqs, bound, cap), *above)
         if graphs is None or len(full_graphs(sizes, lengths, max_num_reqs)) <= graphs:
             break
     missed, found = examine(decodes, dispatcher(sizes))
@@ -171,17 +172,17 @@ def mend_vllm(
 
 
 def smallest(
-    decodes: Sequence[Decodes], max_num_reqs: int, worst: Fraction, cap: int
+    decodes: Sequence[Decodes], query_lens: Sequence[int], max_num_reqs: int, worst: Fraction, cap: int
 ) -> tuple[int, ...]:
     """Return the list with the fewest FULL graphs, then the fewest sizes, that hides no graph.
 
-    ``cap`` is the largest size of the final list: vLLM drops graphs beyond it.
+    ``query_lens`` are all that are captured, ascending. ``cap`` is the largest size of the final list: vLLM drops graphs beyond it.
     """
     if not decodes:
         return ()
     if worst == 1:
         return _exact(decodes)
-    search = _Search(decodes, max_num_reqs, worst, cap)
+    search = _Search(decodes, query_lens, max_num_reqs, worst, cap)
     return search.run() or _exact(decodes)
 
 
@@ -208,17 +209,25 @@ _Value = tuple[int, int]
 class _Search:
     """Shortest path over lists of sizes, in ascending order of their last size."""
 
-    def __init__(self, decodes: Sequence[Decodes], max_num_reqs: int, worst: Fraction, cap: int) -> None:
+    def __init__(
+        self,
+        decodes: Sequence[Decodes],
+        query_lens: Sequence[int],
+        max_num_reqs: int,
+        worst: Fraction,
+        cap: int,
+    ) -> None:
         self._max_num_reqs, self._worst, self._cap = max_num_reqs, worst, cap
-        self._lengths = sorted({tier.query_len for tier in decodes})
+        self._lengths = query_lens
         self._top = max(tier.most for tier in decodes)
-        self._next = {tier.query_len: self._successors(tier) for tier in decodes}
+        tiers = {tier.query_len: tier for tier in decodes}
+        self._next = {q: self._successors(tiers.get(q)) for q in query_lens}
         self._candidates = self._useful([tier.most for tier in decodes])
         self._new = {size: self._fresh(size) for size in self._candidates}
 
-    def _successors(self, tier: Decodes) -> list[int | None]:
+    def _successors(self, tier: Decodes | None) -> list[int | None]:
         """Return, at each token count, the least batch above it."""
-        exact = {count * tier.query_len for count in tier.counts()}
+        exact = set() if tier is None else {count * tier.query_len for count in tier.counts()}
         found: list[int | None] = [None] * (self._top + 1)
         for tokens in range(self._top, 0, -1):
             found[tokens - 1] = tokens if tokens in exact else found[tokens]
@@ -261,11 +270,10 @@ class _Search:
 
     def _fresh(self, size: int) -> Points:
         """Return the counts that one size gives graphs at."""
-        top = min(self._cap, self._max_num_reqs * self._lengths[-1])
         found: dict[int, frozenset[int]] = {}
         for q in self._lengths:
             tokens = -(-size // q) * q
-            if tokens <= top and tokens // q <= self._max_num_reqs:
+            if tokens <= self._cap and tokens // q <= self._max_num_reqs:
                 found[tokens] = found.get(tokens, frozenset()) | {q}
         return tuple(sorted(found.items(), key=lambda item: item[0]))
 

@@ -157,9 +157,7 @@ class _Comparison:
     def _answers(self, batch: Batch) -> tuple[Dispatch, Dispatch]:
         return self.dispatcher.answer(batch), self.emulation.dispatch(batch)
 
-    def _ask(
-        self, batch: Batch, kind: Kind, first: int, max_loras: int, min_reqs: int | None = None
-    ) -> None:
+    def _ask(self, batch: Batch, kind: Kind, first: int, max_loras: int, min_reqs: int | None = None) -> None:
         """Ask both sides, and put what differs beside the difference before it, where it is like it."""
         planned, emulated = self._answers(batch)
         last = batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
