@@ -33,8 +33,8 @@ _EXACT_UPTO = 1024
 """Above so many tokens only common multiples of the query lengths are tried, where the bound allows it."""
 
 _KEPT = 256
-"""Most states kept at a size. Fewer than that are met with query lengths up to 6, so that the search is
-exact there."""
+"""Most states kept at a size. The published schedules, with 256 requests, have the same lists without it;
+wider ones at loose bounds may then need a few graphs more than the fewest."""
 
 
 @attrs.frozen(kw_only=True)
@@ -176,12 +176,11 @@ def smallest(
 ) -> tuple[int, ...]:
     """Return the list with the fewest FULL graphs, then the fewest sizes, that hides no graph.
 
-    ``query_lens`` are all that are captured, ascending. ``cap`` is the largest size of the final list: vLLM drops graphs beyond it.
+    ``query_lens`` are all that are captured, ascending. ``cap`` is the largest size of the
+    final list: vLLM drops graphs beyond it.
     """
     if not decodes:
         return ()
-    if worst == 1:
-        return _exact(decodes)
     search = _Search(decodes, query_lens, max_num_reqs, worst, cap)
     return search.run() or _exact(decodes)
 
@@ -259,9 +258,10 @@ class _Search:
             tokens, held = points[0]
             for q in self._lengths:
                 batch = self._least(q, final)
-                if batch is not None and batch <= tokens:
-                    if q not in held or tokens > self._worst * batch:
-                        return None
+                if batch is None or batch > tokens:
+                    continue
+                if q not in held or tokens > self._worst * batch:
+                    return None
             graphs, final, points = graphs + len(held), tokens, points[1:]
         return graphs, final, points
 
@@ -288,11 +288,9 @@ class _Search:
                 kept = sorted(layer.items(), key=lambda item: (-item[0].final, item[1][0]))[:_KEPT]
                 layer = layers[size] = dict(kept)
             for state, (value, _) in layer.items():
-                done = self._settle(state, self._cap + self._lengths[-1] + 1)
-                if done is not None and all(self._least(q, done[1]) is None for q in self._lengths):
-                    total = (value[0] + done[0], value[1])
-                    if best is None or total < best[0]:
-                        best = total, state
+                total = self._whole(state, value)
+                if total is not None and (best is None or total < best[0]):
+                    best = total, state
                 for reached, total in self._steps(state, value):
                     into = layers.setdefault(reached.size, {})
                     if reached not in into or total < into[reached][0]:
@@ -307,22 +305,29 @@ class _Search:
             at = before
         return tuple(reversed(sizes))
 
+    def _whole(self, state: _State, value: _Value) -> _Value | None:
+        """Return what a list costs that ends here, or None where batches are left or hidden."""
+        if state.size < self._top == self._cap:
+            return None  # the cap is the largest size: it has to be one
+        settled = self._settle(state, self._cap + 1)
+        if settled is None or any(self._least(q, settled[1]) is not None for q in self._lengths):
+            return None
+        return value[0] + settled[0], value[1]
+
     def _steps(self, state: _State, value: _Value) -> Iterator[tuple[_State, _Value]]:
         """Return the states that one more size leads to."""
-        settled: tuple[int, int, Points] | None = (0, state.final, state.open)
+        graphs, final, points = 0, state.final, state.open
         furthest = state.open[-1][0] if state.open else state.final
         waiting = [n for q in self._lengths if (n := self._least(q, furthest)) is not None]
-        if not waiting:
-            return
-        reach = self._worst * min(waiting)
+        reach = max(Fraction(furthest), self._worst * min(waiting) if waiting else 0)
         for size in self._candidates[bisect_left(self._candidates, state.size + 1) :]:
-            if size > reach:
-                return
-            if settled[2]:
+            if size > reach and size < self._top:
+                continue
+            if points:
                 settled = self._settle(state, size)
                 if settled is None:
                     return
-            graphs, final, points = settled
+                graphs, final, points = settled
             new = self._new[size]
             if points:
                 merged = dict(points)

@@ -212,8 +212,8 @@ def _lora_ranges(role: Role, plan: Plan, entries: Iterable[Entry]) -> Iterator[t
 def _req_ranges(plan: Plan, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
     """Split the requests of mixed batches where a full graph's room ends."""
     most, low = plan.limits.max_num_reqs, 1
-    rooms = {e.num_reqs for e in entries if e.num_reqs and e.query_len is None and e.num_reqs < most}
-    for stop in sorted({room for room in rooms if room is not None} | {most}):
+    rooms = {e.num_reqs for e in entries if e.num_reqs is not None and e.query_len is None}
+    for stop in sorted({room for room in rooms if 0 < room < most} | {most}):
         yield low, stop
         low = stop + 1
 

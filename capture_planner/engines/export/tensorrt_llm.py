@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from capture_planner.admissible import decode_tiers
@@ -74,7 +75,7 @@ def draft_len_schedule(plan: Plan, speculative: Speculative) -> dict[int, int] |
     """
     tiers = decode_tiers(plan)
     lengths = [k for *_, k in tiers]
-    falls = all(before > after for before, after in zip(lengths, lengths[1:], strict=False))
+    falls = all(before > after for before, after in itertools.pairwise(lengths))
     if len(tiers) < 2 or not falls or lengths[0] != speculative.num_tokens:
         return None
     return {last: k for _, last, k in tiers if k}
