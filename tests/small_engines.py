@@ -84,9 +84,7 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
                         )
             if mode.mixed_mode is not NONE:
                 reqs = min(size, max_num_reqs) if mode.mixed_mode is FULL else None
-                graphs.append(
-                    Entry(mode=mode.mixed_mode, num_tokens=size, num_reqs=reqs, active_loras=case)
-                )
+                graphs.append(Entry(mode=mode.mixed_mode, num_tokens=size, num_reqs=reqs, active_loras=case))
     graphs = list(dict.fromkeys(graphs))
 
     def rule(batch):
@@ -107,13 +105,11 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
                     return graph
         return None
 
-    return Searched(
-        role=role, mode=mode, graphs=tuple(Graph(role=role, entry=g) for g in graphs), rule=rule
-    )
+    return Searched(role=role, mode=mode, graphs=tuple(Graph(role=role, entry=g) for g in graphs), rule=rule)
 
 
 def vllm(command, environment):
-    """vLLM 0.33 with model runner V2, as far as an export needs it."""
+    """Follow vLLM 0.33 with model runner V2, as far as an export needs it."""
     flags = _read(command)
     reqs, tokens = _number(flags, "max-num-seqs"), _number(flags, "max-num-batched-tokens")
     config = json.loads(flags["compilation-config"][0])
@@ -146,7 +142,7 @@ def vllm(command, environment):
 
 
 def sglang(command, environment):
-    """SGLang 0.5.23: decodes by requests, prefills by tokens and never beyond twice."""
+    """Follow SGLang 0.5.23: decodes by requests, prefills by tokens and never beyond twice."""
     flags = _read(command)
     reqs, tokens = _number(flags, "max-running-requests"), _number(flags, "chunked-prefill-size")
     width = _number(flags, "speculative-num-draft-tokens")
@@ -187,7 +183,7 @@ def sglang(command, environment):
 
 
 def tensorrt_llm(command, environment):
-    """TensorRT-LLM: padded decodes of the target alone, with a length of drafts by batch size."""
+    """Follow TensorRT-LLM: padded decodes of the target alone, with a length of drafts by batch size."""
     options = YAML(typ="safe", pure=True).load(Path(_read(command)["config"][0]).read_text())
     reqs, tokens = options["max_batch_size"], options["max_num_tokens"]
     config = options["cuda_graph_config"]
