@@ -203,8 +203,11 @@ def test_the_file_says_what_the_flags_say(engine, planned):
 
 @given(PLANS)
 def test_vllm_keeps_every_full_decode(planned):
-    """Every target decode with a FULL graph has one in vLLM, whatever the schedule and the sizes."""
-    assume(planned.parallel.data == 1)
+    """Every target decode with a FULL graph has one in vLLM, whatever the schedule and the sizes.
+
+    Not so where the schedule is dropped, or alignment pads a graph beyond the limits.
+    """
+    assume(planned.parallel.data == 1 and not planned.parallel.sequence)
     proof = proved("vllm", planned).proof
     for lost in (Effect.EAGER, Effect.WEAKER):
         assert proof.count(lost, Role.TARGET, Kind.DECODE) == 0

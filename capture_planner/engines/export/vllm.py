@@ -24,6 +24,7 @@ from capture_planner.entry import Entry
 from capture_planner.model import Method
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.plan import Kind, Plan, RolePlan
+from capture_planner.words import counted
 
 FILE_NAME = "vllm.yaml"
 
@@ -91,7 +92,8 @@ def _speculative_config(plan: Plan) -> dict[str, Any]:
 
 def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, ...]]:
     """Return the list of sizes: the plan's own, or where they would hide graphs a mended one."""
-    own = tuple(sorted({entry.num_tokens for entry in target.entries}))
+    limit = plan.limits.max_num_tokens
+    own = tuple(sorted({entry.num_tokens for entry in target.entries if entry.num_tokens <= limit}))
     decodes = target_decodes(plan)
     if not own or not target.mode.is_separate:
         return own, ()
@@ -185,7 +187,15 @@ def _other_losses(plan: Plan, target: RolePlan) -> list[Loss]:
             losses.append(Loss(name="draft-chain", says=says, scope=both(Role.DRAFT_DECODE)))
     if plan.pool is Pool.PER_ROLE:
         losses.append(Loss(name="pool", says="vLLM has one memory pool for target and drafter"))
-    if plan.parallel.sequence:
-        says = "vLLM rounds sizes for sequence parallelism by its own rule"
+    if plan.parallel.sequence and plan.parallel.tensor > 1:
+        limits = plan.limits
+        beyond = sum(
+            entry.num_tokens > limits.max_num_tokens or (entry.num_reqs or 0) > limits.max_num_reqs
+            for entry in target.entries
+        )
+        says = (
+            "for sequence parallelism vLLM aligns sizes by its own rule, and captures nothing beyond its limits: "
+            f"{counted(beyond, 'graph')} of the plan are padded beyond them"
+        )
         losses.append(Loss(name="sequence-parallel", says=says, scope=all_scopes(plan)))
     return losses
