@@ -48,7 +48,7 @@ def _read(command):
             name = word[2:]
             assert name not in found, f"{word} is given twice"
             found[name] = []
-        else:
+        elif name is not None:
             found[name].append(word)
     return found
 

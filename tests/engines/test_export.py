@@ -192,7 +192,7 @@ def test_the_file_says_what_the_flags_say(engine, planned):
     export = EXPORTERS[engine](planned)
     data = YAML(typ="safe", pure=True).load(export.file)
     if export.needs_file:
-        assert export.command("/x.yaml") == ("--config", "/x.yaml")
+        assert export.command("/x.yaml") == (planned.model.name, "--config", "/x.yaml")
         assert data["max_batch_size"] == planned.limits.max_num_reqs
     else:
         assert words(data) == export.flags

@@ -180,8 +180,7 @@ def graph_scope(graph: Graph) -> Scope:
 class Export:
     """The flags of an engine that come closest to a plan.
 
-    The model's own path is not among them, as a plan does not know it; for the drafter's stands
-    ``DRAFT_MODEL``.
+    The model is its public name; the drafter's name a plan does not know, and ``DRAFT_MODEL`` stands for it.
     """
 
     engine: str

@@ -34,6 +34,7 @@ def export_sglang(plan: Plan) -> Export:
     width = 1 if plan.speculative is None else 1 + plan.speculative.num_tokens
     decode, prefill = decode_sizes(plan, target, width), prefill_sizes(target)
     settings: dict[str, Any] = {
+        "model-path": plan.model.name,
         "max-running-requests": plan.limits.max_num_reqs,
         "chunked-prefill-size": plan.limits.max_num_tokens,
         "max-prefill-tokens": plan.limits.max_num_tokens,

@@ -58,7 +58,7 @@ def export_tensorrt_llm(plan: Plan) -> Export:
             options["speculative_config"]["draft_len_schedule"] = schedule
     return Export(
         engine="tensorrt-llm",
-        flags=words({"config": FILE_NAME}),
+        flags=(plan.model.name, *words({"config": FILE_NAME})),
         file=yaml_text({name: value for name, value in options.items() if name != "speculative_config"})
         + _speculative_text(options.get("speculative_config")),
         file_name=FILE_NAME,

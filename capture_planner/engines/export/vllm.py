@@ -19,7 +19,15 @@ from capture_planner.engines.export.core import (
     words,
     yaml_text,
 )
-from capture_planner.engines.export.mend import Decodes, examine, mend_vllm, nearest, target_decodes
+from capture_planner.engines.export.mend import (
+    Decodes,
+    Mend,
+    examine,
+    full_graphs,
+    mend_vllm,
+    nearest,
+    target_decodes,
+)
 from capture_planner.entry import Entry
 from capture_planner.model import Method
 from capture_planner.modes import Chain, GraphMode, Pool, Role
@@ -43,9 +51,8 @@ def export_vllm(plan: Plan) -> Export:
     compilation: dict[str, Any] = {"cudagraph_mode": mode.value}
     if sizes:
         compilation["cudagraph_capture_sizes"] = list(sizes)
-    if plan.parallel.sequence:
-        compilation["pass_config"] = {"enable_sp": True}
     settings: dict[str, Any] = {
+        "model": plan.model.name,
         "max-num-seqs": plan.limits.max_num_reqs,
         "max-num-batched-tokens": plan.limits.max_num_tokens,
     }
@@ -106,19 +113,25 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     if not hidden:
         return own, _rounded(own, target)
     mixed = [entry.num_tokens for entry in target.entries if entry.query_len is None]
-    mend = mend_vllm(
-        covered,
-        plan.limits.max_num_reqs,
-        worst=min(_worst(plan), _WORST),
-        wider=mixed,
-        query_lens=widths,
-    )
+    mend = _mended(plan, covered, widths, own, mixed)
     says = (
         f"with the plan's own {len(own)} sizes {len(hidden)} decode batch sizes would miss their graph, hidden "
         f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which "
         f"{len(mend.missed)} do, and which pad decodes at most {float(mend.worst - 1):.1%}"
     )
     return mend.sizes, (Loss(name="sizes-mended", says=says, scope=both(Role.TARGET)),)
+
+
+def _mended(
+    plan: Plan, decodes: Sequence[Decodes], widths: Sequence[int], own: Sequence[int], mixed: Sequence[int]
+) -> Mend:
+    """Return the list that pads least with no more graphs than ``own`` gives, or pads as the plan does."""
+    reqs, worst = plan.limits.max_num_reqs, min(_worst(plan), _WORST)
+    graphs = len(full_graphs(own, widths, reqs))
+    mend = mend_vllm(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
+    if mend.worst > worst:
+        mend = mend_vllm(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
+    return mend
 
 
 def _within(decodes: Sequence[Decodes], entries: Sequence[Entry]) -> tuple[Decodes, ...]:
@@ -194,8 +207,8 @@ def _other_losses(plan: Plan, target: RolePlan) -> list[Loss]:
             for entry in target.entries
         )
         says = (
-            "for sequence parallelism vLLM aligns sizes by its own rule, and captures nothing beyond its limits: "
-            f"{counted(beyond, 'graph')} of the plan are padded beyond them"
+            "vLLM has no flag for sequence parallelism and aligns no sizes to it; it captures nothing beyond its "
+            f"limits, and {counted(beyond, 'graph')} of the plan are aligned beyond them"
         )
         losses.append(Loss(name="sequence-parallel", says=says, scope=all_scopes(plan)))
     return losses
