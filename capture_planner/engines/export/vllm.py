@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from capture_planner.admissible import decode_tiers
+from capture_planner.admissible import decode_families, decode_tiers
 from capture_planner.coverage import coverage
 from capture_planner.engines.export.core import (
     DRAFT_MODEL,
@@ -47,6 +47,7 @@ def export_vllm(plan: Plan) -> Export:
     """Return the flags of vLLM that come closest to ``plan``; raises ``DispatchError`` without a target."""
     target = plan.role(Role.TARGET)
     sizes, losses = _sizes(plan, target)
+    sizes = _with_drafts(plan, sizes)
     mode = target.mode if sizes else GraphMode.NONE
     compilation: dict[str, Any] = {"cudagraph_mode": mode.value}
     if sizes:
@@ -120,6 +121,25 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
         f"{len(mend.missed)} do, and which pad decodes at most {float(mend.worst - 1):.1%}"
     )
     return mend.sizes, (Loss(name="sizes-mended", says=says, scope=both(Role.TARGET)),)
+
+
+def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Add the size that the widest draft decode needs, where no size serves it.
+
+    A draft decode has one token a request, so that a size serves it as requests; sizes beyond
+    max_num_seqs are captured for wider decodes only. Nothing is added that would hide a target's graph.
+    """
+    drafts, most = planned(plan, Role.DRAFT_DECODE), plan.limits.max_num_reqs
+    families = decode_families(Role.DRAFT_DECODE, plan)
+    if drafts is None or not drafts.entries or not sizes or not families:
+        return sizes
+    widest = max(family.requests.intervals[-1][1] for family in families)
+    if any(widest <= size <= most for size in sizes):
+        return sizes
+    more = tuple(sorted({*sizes, widest}))
+    widths = sorted({1 + k for *_, k in decode_tiers(plan)})
+    before, after = (examine(target_decodes(plan), nearest(some, widths, most))[0] for some in (sizes, more))
+    return more if set(after) <= set(before) else sizes
 
 
 def _mended(
