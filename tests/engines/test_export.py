@@ -12,7 +12,7 @@ from capture_planner.admissible import decode_families, is_admissible
 from capture_planner.dispatch import Dispatcher
 from capture_planner.engines.core import Emulation, Graph
 from capture_planner.engines.export import EXPORTERS, Effect, compared, prove
-from capture_planner.engines.export.core import DRAFT_MODEL, words
+from capture_planner.engines.export.core import DRAFT_MODEL, graph_scope, words
 from capture_planner.engines.export.proof import effect, emulated
 from capture_planner.entry import Batch
 from capture_planner.errors import DispatchError
@@ -146,6 +146,15 @@ def test_graphs_are_counted_once(engine, planned):
     assert len(proof.same) + len(proof.adds) == len(emulation.graphs)
     assert all(loss.cost == proof.cost(loss.scope) for loss in proven.losses)
     assert proven.data()["proof"]["exact"] is proof.exact
+
+
+@given(ENGINES, PLANS)
+def test_every_loss_has_a_name(engine, planned):
+    """Where a batch or a graph is lost, the export had said so before it was tried."""
+    export = proved(engine, planned)
+    said = {scope for loss in export.losses for scope in loss.scope}
+    lost = {(d.role, d.kind) for d in export.proof.differences if d.effect.is_loss}
+    assert lost | {graph_scope(graph) for graph in export.proof.lacks} <= said
 
 
 @given(ENGINES, PLANS)

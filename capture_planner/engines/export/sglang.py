@@ -24,6 +24,9 @@ FILE_NAME = "sglang.yaml"
 BACKENDS = {"flash_attention": "fa3", "flashinfer": "flashinfer", "triton": "triton"}
 """Our backends' names in SGLang."""
 
+_LORA_RANK = 16
+"""Stands where the adapters' rank belongs, which a plan does not know and graphs do not depend on."""
+
 _METHODS = {Method.EAGLE: "EAGLE", Method.EAGLE3: "EAGLE3", Method.MTP: "NEXTN"}
 _KINDS = {GraphMode.FULL: "full", GraphMode.PIECEWISE: "breakable", GraphMode.NONE: "disabled"}
 
@@ -45,13 +48,17 @@ def export_sglang(plan: Plan) -> Export:
     for name, count in (
         ("tp-size", plan.parallel.tensor),
         ("dp-size", plan.parallel.data),
-        ("dcp-size", plan.parallel.decode_context),
     ):
         if count > 1:
             settings[name] = count
     if plan.lora is not None:
         # SGLang counts the rows without an adapter as one more.
-        settings |= {"enable-lora": True, "max-loras-per-batch": plan.lora.max_active + 1}
+        settings |= {
+            "enable-lora": True,
+            "max-loras-per-batch": plan.lora.max_active + 1,
+            "max-lora-rank": _LORA_RANK,
+            "lora-target-modules": ["all"],
+        }
     if plan.speculative is not None:
         settings["speculative-algorithm"] = _METHODS[plan.speculative.method]
         if plan.speculative.method is not Method.MTP:
@@ -108,7 +115,10 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
             name = f"{role.value.replace('_', '-')}-sizes"
             losses.append(Loss(name=name, says=says, scope=both(role)))
     if plan.lora is not None:
-        says = "SGLang has no graphs by the number of adapters"
+        says = (
+            "SGLang has no graphs by the number of adapters; it wants their rank, which a plan does not know: "
+            f"--max-lora-rank {_LORA_RANK} is to be replaced"
+        )
         losses.append(Loss(name="lora-cases", says=says, scope=(decodes, mixed)))
     if prefill:
         wide = [
@@ -126,6 +136,12 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
     if target.mode.mixed_mode is GraphMode.FULL:
         says = "SGLang's full prefill graphs have a fixed number of request slots, from the prefill chunk"
         losses.append(Loss(name="full-prefill", says=says, scope=(mixed,)))
+    if plan.parallel.decode_context > 1:
+        says = (
+            "decode-context parallelism is not emulated and so not exported: add "
+            f"--dcp-size {plan.parallel.decode_context}"
+        )
+        losses.append(Loss(name="decode-context-parallel", says=says))
     if plan.pool is Pool.PER_ROLE:
         losses.append(Loss(name="pool", says="SGLang has one memory pool for target and drafter"))
     if plan.parallel.sequence:
