@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from small_engines import EMULATORS, Searched, vllm_table
 
-from capture_planner.admissible import decode_families, is_admissible
+from capture_planner.admissible import decode_families, decode_tiers, is_admissible
 from capture_planner.dispatch import Dispatcher
 from capture_planner.engines.core import Emulation, Graph
 from capture_planner.engines.export import EXPORTERS, Effect, compared, prove
@@ -167,9 +167,9 @@ def test_the_file_says_what_the_flags_say(engine, planned):
         assert data["max_batch_size"] == planned.limits.max_num_reqs
     else:
         assert words(data) == export.flags
-    assert (DRAFT_MODEL in export.file) == (
-        planned.speculative is not None and planned.speculative.method is not Method.MTP
-    )
+    named = planned.speculative is not None and planned.speculative.method is not Method.MTP
+    drafts = engine == "vllm" or any(k for *_, k in decode_tiers(planned))
+    assert (DRAFT_MODEL in export.file) == (named and drafts)
 
 
 @given(PLANS)

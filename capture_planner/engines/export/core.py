@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.admissible import decode_tiers
 from capture_planner.engines.core import Graph
 from capture_planner.entry import Entry
 from capture_planner.modes import Role
@@ -252,6 +253,11 @@ def all_scopes(plan: Plan) -> tuple[Scope, ...]:
 def planned(plan: Plan, role: Role) -> RolePlan | None:
     """Return the plan of a role, or None where there is none."""
     return next((found for found in plan.roles if found.role is role), None)
+
+
+def longest_draft(plan: Plan) -> int:
+    """Return the most tokens that any batch drafts: less than num_tokens where no batch reaches it."""
+    return max(k for *_, k in decode_tiers(plan))
 
 
 def backends(plan: Plan) -> tuple[str, ...]:

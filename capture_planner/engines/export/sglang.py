@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capture_planner.admissible import decode_tiers
 from capture_planner.engines.export.core import (
     DRAFT_MODEL,
     Export,
@@ -11,6 +12,7 @@ from capture_planner.engines.export.core import (
     all_scopes,
     backend_setting,
     both,
+    longest_draft,
     planned,
     words,
     yaml_text,
@@ -34,7 +36,7 @@ _KINDS = {GraphMode.FULL: "full", GraphMode.PIECEWISE: "breakable", GraphMode.NO
 def export_sglang(plan: Plan) -> Export:
     """Return the flags of SGLang that come closest to ``plan``; raises ``DispatchError`` without a target."""
     target = plan.role(Role.TARGET)
-    width = 1 if plan.speculative is None else 1 + plan.speculative.num_tokens
+    width = 1 + longest_draft(plan)
     decode, prefill = decode_sizes(plan, target, width), prefill_sizes(target)
     settings: dict[str, Any] = {
         "model-path": plan.model.name,
@@ -59,12 +61,12 @@ def export_sglang(plan: Plan) -> Export:
             "max-lora-rank": _LORA_RANK,
             "lora-target-modules": ["all"],
         }
-    if plan.speculative is not None:
+    if plan.speculative is not None and width > 1:
         settings["speculative-algorithm"] = _METHODS[plan.speculative.method]
         if plan.speculative.method is not Method.MTP:
             settings["speculative-draft-model-path"] = DRAFT_MODEL
         settings |= {
-            "speculative-num-steps": plan.speculative.num_tokens,
+            "speculative-num-steps": width - 1,
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": width,
         }
@@ -100,9 +102,9 @@ def prefill_sizes(target: RolePlan) -> tuple[int, ...]:
 
 
 def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) -> list[Loss]:
-    losses, speculative = [], plan.speculative
+    losses = []
     decodes, mixed = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
-    if speculative is not None and speculative.schedule:
+    if len(decode_tiers(plan)) > 1:
         says = (
             f"no flag of SGLang takes a schedule: its graphs have {width} tokens a request, and batches of "
             "another width run eager"

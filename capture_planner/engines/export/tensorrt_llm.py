@@ -12,12 +12,13 @@ from capture_planner.engines.export.core import (
     Loss,
     all_scopes,
     both,
+    longest_draft,
     planned,
     words,
     yaml_text,
 )
 from capture_planner.engines.export.sglang import decode_sizes
-from capture_planner.model import Method, Speculative
+from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind, Plan, RolePlan
 
@@ -33,11 +34,10 @@ def export_tensorrt_llm(plan: Plan) -> Export:
     Only what is emulated is exported, so that all of it can be proved: graphs of prompts and of
     adapters are named as losses.
     """
-    target = plan.role(Role.TARGET)
+    target, drafts = plan.role(Role.TARGET), longest_draft(plan)
     sizes: tuple[int, ...] = ()
     if target.mode.decode_mode is GraphMode.FULL:
-        width = 1 if plan.speculative is None else 1 + plan.speculative.num_tokens
-        sizes = decode_sizes(plan, target, width)
+        sizes = decode_sizes(plan, target, 1 + drafts)
     options: dict[str, Any] = {
         "max_batch_size": plan.limits.max_num_reqs,
         "max_num_tokens": plan.limits.max_num_tokens,
@@ -46,11 +46,11 @@ def export_tensorrt_llm(plan: Plan) -> Export:
         "cuda_graph_config": {"enable_padding": True, "batch_sizes": list(sizes)} if sizes else None,
     }
     speculative = plan.speculative
-    schedule = None if speculative is None else draft_len_schedule(plan, speculative)
-    if speculative is not None:
+    schedule = draft_len_schedule(plan)
+    if speculative is not None and drafts:
         options["speculative_config"] = {
             "decoding_type": _METHODS[speculative.method],
-            "max_draft_len": speculative.num_tokens,
+            "max_draft_len": drafts,
         }
         if speculative.method is not Method.MTP:
             options["speculative_config"]["speculative_model"] = DRAFT_MODEL
@@ -67,7 +67,7 @@ def export_tensorrt_llm(plan: Plan) -> Export:
     )
 
 
-def draft_len_schedule(plan: Plan, speculative: Speculative) -> dict[int, int] | None:
+def draft_len_schedule(plan: Plan) -> dict[int, int] | None:
     """Return the schedule as the largest batch of each draft length, or None where it has none such.
 
     The engine drafts nothing above the last key, has the longest drafts at the first one, and looks
@@ -76,7 +76,7 @@ def draft_len_schedule(plan: Plan, speculative: Speculative) -> dict[int, int] |
     tiers = decode_tiers(plan)
     lengths = [k for *_, k in tiers]
     falls = all(before > after for before, after in itertools.pairwise(lengths))
-    if len(tiers) < 2 or not falls or lengths[0] != speculative.num_tokens:
+    if len(tiers) < 2 or not falls:
         return None
     return {last: k for _, last, k in tiers if k}
 
@@ -116,8 +116,8 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> li
     if speculative is not None:
         if len(decode_tiers(plan)) > 1 and schedule is None:
             says = (
-                "TensorRT-LLM takes a schedule only where it starts with num_tokens and falls from there; without "
-                f"it every batch drafts {speculative.num_tokens} tokens"
+                "TensorRT-LLM takes a schedule only where it falls from tier to tier; without it every batch drafts "
+                f"{longest_draft(plan)} tokens"
             )
             losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
         elif schedule is not None:
