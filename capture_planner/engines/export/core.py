@@ -10,9 +10,10 @@ from typing import Any
 import attrs
 
 from capture_planner.admissible import decode_tiers
+from capture_planner.coverage import coverage
 from capture_planner.engines.core import Graph
 from capture_planner.entry import Entry
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind, Plan, RolePlan
 
 DRAFT_MODEL = "DRAFT_MODEL"
@@ -258,6 +259,19 @@ def planned(plan: Plan, role: Role) -> RolePlan | None:
 def longest_draft(plan: Plan) -> int:
     """Return the most tokens that any batch drafts: less than num_tokens where no batch reaches it."""
     return max(k for *_, k in decode_tiers(plan))
+
+
+def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
+    """Name the decodes that the plan runs on piecewise graphs of mixed batches, which the engine does not."""
+    found = [
+        cell
+        for cell in coverage(plan).cells
+        if cell.role is Role.TARGET and cell.kind is Kind.DECODE and cell.entry is not None
+    ]
+    if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
+        return ()
+    says = f"decodes without a full graph run on those of mixed batches in the plan; {engine} runs them eager"
+    return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
 
 
 def backends(plan: Plan) -> tuple[str, ...]:

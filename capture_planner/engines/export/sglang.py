@@ -12,6 +12,7 @@ from capture_planner.engines.export.core import (
     all_scopes,
     backend_setting,
     both,
+    fallback_loss,
     longest_draft,
     planned,
     words,
@@ -83,7 +84,7 @@ def export_sglang(plan: Plan) -> Export:
         file=yaml_text(settings),
         file_name=FILE_NAME,
         sizes=decode,
-        losses=(*unnamed, *_losses(plan, target, width, prefill)),
+        losses=(*unnamed, *_losses(plan, target, width, prefill), *fallback_loss(plan, "SGLang")),
     )
 
 

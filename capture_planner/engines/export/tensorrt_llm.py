@@ -12,6 +12,7 @@ from capture_planner.engines.export.core import (
     Loss,
     all_scopes,
     both,
+    fallback_loss,
     longest_draft,
     planned,
     words,
@@ -63,7 +64,7 @@ def export_tensorrt_llm(plan: Plan) -> Export:
         + _speculative_text(options.get("speculative_config")),
         file_name=FILE_NAME,
         sizes=sizes,
-        losses=tuple(_losses(plan, target, schedule)),
+        losses=(*_losses(plan, target, schedule), *fallback_loss(plan, "TensorRT-LLM")),
     )
 
 
@@ -95,17 +96,17 @@ def _speculative_text(config: dict[str, Any] | None) -> str:
 
 def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> list[Loss]:
     losses, speculative = [], plan.speculative
-    mode = target.mode
-    if mode.mixed_mode is not GraphMode.NONE:
+    if target.mode.mixed_mode is not GraphMode.NONE:
         count = sum(entry.query_len is None for entry in target.entries)
-        says = f"graphs of prompts are not exported: the {count} graphs of mixed batches are lost"
+        says = f"graphs of prompts are not emulated, and not exported: the {count} graphs of mixed batches are lost"
         losses.append(Loss(name="mixed-graphs", says=says, scope=(_MIXED,)))
-    if mode is GraphMode.PIECEWISE:
-        says = "TensorRT-LLM has no piecewise graphs of decodes"
-        losses.append(Loss(name="piecewise-decode", says=says, scope=(_DECODES,)))
     if plan.lora is not None:
         losses.append(
-            Loss(name="lora", says="graphs with adapters are not exported", scope=(_DECODES, _MIXED))
+            Loss(
+                name="lora",
+                says="graphs with adapters are not emulated, and adapters not exported",
+                scope=(_DECODES, _MIXED),
+            )
         )
     for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE):
         drafter = planned(plan, role)
@@ -129,5 +130,5 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> li
         says = "data-parallel ranks need batches of one size to use a graph (attention DP)"
         losses.append(Loss(name="data-parallel", says=says, scope=(_DECODES,)))
     if plan.parallel.decode_context > 1:
-        losses.append(Loss(name="decode-context-parallel", says="it has no decode-context parallelism"))
+        losses.append(Loss(name="decode-context-parallel", says="decode-context parallelism is not exported"))
     return losses
