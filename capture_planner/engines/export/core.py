@@ -1,0 +1,294 @@
+"""What an export is: the flags that come closest to a plan, what they lose, and the proof of it."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from capture_planner.admissible import decode_tiers
+from capture_planner.coverage import coverage
+from capture_planner.engines.core import Graph
+from capture_planner.entry import Entry
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Kind, Plan, RolePlan
+
+DRAFT_MODEL = "DRAFT_MODEL"
+"""Stands where an engine wants the drafter's path, which a plan does not know: to be replaced."""
+
+Scope = tuple[Role, Kind]
+"""Batches of one kind of one role."""
+
+
+class Effect(enum.StrEnum):
+    """How an engine answers a batch otherwise than the plan; the first three are losses."""
+
+    EAGER = "eager"
+    """The plan has a graph, the engine runs it eager."""
+    WEAKER = "weaker"
+    """FULL in the plan, PIECEWISE in the engine."""
+    PADDED = "padded"
+    """The same mode, and the engine pads it further: tokens, requests or adapters."""
+    TIGHTER = "tighter"
+    """The same mode, and the engine pads it less."""
+    STRONGER = "stronger"
+    """PIECEWISE in the plan, FULL in the engine."""
+    CAPTURED = "captured"
+    """Eager in the plan, and the engine has a graph."""
+
+    @property
+    def is_loss(self) -> bool:
+        return self in (Effect.EAGER, Effect.WEAKER, Effect.PADDED)
+
+
+@attrs.frozen(kw_only=True)
+class Difference:
+    """Batches that the engine answers otherwise, all of them in one way.
+
+    ``first`` to ``last`` are requests of decodes, tokens of mixed batches. ``planned`` and
+    ``emulated`` are the graphs of the largest batch.
+    """
+
+    role: Role
+    kind: Kind
+    query_len: int | None
+    first: int
+    last: int
+    min_reqs: int
+    max_reqs: int
+    min_loras: int
+    max_loras: int
+    effect: Effect
+    planned: Entry | None
+    emulated: Entry | None
+    batches: int
+    """How many batches: counts of requests (decodes) or of tokens (mixed), times adapter counts."""
+
+    def data(self) -> dict[str, Any]:
+        """Return the difference as JSON has it."""
+        found = attrs.asdict(self, recurse=False)
+        return found | {
+            "role": self.role.value,
+            "kind": self.kind.value,
+            "effect": self.effect.value,
+            "planned": None if self.planned is None else str(self.planned),
+            "emulated": None if self.emulated is None else str(self.emulated),
+        }
+
+
+@attrs.frozen(kw_only=True)
+class Cost:
+    """What a loss costs, counted by re-emulation."""
+
+    graphs_added: int = 0
+    """Graphs of the engine that the plan has not."""
+    graphs_lost: int = 0
+    """Graphs of the plan that the engine has not."""
+    padded: int = 0
+    """Batches that the engine pads further."""
+    weaker: int = 0
+    """Batches that lose their FULL graph and keep a PIECEWISE one."""
+    eager: int = 0
+    """Batches that lose their graph."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.graphs_added} graphs added, {self.graphs_lost} lost; {self.padded} batches padded further, "
+            f"{self.weaker} piecewise, {self.eager} eager"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Loss:
+    """Something of a plan that the engine cannot express."""
+
+    name: str
+    """Stable, as in ``one-size-list``."""
+    says: str
+    """What is lost, in a sentence."""
+    scope: tuple[Scope, ...] = ()
+    """The batches it can touch; empty where it touches none."""
+    cost: Cost | None = None
+    """All that differs in its scope; None before the proof. Losses that share a scope share its cost."""
+
+
+@attrs.frozen(kw_only=True)
+class Proof:
+    """A plan beside what the engine makes of its export, graph by graph and batch by batch."""
+
+    same: tuple[Graph, ...]
+    """Graphs that both have."""
+    lacks: tuple[Graph, ...]
+    """Graphs of the plan that the engine has not."""
+    adds: tuple[Graph, ...]
+    """Graphs of the engine that the plan has not."""
+    batches: int
+    """How many admissible batches were compared."""
+    differences: tuple[Difference, ...]
+    unrun: tuple[Role, ...] = ()
+    """Roles of the plan that the engine does not run as forwards of their own; not compared."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine has the plan's graphs, and answers every batch alike."""
+        return not (self.lacks or self.adds or self.differences or self.unrun)
+
+    def count(self, effect: Effect, role: Role | None = None, kind: Kind | None = None) -> int:
+        """Return how many batches have that effect, of all or of one role or kind."""
+        return sum(
+            found.batches
+            for found in self.differences
+            if found.effect is effect and role in (None, found.role) and kind in (None, found.kind)
+        )
+
+    def cost(self, scope: Sequence[Scope]) -> Cost:
+        """Return all that differs in a scope."""
+        found = [d for d in self.differences if (d.role, d.kind) in scope]
+
+        def batches(effect: Effect) -> int:
+            return sum(d.batches for d in found if d.effect is effect)
+
+        return Cost(
+            graphs_added=sum(graph_scope(graph) in scope for graph in self.adds),
+            graphs_lost=sum(graph_scope(graph) in scope for graph in self.lacks),
+            padded=batches(Effect.PADDED),
+            weaker=batches(Effect.WEAKER),
+            eager=batches(Effect.EAGER),
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Return the proof as JSON has it."""
+        return {
+            "exact": self.exact,
+            "same": len(self.same),
+            "lacks": [graph.data() for graph in self.lacks],
+            "adds": [graph.data() for graph in self.adds],
+            "batches": self.batches,
+            "differences": [difference.data() for difference in self.differences],
+            "unrun": [role.value for role in self.unrun],
+        }
+
+
+def graph_scope(graph: Graph) -> Scope:
+    """Return the batches that a graph is for."""
+    uniform = graph.entry.query_len is not None or graph.max_query_len is not None
+    return graph.role, Kind.DECODE if uniform else Kind.MIXED
+
+
+@attrs.frozen(kw_only=True)
+class Export:
+    """The flags of an engine that come closest to a plan.
+
+    The model is its public name; the drafter's name a plan does not know, and ``DRAFT_MODEL`` stands for it.
+    """
+
+    engine: str
+    flags: tuple[str, ...]
+    """Words of the engine's command line."""
+    file: str
+    """Text of the engine's configuration file: the same as the flags, or what ``flags`` refer to."""
+    file_name: str
+    sizes: tuple[int, ...] = ()
+    """Capture sizes of uniform decodes, in the engine's unit: tokens for vLLM, else requests."""
+    losses: tuple[Loss, ...] = ()
+    proof: Proof | None = None
+    """What re-emulation found; None before it."""
+
+    @property
+    def needs_file(self) -> bool:
+        """Whether the flags say nothing without the file."""
+        return self.file_name in self.flags
+
+    def command(self, path: str) -> tuple[str, ...]:
+        """Return the flags, with the file at ``path`` where they need it."""
+        return tuple(path if word == self.file_name else word for word in self.flags)
+
+    def data(self) -> dict[str, Any]:
+        """Return the export as JSON has it."""
+        return {
+            "engine": self.engine,
+            "flags": list(self.flags),
+            "file": self.file,
+            "sizes": list(self.sizes),
+            "losses": [
+                {"name": loss.name, "says": loss.says, "cost": loss.cost and attrs.asdict(loss.cost)}
+                for loss in self.losses
+            ],
+            "proof": self.proof and self.proof.data(),
+        }
+
+
+def words(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return settings as words of a command line: a list as words, a mapping as JSON, true as a switch."""
+    found: list[str] = []
+    for name, value in settings.items():
+        if value is True:
+            found.append(f"--{name}")
+        elif isinstance(value, list):
+            found += [f"--{name}", *map(str, value)]
+        elif isinstance(value, Mapping):
+            found += [f"--{name}", json.dumps(value)]
+        else:
+            found += [f"--{name}", str(value)]
+    return tuple(found)
+
+
+def yaml_text(settings: Mapping[str, Any]) -> str:
+    """Return settings as YAML, one to a line; every JSON value is YAML."""
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
+
+
+def both(role: Role) -> tuple[Scope, ...]:
+    """Return the scope of all batches of a role."""
+    return tuple((role, kind) for kind in Kind)
+
+
+def all_scopes(plan: Plan) -> tuple[Scope, ...]:
+    """Return the scope of all batches of a plan."""
+    return tuple(scope for role in plan.roles for scope in both(role.role))
+
+
+def planned(plan: Plan, role: Role) -> RolePlan | None:
+    """Return the plan of a role, or None where there is none."""
+    return next((found for found in plan.roles if found.role is role), None)
+
+
+def longest_draft(plan: Plan) -> int:
+    """Return the most tokens that any batch drafts: less than num_tokens where no batch reaches it."""
+    return max(k for *_, k in decode_tiers(plan))
+
+
+def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
+    """Name the decodes that the plan runs on piecewise graphs of mixed batches, which the engine does not."""
+    found = [
+        cell
+        for cell in coverage(plan).cells
+        if cell.role is Role.TARGET and cell.kind is Kind.DECODE and cell.entry is not None
+    ]
+    if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
+        return ()
+    says = f"decodes without a full graph run on those of mixed batches in the plan; {engine} runs them eager"
+    return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
+
+
+def backends(plan: Plan) -> tuple[str, ...]:
+    """Return the attention backends of the target's groups, each once."""
+    target = planned(plan, Role.TARGET)
+    return tuple(dict.fromkeys(group.backend for group in target.groups)) if target else ()
+
+
+def backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[str | None, tuple[Loss, ...]]:
+    """Return the engine's name of the plan's attention backend, and what is lost where it has none."""
+    found = backends(plan)
+    if len(found) == 1 and found[0] in names:
+        return names[found[0]], ()
+    if not found:
+        return None, ()
+    if len(found) == 1:
+        says = f"{engine} has no attention backend {found[0]}; it chooses its own, which decides the modes"
+    else:
+        says = f"the target's groups run on {', '.join(found)}; {engine} takes one backend for all of them"
+    return None, (Loss(name="backend", says=says, scope=all_scopes(plan)),)

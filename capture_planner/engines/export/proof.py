@@ -1,0 +1,234 @@
+"""Re-emulation: what the engine makes of an export, compared with the plan it came from.
+
+Every admissible decode is asked for by itself. Mixed batches are walked in cells between the sizes
+of both sides; where the ends of a cell disagree, it is split until they agree.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import attrs
+
+from capture_planner.admissible import decode_families, mixed_tokens
+from capture_planner.dispatch import Dispatch, Dispatcher
+from capture_planner.engines.core import Emulation, Graph
+from capture_planner.engines.export.core import Difference, Effect, Export, Proof
+from capture_planner.entry import Batch, Entry
+from capture_planner.environment import Environment
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Kind, Plan
+
+Emulate = Callable[[Sequence[str], Environment], Emulation]
+"""From an engine's own command line and the machine it runs on, as ``Engine.emulate``."""
+
+
+def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
+    """Return the export with its proof, and with the cost of each loss.
+
+    Raises ``FlagError`` where the engine refuses the flags.
+    """
+    proof = compared(plan, emulated(export, plan.environment, emulate))
+    losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
+    return attrs.evolve(export, losses=losses, proof=proof)
+
+
+def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emulation:
+    """Return what the engine does with the export; its file lies on disk meanwhile, where it needs one."""
+    if not export.needs_file:
+        return emulate(export.flags, environment)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, export.file_name)
+        path.write_text(export.file, encoding="utf-8")
+        return emulate(export.command(str(path)), environment)
+
+
+def compared(plan: Plan, emulation: Emulation) -> Proof:
+    """Compare a plan with an emulation, graph by graph and batch by batch."""
+    run = {manager.role for manager in emulation.managers}
+    roles = [role.role for role in plan.roles]
+    ours = [_plain(Graph(role=role.role, entry=entry)) for role in plan.roles for entry in role.entries]
+    theirs = [_plain(graph) for graph in emulation.graphs]
+    compare = _Comparison(plan, emulation)
+    for role in roles:
+        if role in run:
+            compare.role(role)
+    return Proof(
+        same=_both(ours, theirs),
+        lacks=_without(ours, theirs),
+        adds=_without(theirs, ours),
+        batches=compare.batches,
+        differences=tuple(compare.differences),
+        unrun=tuple(role for role in roles if role not in run),
+    )
+
+
+def _plain(graph: Graph) -> Graph:
+    """Return the graph as a plan has it: a chain of one draft decode is a single step."""
+    if graph.entry.draft_steps != 1:
+        return graph
+    return attrs.evolve(graph, entry=attrs.evolve(graph.entry, draft_steps=None))
+
+
+def _both(ours: Iterable[Graph], theirs: Iterable[Graph]) -> tuple[Graph, ...]:
+    return tuple((Counter(ours) & Counter(theirs)).elements())
+
+
+def _without(some: Iterable[Graph], others: Iterable[Graph]) -> tuple[Graph, ...]:
+    return tuple((Counter(some) - Counter(others)).elements())
+
+
+def effect(planned: Dispatch, emulated: Dispatch) -> Effect | None:
+    """Say how the engine's answer differs from the plan's, or None where it does not."""
+    ours, theirs = planned.entry, emulated.entry
+    if ours is None or theirs is None:
+        if ours is theirs:
+            return None
+        return Effect.CAPTURED if ours is None else Effect.EAGER
+    if ours.mode is not theirs.mode:
+        return Effect.WEAKER if ours.mode is GraphMode.FULL else Effect.STRONGER
+    shapes = [(e.num_tokens, e.num_reqs or 0, e.active_loras) for e in (ours, theirs)]
+    if shapes[0] == shapes[1]:
+        return None
+    more = any(b > a for a, b in zip(*shapes, strict=True))
+    return Effect.PADDED if more else Effect.TIGHTER
+
+
+class _Comparison:
+    """All batches of a plan, asked of both sides."""
+
+    def __init__(self, plan: Plan, emulation: Emulation) -> None:
+        self.plan, self.emulation = plan, emulation
+        self.dispatcher = Dispatcher(plan)
+        self.batches = 0
+        self.differences: list[Difference] = []
+
+    def role(self, role: Role) -> None:
+        entries = [*self.plan.role(role).entries, *(g.entry for g in self.emulation.graphs if g.role is role)]
+        adapters = list(_lora_ranges(role, self.plan, entries))
+        for family in decode_families(role, self.plan):
+            for low, high in adapters:
+                count = family.requests.after(low - 1 if low else 0)
+                while count is not None:
+                    self._ask(
+                        Batch(
+                            role=role,
+                            num_reqs=count,
+                            num_tokens=count * family.query_len,
+                            query_len=family.query_len,
+                            active_loras=low,
+                        ),
+                        Kind.DECODE,
+                        count,
+                        min(high, count),
+                    )
+                    count = family.requests.after(count)
+        tokens = mixed_tokens(role, self.plan)
+        if not tokens:
+            return
+        most = self.plan.limits.max_num_tokens
+        for low, high in adapters:
+            for fewest, largest in _req_ranges(self.plan, entries):
+                fewest = max(fewest, low)
+                first = max(fewest, 1)
+                stops = _token_stops(entries, largest)
+                for stop in sorted({stop for stop in stops if first <= stop < most} | {most}):
+                    if first <= stop and fewest <= largest:
+                        self._mixed(role, first, stop, fewest, largest, low, high)
+                        first = stop + 1
+
+    def _mixed(
+        self, role: Role, first: int, last: int, fewest: int, largest: int, low: int, high: int
+    ) -> None:
+        def batch(tokens: int, reqs: int) -> Batch:
+            return Batch(
+                role=role, num_reqs=min(reqs, tokens), num_tokens=tokens, past_prompt=False, active_loras=low
+            )
+
+        ends = {
+            tuple(answer.entry for answer in self._answers(batch(tokens, reqs)))
+            for tokens in (first, last)
+            for reqs in (fewest, largest)
+        }
+        if len(ends) > 1 and first < last:
+            middle = (first + last) // 2
+            self._mixed(role, first, middle, fewest, largest, low, high)
+            self._mixed(role, middle + 1, last, fewest, largest, low, high)
+        else:
+            self._ask(batch(last, largest), Kind.MIXED, first, high, fewest)
+
+    def _answers(self, batch: Batch) -> tuple[Dispatch, Dispatch]:
+        return self.dispatcher.answer(batch), self.emulation.dispatch(batch)
+
+    def _ask(self, batch: Batch, kind: Kind, first: int, max_loras: int, min_reqs: int | None = None) -> None:
+        """Ask both sides, and put what differs beside the difference before it, where it is like it."""
+        planned, emulated = self._answers(batch)
+        last = batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
+        count = (last - first + 1) * (max_loras - batch.active_loras + 1)
+        self.batches += count
+        found = effect(planned, emulated)
+        if found is None:
+            return
+        new = Difference(
+            role=batch.role,
+            kind=kind,
+            query_len=batch.query_len,
+            first=first,
+            last=last,
+            min_reqs=batch.num_reqs if min_reqs is None else min_reqs,
+            max_reqs=batch.num_reqs,
+            min_loras=batch.active_loras,
+            max_loras=max_loras,
+            effect=found,
+            planned=planned.entry,
+            emulated=emulated.entry,
+            batches=count,
+        )
+        if self.differences and _like(self.differences[-1], new):
+            before = self.differences.pop()
+            new = attrs.evolve(
+                new,
+                first=before.first,
+                min_reqs=min(before.min_reqs, new.min_reqs),
+                batches=before.batches + count,
+            )
+        self.differences.append(new)
+
+
+def _like(before: Difference, after: Difference) -> bool:
+    """Say whether two differences are one, of neighbouring counts."""
+    named = ("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
+    return before.last + 1 == after.first and all(getattr(before, n) == getattr(after, n) for n in named)
+
+
+def _lora_ranges(role: Role, plan: Plan, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
+    """Split the adapter counts at each case of either side; drafters take none."""
+    if plan.lora is None or role.is_drafter:
+        yield 0, 0
+        return
+    most, low = plan.lora.max_active + 1, 0
+    for stop in sorted({0, most} | {e.active_loras for e in entries if e.active_loras <= most}):
+        yield low, stop
+        low = stop + 1
+
+
+def _req_ranges(plan: Plan, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
+    """Split the requests of mixed batches where a full graph's room ends."""
+    most, low = plan.limits.max_num_reqs, 1
+    rooms = {e.num_reqs for e in entries if e.num_reqs is not None and e.query_len is None}
+    for stop in sorted({room for room in rooms if 0 < room < most} | {most}):
+        yield low, stop
+        low = stop + 1
+
+
+def _token_stops(entries: Iterable[Entry], largest: int) -> set[int]:
+    """Return the token counts after which an answer can change: sizes, and halves of sizes.
+
+    SGLang refuses a graph that pads to more than twice the batch.
+    """
+    sizes = {entry.num_tokens for entry in entries}
+    return sizes | {math.ceil(size / 2) - 1 for size in sizes} | {largest - 1}

@@ -1,0 +1,134 @@
+"""From a plan to the options file of TensorRT-LLM: decode graphs by batch size, padded."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from capture_planner.admissible import decode_tiers
+from capture_planner.engines.export.core import (
+    DRAFT_MODEL,
+    Export,
+    Loss,
+    all_scopes,
+    both,
+    fallback_loss,
+    longest_draft,
+    planned,
+    words,
+    yaml_text,
+)
+from capture_planner.engines.export.sglang import decode_sizes
+from capture_planner.model import Method
+from capture_planner.modes import GraphMode, Role
+from capture_planner.plan import Kind, Plan, RolePlan
+
+FILE_NAME = "tensorrt-llm.yaml"
+
+_METHODS = {Method.EAGLE: "Eagle", Method.EAGLE3: "Eagle3", Method.MTP: "MTP"}
+_DECODES, _MIXED = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
+
+
+def export_tensorrt_llm(plan: Plan) -> Export:
+    """Return the options of TensorRT-LLM that come closest; raises ``DispatchError`` without a target.
+
+    Only what is emulated is exported, so that all of it can be proved: graphs of prompts and of
+    adapters are named as losses.
+    """
+    target, drafts = plan.role(Role.TARGET), longest_draft(plan)
+    sizes: tuple[int, ...] = ()
+    if target.mode.decode_mode is GraphMode.FULL:
+        sizes = decode_sizes(plan, target, 1 + drafts)
+    options: dict[str, Any] = {
+        "max_batch_size": plan.limits.max_num_reqs,
+        "max_num_tokens": plan.limits.max_num_tokens,
+        "tensor_parallel_size": plan.parallel.tensor * plan.parallel.data,
+        "enable_attention_dp": plan.parallel.data > 1,
+        "cuda_graph_config": {"enable_padding": True, "batch_sizes": list(sizes)} if sizes else None,
+    }
+    speculative = plan.speculative
+    schedule = draft_len_schedule(plan)
+    if speculative is not None and drafts:
+        options["speculative_config"] = {
+            "decoding_type": _METHODS[speculative.method],
+            "max_draft_len": drafts,
+        }
+        if speculative.method is not Method.MTP:
+            options["speculative_config"]["speculative_model"] = DRAFT_MODEL
+        if schedule is not None:
+            options["speculative_config"]["draft_len_schedule"] = schedule
+    return Export(
+        engine="tensorrt-llm",
+        flags=(plan.model.name, *words({"config": FILE_NAME})),
+        file=yaml_text({name: value for name, value in options.items() if name != "speculative_config"})
+        + _speculative_text(options.get("speculative_config")),
+        file_name=FILE_NAME,
+        sizes=sizes,
+        losses=(*_losses(plan, target, schedule), *fallback_loss(plan, "TensorRT-LLM")),
+    )
+
+
+def draft_len_schedule(plan: Plan) -> dict[int, int] | None:
+    """Return the schedule as the largest batch of each draft length, or None where it has none such.
+
+    The engine drafts nothing above the last key, has the longest drafts at the first one, and looks
+    for graphs as if lengths only fell.
+    """
+    tiers = decode_tiers(plan)
+    lengths = [k for *_, k in tiers]
+    falls = all(before > after for before, after in itertools.pairwise(lengths))
+    if len(tiers) < 2 or not falls:
+        return None
+    return {last: k for _, last, k in tiers if k}
+
+
+def _speculative_text(config: dict[str, Any] | None) -> str:
+    """Write the block by lines: the keys of a schedule are numbers, and JSON would make them text."""
+    if config is None:
+        return ""
+    block = {name: value for name, value in config.items() if name != "draft_len_schedule"}
+    text = "speculative_config:\n" + "".join(f"  {line}\n" for line in yaml_text(block).splitlines())
+    if "draft_len_schedule" in config:
+        text += "  draft_len_schedule:\n"
+        text += "".join(f"    {last}: {k}\n" for last, k in config["draft_len_schedule"].items())
+    return text
+
+
+def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> list[Loss]:
+    losses, speculative = [], plan.speculative
+    if target.mode.mixed_mode is not GraphMode.NONE:
+        count = sum(entry.query_len is None for entry in target.entries)
+        says = f"graphs of prompts are not emulated, and not exported: the {count} graphs of mixed batches are lost"
+        losses.append(Loss(name="mixed-graphs", says=says, scope=(_MIXED,)))
+    if plan.lora is not None:
+        losses.append(
+            Loss(
+                name="lora",
+                says="graphs with adapters are not emulated, and adapters not exported",
+                scope=(_DECODES, _MIXED),
+            )
+        )
+    for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE):
+        drafter = planned(plan, role)
+        if drafter is not None:
+            says = f"the {role.value} runs inside the target's graphs; its own {len(drafter.entries)} graphs are gone"
+            name = f"{role.value.replace('_', '-')}-inside"
+            losses.append(Loss(name=name, says=says, scope=both(role)))
+    if speculative is not None:
+        if len(decode_tiers(plan)) > 1 and schedule is None:
+            says = (
+                "TensorRT-LLM takes a schedule only where it falls from tier to tier; without it every batch drafts "
+                f"{longest_draft(plan)} tokens"
+            )
+            losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
+        elif schedule is not None:
+            added = [last for last in schedule if last not in decode_sizes(plan, target, 1)]
+            if added:
+                says = f"the engine adds the last batch of each draft length to the sizes: {len(added)} more"
+                losses.append(Loss(name="schedule-sizes", says=says, scope=(_DECODES,)))
+    if plan.parallel.data > 1:
+        says = "data-parallel ranks need batches of one size to use a graph (attention DP)"
+        losses.append(Loss(name="data-parallel", says=says, scope=(_DECODES,)))
+    if plan.parallel.decode_context > 1:
+        losses.append(Loss(name="decode-context-parallel", says="decode-context parallelism is not exported"))
+    return losses

@@ -1,0 +1,280 @@
+"""Exports: flags that say what the plan says, losses with numbers, and a proof that can fail."""
+
+import attrs
+import pytest
+from export_plans import SCHEDULES, made
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+from small_engines import EMULATORS, Searched, vllm_table
+
+from capture_planner.admissible import decode_families, decode_tiers, is_admissible
+from capture_planner.dispatch import Dispatcher
+from capture_planner.engines.core import Emulation, Graph
+from capture_planner.engines.export import EXPORTERS, Effect, compared, prove
+from capture_planner.engines.export.core import DRAFT_MODEL, graph_scope, words
+from capture_planner.engines.export.proof import effect, emulated
+from capture_planner.entry import Batch
+from capture_planner.errors import DispatchError
+from capture_planner.model import Method, Speculative
+from capture_planner.modes import GraphMode, Refresh, Role
+from capture_planner.plan import Kind
+from capture_planner.spec import Policy, Sizes
+from capture_planner.testing import batches, plans
+
+ENGINES = st.sampled_from(sorted(EXPORTERS))
+PLANS = plans(max_reqs=24, max_tokens=256)
+
+
+@st.composite
+def deployed(draw, tiers):
+    """Return plans of plain deployments: a fixed width (0, 1), or a schedule whose lengths fall."""
+    reqs = draw(st.integers(max(tiers, 1), 40))
+    policy = draw(st.sampled_from((Policy.DEFAULT, Policy.VLLM, Policy.SGLANG, Policy.POWERS_OF_TWO)))
+    options = {"sizes": Sizes(policy=policy), "refresh": draw(st.sampled_from(Refresh))}
+    if tiers == 1:
+        options["speculative"] = Speculative(method=Method.MTP, num_tokens=draw(st.integers(1, 4)))
+    elif tiers > 1:
+        ends = draw(st.lists(st.integers(1, reqs - 1), min_size=tiers - 1, max_size=tiers - 1, unique=True))
+        lengths = draw(st.lists(st.integers(0, 6), min_size=tiers, max_size=tiers, unique=True))
+        bounds = [0, *sorted(ends), reqs]
+        lengths = sorted(lengths, reverse=True)
+        options["schedule"] = tuple((bounds[i] + 1, bounds[i + 1], lengths[i]) for i in range(tiers))
+    return made(reqs=reqs, tokens=512, **options)
+
+
+def proved(engine, planned):
+    """Return the export of a plan with its proof, by the restated engine."""
+    return prove(EXPORTERS[engine](planned), planned, EMULATORS[engine])
+
+
+def itself(planned):
+    """Return the plan as an emulation: what an engine would be that executes plans."""
+    dispatcher = Dispatcher(planned)
+    managers = tuple(
+        Searched(
+            role=role.role,
+            mode=role.mode,
+            graphs=tuple(Graph(role=role.role, entry=entry) for entry in role.entries),
+            rule=lambda batch: dispatcher.answer(batch).entry,
+        )
+        for role in planned.roles
+    )
+    return Emulation(
+        engine="ours",
+        version="1",
+        command=(),
+        settings=(),
+        sizes=(),
+        managers=managers,
+        decisions=(),
+        limits=planned.limits,
+    )
+
+
+@given(PLANS)
+def test_a_plan_equals_itself(planned):
+    """Nothing differs from an engine that executes the plan."""
+    proof = compared(planned, itself(planned))
+    assert proof.exact
+    assert len(proof.same) == planned.num_graphs
+
+
+@given(PLANS, st.data())
+def test_a_graph_that_is_gone_is_seen(planned, data):
+    """Without one of its graphs, the proof names it, and the batches that it served if it served any."""
+    graphs = [graph for manager in itself(planned).managers for graph in manager.graphs]
+    assume(graphs)
+    gone = data.draw(st.sampled_from(graphs))
+    whole = itself(planned)
+    managers = tuple(
+        attrs.evolve(
+            manager,
+            graphs=tuple(graph for graph in manager.graphs if graph != gone),
+            rule=lambda batch, rule=manager.rule, role=manager.role: (
+                None if role is gone.role and rule(batch) == gone.entry else rule(batch)
+            ),
+        )
+        for manager in whole.managers
+    )
+    proof = compared(planned, attrs.evolve(whole, managers=managers))
+    assert proof.lacks == (gone,)
+    assert not proof.exact
+    assert {d.effect for d in proof.differences} <= {Effect.EAGER}
+    assert {d.planned for d in proof.differences} <= {gone.entry}
+
+
+@given(ENGINES, PLANS, st.data())
+def test_a_proof_is_true_of_every_batch(engine, planned, data):
+    """An admissible batch differs exactly where the proof says so, and as it says."""
+    export = EXPORTERS[engine](planned)
+    emulation = emulated(export, planned.environment, EMULATORS[engine])
+    proof = compared(planned, emulation)
+    batch = data.draw(batches(planned))
+    tiers = decode_families(batch.role, planned)
+    assume(batch.role not in proof.unrun and is_admissible(batch, planned, tiers))
+    uniform = any(f.query_len == batch.uniform_query_len and batch.num_reqs in f.requests for f in tiers)
+    kind = Kind.DECODE if uniform else Kind.MIXED
+    if kind is Kind.MIXED:
+        batch = attrs.evolve(batch, query_len=None, past_prompt=False)
+    if batch.role.is_drafter:
+        batch = attrs.evolve(batch, active_loras=0)
+    count = batch.num_reqs if uniform else batch.num_tokens
+    said = [
+        d
+        for d in proof.differences
+        if (d.role, d.kind) == (batch.role, kind)
+        and d.query_len == batch.query_len
+        and d.first <= count <= d.last
+        and d.min_loras <= batch.active_loras <= d.max_loras
+        and (uniform or d.min_reqs <= batch.num_reqs <= d.max_reqs)
+    ]
+    found = effect(Dispatcher(planned).answer(batch), emulation.dispatch(batch))
+    assert [d.effect for d in said] == ([] if found is None else [found])
+
+
+@given(ENGINES, PLANS)
+def test_graphs_are_counted_once(engine, planned):
+    """What both have and what one has make up each side; losses cost what differs in their scope."""
+    export = EXPORTERS[engine](planned)
+    assert all(loss.cost is None and loss.says for loss in export.losses)
+    assert len({loss.name for loss in export.losses}) == len(export.losses)
+    proven = prove(export, planned, EMULATORS[engine])
+    proof = proven.proof
+    emulation = emulated(export, planned.environment, EMULATORS[engine])
+    assert len(proof.same) + len(proof.lacks) == planned.num_graphs
+    assert len(proof.same) + len(proof.adds) == len(emulation.graphs)
+    assert all(loss.cost == proof.cost(loss.scope) for loss in proven.losses)
+    assert proven.data()["proof"]["exact"] is proof.exact
+
+
+@given(ENGINES, PLANS)
+def test_every_loss_has_a_name(engine, planned):
+    """Where a batch or a graph is lost, the export had said so before it was tried."""
+    export = proved(engine, planned)
+    said = {scope for loss in export.losses for scope in loss.scope}
+    lost = {(d.role, d.kind) for d in export.proof.differences if d.effect.is_loss}
+    assert lost | {graph_scope(graph) for graph in export.proof.lacks} <= said
+
+
+@given(ENGINES, PLANS)
+def test_the_file_says_what_the_flags_say(engine, planned):
+    """The file is YAML, and gives the same words; where the flags refer to it, they hold nothing else."""
+    export = EXPORTERS[engine](planned)
+    data = YAML(typ="safe", pure=True).load(export.file)
+    if export.needs_file:
+        assert export.command("/x.yaml") == (planned.model.name, "--config", "/x.yaml")
+        assert data["max_batch_size"] == planned.limits.max_num_reqs
+    else:
+        assert words(data) == export.flags
+    named = planned.speculative is not None and planned.speculative.method is not Method.MTP
+    drafts = engine == "vllm" or any(k for *_, k in decode_tiers(planned))
+    assert (DRAFT_MODEL in export.file) == (named and drafts)
+
+
+@given(PLANS)
+def test_vllm_keeps_every_full_decode(planned):
+    """Every target decode with a FULL graph has one in vLLM, whatever the schedule and the sizes.
+
+    Not so where the schedule is dropped, or alignment pads a graph beyond the limits.
+    """
+    assume(planned.parallel.data == 1 and not planned.parallel.sequence)
+    proof = proved("vllm", planned).proof
+    for lost in (Effect.EAGER, Effect.WEAKER):
+        assert proof.count(lost, Role.TARGET, Kind.DECODE) == 0
+
+
+@given(deployed(tiers=0), st.booleans())
+def test_vllm_keeps_a_plan_of_one_list(planned, full):
+    """Where one list is what the plan has, vLLM has the same graphs and answers alike."""
+    if full:
+        planned = made(reqs=planned.limits.max_num_reqs, mode=GraphMode.FULL)
+    else:
+        sizes = tuple(sorted({e.num_reqs for e in planned.role(Role.TARGET).entries if e.num_reqs}))
+        only = Sizes(policy=Policy.EXPLICIT, num_reqs=sizes, num_tokens=sizes)
+        planned = made(reqs=planned.limits.max_num_reqs, sizes=only)
+    assert proved("vllm", planned).proof.exact
+
+
+@given(deployed(tiers=0) | deployed(tiers=1))
+def test_sglang_keeps_the_decodes_of_one_width(planned):
+    """Without a schedule, target decodes are answered as planned."""
+    proof = proved("sglang", planned).proof
+    assert not [d for d in proof.differences if (d.role, d.kind) == (Role.TARGET, Kind.DECODE)]
+
+
+@given(deployed(tiers=0) | deployed(tiers=1) | deployed(tiers=2) | deployed(tiers=3))
+def test_tensorrt_llm_keeps_the_decodes_of_a_falling_schedule(planned):
+    """Target decodes keep their graphs and are padded no further: each length has its last batch."""
+    proof = proved("tensorrt-llm", planned).proof
+    for lost in (Effect.EAGER, Effect.WEAKER, Effect.PADDED):
+        assert proof.count(lost, Role.TARGET, Kind.DECODE) == 0
+    assert set(proof.unrun) == {role.role for role in planned.roles} - {Role.TARGET}
+
+
+def test_a_schedule_that_rises_is_a_loss():
+    """SGLang takes none, TensorRT-LLM none that rises; both say so, and how many batches it costs."""
+    planned = made(((1, 4, 1), (5, 16, 3)), reqs=16)
+    for engine in ("sglang", "tensorrt-llm"):
+        losses = {loss.name: loss for loss in proved(engine, planned).losses}
+        assert losses["schedule"].cost.eager + losses["schedule"].cost.weaker >= 4
+    falling = made(((1, 4, 3), (5, 16, 1)), reqs=16)
+    assert "schedule" not in {loss.name for loss in proved("tensorrt-llm", falling).losses}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("policy", [Policy.VLLM, Policy.DEFAULT, Policy.POWERS_OF_TWO])
+def test_published_schedules_are_mended(schedule, policy):
+    """With vLLM's own sizes and with ours, no batch of the published schedules loses its graph."""
+    planned = made(schedule, sizes=Sizes(policy=policy))
+    export = proved("vllm", planned)
+    names = {loss.name: loss for loss in export.losses}
+    assert "sizes-mended" in names
+    for role in (Role.TARGET, Role.DRAFT_PREFILL):
+        assert export.proof.count(Effect.WEAKER, role, Kind.DECODE) == 0
+        assert export.proof.count(Effect.EAGER, role, Kind.DECODE) == 0
+    assert names["sizes-mended"].cost == export.proof.cost(names["sizes-mended"].scope)
+    assert names["sizes-mended"].cost.weaker == 0
+
+
+def test_own_sizes_would_have_missed():
+    """The plan's own sizes, given to vLLM as they are, do miss batches: the mend is not for nothing."""
+    for schedule in SCHEDULES:
+        planned = made(schedule, sizes=Sizes(policy=Policy.VLLM))
+        sizes = sorted({entry.num_tokens for entry in planned.role(Role.TARGET).entries})
+        widths = sorted({1 + k for *_, k in schedule})
+        table = vllm_table(Role.TARGET, GraphMode.FULL_AND_PIECEWISE, sizes, widths, 256)
+        weaker = 0
+        for first, last, k in schedule:
+            for count in range(first, last + 1):
+                batch = Batch(role=Role.TARGET, num_reqs=count, num_tokens=count * (1 + k), query_len=1 + k)
+                weaker += table.dispatch(batch).mode is not GraphMode.FULL
+        assert weaker > 0
+
+
+@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+def test_a_plan_without_graphs(engine):
+    """NONE stays NONE: nothing is captured, nothing differs."""
+    proof = proved(engine, made(mode=GraphMode.NONE)).proof
+    assert (proof.same, proof.lacks, proof.adds, proof.differences) == ((), (), (), ())
+
+
+@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+def test_a_plan_without_target_cannot_be_exported(engine):
+    """There is nothing to serve."""
+    planned = made(SCHEDULES[0])
+    with pytest.raises(DispatchError, match="no role target"):
+        EXPORTERS[engine](attrs.evolve(planned, roles=planned.roles[1:]))
+
+
+def test_a_backend_that_the_engine_has_not_is_a_loss():
+    """VLLM and SGLang name theirs; another one is a loss with a sentence."""
+    planned = made()
+    for engine, name in (("vllm", "FLASH_ATTN"), ("sglang", "fa3")):
+        flags = EXPORTERS[engine](planned).flags
+        assert flags[flags.index("--attention-backend") + 1] == name
+        role = planned.roles[0]
+        groups = tuple(attrs.evolve(group, backend="reference") for group in role.groups)
+        other = EXPORTERS[engine](attrs.evolve(planned, roles=(attrs.evolve(role, groups=groups),)))
+        assert "--attention-backend" not in other.flags
+        assert "no attention backend reference" in {loss.name: loss for loss in other.losses}["backend"].says

@@ -1,0 +1,192 @@
+"""Sizes for vLLM: no list is smaller, and no decode misses its graph, by enumeration of all batches."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from small_engines import vllm_table
+
+from capture_planner.engines.export.mend import Decodes, examine, full_graphs, mend_vllm, nearest
+from capture_planner.entry import Batch
+from capture_planner.modes import GraphMode, Role
+from capture_planner.sizing.engines import vllm_tokens
+
+SCHEDULES = {
+    "2/1": ((1, 16, 2), (17, 256, 1)),
+    "5/3/1": ((1, 16, 5), (17, 64, 3), (65, 256, 1)),
+    "4/2/0": ((1, 16, 4), (17, 64, 2), (65, 256, 0)),
+}
+"""The published schedules, with 256 requests."""
+
+MISSED = {"2/1": 20, "5/3/1": 44, "4/2/0": 80}
+
+
+def decodes_of(schedule):
+    """Return the decodes of a schedule."""
+    return tuple(
+        Decodes(query_len=1 + k, requests=((first, last),)) for first, last, k in sorted(schedule, key=_k)
+    )
+
+
+def _k(tier):
+    return tier[2]
+
+
+def default_sizes(schedule):
+    """Return what vLLM captures where nobody says otherwise."""
+    longest = max(k for *_, k in schedule)
+    return vllm_tokens(
+        max_num_reqs=256,
+        max_num_tokens=8192,
+        query_len=1 + longest,
+        platform_max=512,
+        tiers=[(1 + k, last) for _, last, k in schedule],
+    )
+
+
+def searched(sizes, query_lens, max_num_reqs):
+    """Return the rule of a table in which every graph is looked at."""
+    table = vllm_table(Role.TARGET, GraphMode.FULL_DECODE_ONLY, sizes, query_lens, max_num_reqs)
+
+    def answer(num_reqs, query_len):
+        batch = Batch(
+            role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_reqs * query_len, query_len=query_len
+        )
+        entry = table.dispatch(batch).entry
+        return None if entry is None else entry.num_tokens
+
+    return answer
+
+
+@st.composite
+def small_schedules(draw):
+    """Return decodes of a few tiers that can be searched by force, and their requests."""
+    ends = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True).map(sorted))
+    widths = draw(st.permutations((1, 2, 3)))[: len(ends)]
+    tiers = [
+        Decodes(query_len=q, requests=((first + 1, last),))
+        for first, last, q in zip((0, *ends), ends, widths, strict=False)
+    ]
+    return tuple(tiers), ends[-1]
+
+
+@st.composite
+def any_schedules(draw):
+    """Return decodes of up to four tiers, in any order of widths."""
+    ends = draw(st.lists(st.integers(1, 48), min_size=1, max_size=4, unique=True).map(sorted))
+    widths = draw(st.lists(st.integers(1, 8), min_size=len(ends), max_size=len(ends), unique=True))
+    tiers = [
+        Decodes(query_len=q, requests=((first + 1, last),))
+        for first, last, q in zip((0, *ends), ends, widths, strict=False)
+    ]
+    return tuple(tiers), ends[-1]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_default_sizes_miss_what_is_known(name):
+    """20, 44 and 80 of 256 batch sizes miss a captured graph."""
+    decodes, sizes = decodes_of(SCHEDULES[name]), default_sizes(SCHEDULES[name])
+    missed, _ = examine(decodes, nearest(sizes, [d.query_len for d in decodes], 256))
+    assert len(missed) == MISSED[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_mended_list_misses_nothing_and_costs_no_more(name):
+    """All 256 batch sizes have a graph: fewer than by default, and less than 6.3% of padding."""
+    decodes = decodes_of(SCHEDULES[name])
+    lengths = [d.query_len for d in decodes]
+    captured = len(full_graphs(default_sizes(SCHEDULES[name]), lengths, 256))
+    mend = mend_vllm(decodes, 256, graphs=captured)
+    assert mend.graphs <= captured
+    missed, worst = examine(decodes, searched(mend.sizes, lengths, 256))
+    assert (missed, worst) == ((), mend.worst)
+    assert worst <= 1 + Fraction(1, 16)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_half_of_the_graphs_are_enough(name):
+    """With a quarter of padding, less than half of the default graphs are left, and none is missed."""
+    decodes = decodes_of(SCHEDULES[name])
+    captured = full_graphs(default_sizes(SCHEDULES[name]), [d.query_len for d in decodes], 256)
+    mend = mend_vllm(decodes, 256, worst=Fraction(5, 4))
+    assert mend.missed == ()
+    assert mend.worst <= Fraction(5, 4)
+    assert 2 * mend.graphs < len(captured)
+
+
+@given(small_schedules(), st.sampled_from((Fraction(1), Fraction(5, 4), Fraction(3, 2), Fraction(2))))
+def test_no_list_is_smaller(case, worst):
+    """Of all lists up to the largest batch, none that keeps the bound has fewer graphs, then sizes."""
+    decodes, most = case
+    lengths = [d.query_len for d in decodes]
+    top = max(d.most for d in decodes)
+    assume(top <= 9)
+    best = None
+    for count in range(1, top + 1):
+        for sizes in itertools.combinations(range(1, top + 1), count):
+            missed, found = examine(decodes, nearest(sizes, lengths, most))
+            if not missed and found <= worst and sizes[-1] == top:
+                size = len(full_graphs(sizes, lengths, most)), count
+                best = size if best is None else min(best, size)
+    mend = mend_vllm(decodes, most, worst=worst)
+    assert mend.missed == ()
+    assert mend.worst <= worst
+    assert (mend.graphs, len(mend.sizes)) == best
+
+
+@given(any_schedules(), st.fractions(1, 2), st.lists(st.integers(1, 500), max_size=3), st.booleans())
+def test_every_schedule_can_be_mended(case, worst, wider, one_more):
+    """Any widths in any order, wider sizes for mixed batches, a captured width that no batch has."""
+    decodes, most = case
+    lengths = {d.query_len for d in decodes} | ({9} if one_more else set())
+    mend = mend_vllm(decodes, most, worst=worst, wider=wider, query_lens=lengths)
+    assert {size for size in wider if size > max(d.most for d in decodes)} <= set(mend.sizes)
+    missed, found = examine(decodes, searched(mend.sizes, sorted(lengths), most))
+    assert (missed, found) == ((), mend.worst)
+    assert mend.worst <= worst
+    assert mend.graphs == len(full_graphs(mend.sizes, lengths, most))
+
+
+@given(any_schedules())
+def test_the_exact_counts_hide_nothing(case):
+    """Nothing is nearer than the count itself: the reason why every schedule can be mended."""
+    decodes, most = case
+    sizes = {count * d.query_len for d in decodes for count in d.counts()}
+    assert examine(decodes, nearest(sizes, [d.query_len for d in decodes], most)) == ((), 1)
+
+
+@given(any_schedules(), st.integers(2, 5))
+def test_the_list_is_proved_with_the_dispatcher_that_is_given(case, odd):
+    """One that finds nothing at some counts gets exact sizes for them, and what is left is named."""
+    decodes, most = case
+
+    def dispatcher(sizes):
+        plain = nearest(sizes, [d.query_len for d in decodes], most)
+
+        def answer(num_reqs, query_len):
+            tokens = num_reqs * query_len
+            if tokens not in sizes and num_reqs % odd == 0:
+                return None
+            return None if num_reqs % 7 == 0 else plain(num_reqs, query_len)
+
+        return answer
+
+    mend = mend_vllm(decodes, most, dispatcher=dispatcher)
+    assert mend.missed == tuple(c for d in decodes for c in d.counts() if c % 7 == 0)
+
+
+def test_a_number_of_graphs_is_kept_where_it_can_be():
+    """The bound on padding loosens until the graphs fit; where none fits, the loosest is left."""
+    decodes, limits = decodes_of(SCHEDULES["4/2/0"]), (180, 60, 30, 16)
+    found = [mend_vllm(decodes, 256, graphs=limit) for limit in limits]
+    assert all(mend.graphs <= limit for mend, limit in zip(found, limits, strict=True))
+    assert [mend.worst for mend in found] == sorted(mend.worst for mend in found)
+    assert mend_vllm(decodes, 256, graphs=1) == found[-1]
+
+
+def test_no_decodes_need_no_sizes():
+    """Nothing to mend."""
+    assert mend_vllm((), 8, worst=Fraction(1)).sizes == ()
+    assert mend_vllm((), 8, wider=(16,)).sizes == (16,)

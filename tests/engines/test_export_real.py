@@ -1,0 +1,66 @@
+"""Exports through the emulated engines themselves."""
+
+import importlib
+
+import pytest
+from export_plans import SCHEDULES, made
+
+from capture_planner.engines.export import EXPORTERS, Effect, prove
+from capture_planner.model import Method, Speculative
+from capture_planner.modes import Role
+from capture_planner.plan import Kind
+from capture_planner.spec import Policy, Sizes
+
+MODULES = {engine: f"capture_planner.engines.{engine.replace('-', '_')}" for engine in EXPORTERS}
+LOST = (Effect.EAGER, Effect.WEAKER)
+
+
+def proved(engine, planned):
+    """Return the export with its proof, where the engine is emulated."""
+    emulate = pytest.importorskip(MODULES[engine]).ENGINE.emulate
+    return prove(EXPORTERS[engine](planned), planned, emulate)
+
+
+def lost(proof, role, *effects):
+    """Return how many decodes of a role have one of these effects."""
+    return sum(proof.count(effect, role, Kind.DECODE) for effect in effects)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("policy", [Policy.VLLM, Policy.DEFAULT])
+def test_vllm_misses_no_batch_of_a_published_schedule(schedule, policy):
+    """Of 256 batch sizes none loses its graph, of the target nor of the drafter."""
+    export = proved("vllm", made(schedule, sizes=Sizes(policy=policy)))
+    assert [lost(export.proof, role, *LOST) for role in Role] == [0, 0, 0]
+    assert export.proof.batches > 8 * 256
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tensorrt_llm_follows_a_published_schedule(schedule):
+    """Every target decode is answered as planned; drafts run inside the target's graphs."""
+    proof = proved("tensorrt-llm", made(schedule)).proof
+    assert [lost(proof, Role.TARGET, effect) for effect in Effect] == [0] * len(Effect)
+    assert proof.unrun == (Role.DRAFT_PREFILL, Role.DRAFT_DECODE)
+
+
+@pytest.mark.parametrize("method", [None, *Method])
+def test_sglang_has_a_plan_of_one_width(method):
+    """Without a schedule SGLang has all graphs of the plan, and answers every batch alike."""
+    options = {} if method is None else {"speculative": Speculative(method=method, num_tokens=2)}
+    assert proved("sglang", made(**options)).proof.exact
+
+
+@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+@pytest.mark.parametrize("method", [None, *Method])
+def test_no_engine_loses_a_decode_of_one_width(engine, method):
+    """Every decode of the target, and of the drafter where it runs, keeps its full graph."""
+    options = {} if method is None else {"speculative": Speculative(method=method, num_tokens=3)}
+    proof = proved(engine, made(**options)).proof
+    assert [lost(proof, role, *LOST) for role in Role] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+def test_every_engine_that_is_emulated_can_be_exported_to(engine):
+    """The names are the same on both sides."""
+    pytest.importorskip(MODULES[engine])
+    assert importlib.import_module(MODULES[engine]).ENGINE.name == engine
