@@ -14,6 +14,7 @@ from capture_planner.cli.compare import compare
 from capture_planner.cli.conformance import conformance
 from capture_planner.cli.engine import engine
 from capture_planner.cli.environment import environment
+from capture_planner.cli.export import export
 from capture_planner.cli.gallery import gallery
 from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.ranks import ranks
@@ -80,6 +81,7 @@ for command in (
     files.diff,
     engine,
     compare,
+    export,
     files.backends,
     files.schema,
     run,

@@ -1,0 +1,49 @@
+"""``export``: the flags of an engine that come closest to a plan, what they lose, and the proof."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+
+from capture_planner.cli.common import (
+    FINDINGS,
+    emit,
+    emit_file,
+    environment_option,
+    format_option,
+    plan_of,
+    refuse_places,
+)
+from capture_planner.engines import find_engine
+from capture_planner.engines.export import EXPORTERS, prove
+from capture_planner.report.export import export_command, export_table
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.option("--to", "name", type=click.Choice(list(EXPORTERS)), required=True, help="The engine.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Write the engine's configuration file here."
+)
+@click.option("--strict", is_flag=True, help="Exit with 2 where the engine loses something of the plan.")
+@environment_option
+@format_option()
+def export(
+    plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, form: str
+) -> None:
+    """Write a plan as the flags of an engine, with what is lost and what that costs.
+
+    The flags are then emulated, and every batch that the limits admit is asked about: so it is shown what
+    the engine would make of them, graph by graph and batch by batch.
+    """
+    refuse_places(plan_file, {"--output": output})
+    plan = plan_of(plan_file, environment)
+    made = prove(EXPORTERS[name](plan), plan, find_engine(name).emulate)
+    if form == "text":
+        click.echo(f"{export_command(made, output)}\n")
+    emit(form, made.data, partial(export_table, made, output))
+    emit_file(form, output, lambda: made.file)
+    if strict and made.proof is not None and not made.proof.exact:
+        click.get_current_context().exit(FINDINGS)

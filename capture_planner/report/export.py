@@ -1,0 +1,75 @@
+"""Exports to engines as rich tables."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from capture_planner.engines.export import Effect, Export, Proof
+from capture_planner.plan import Kind
+from capture_planner.report.tables import table_of
+from capture_planner.words import counted
+
+MOST_DIFFERENCES = 12
+"""Ranges of batches that are shown; ``--format json`` has all of them."""
+
+
+def export_command(made: Export, output: Path | None) -> str:
+    """Return the flags as a shell takes them, on one line, which a table would break."""
+    return shlex.join(made.command(str(output or made.file_name)))
+
+
+def export_table(made: Export, output: Path | None) -> RenderableType:
+    """What the flags lose, with what it costs, and what the engine makes of them."""
+    parts: list[RenderableType] = []
+    if made.needs_file and output is None:
+        parts += [Text(f"{made.file_name}:", style="bold"), Text(made.file.rstrip()), Text()]
+    parts += _losses(made)
+    if made.proof is not None:
+        parts += [Text(), *_proof(made.proof)]
+    return Group(*parts)
+
+
+def _losses(made: Export) -> Iterator[RenderableType]:
+    if not made.losses:
+        yield Text("nothing of the plan is lost", style="green")
+        return
+    table = table_of("lost", "what", "cost of all in its scope")
+    for loss in made.losses:
+        table.add_row(loss.name, loss.says, "" if loss.cost is None else str(loss.cost))
+    yield table
+
+
+def _proof(proof: Proof) -> Iterator[RenderableType]:
+    yield Text("as the engine reads it", style="bold")
+    yield Text(
+        f"{counted(len(proof.same), 'graph')} as planned, {len(proof.lacks)} of the plan missing, "
+        f"{len(proof.adds)} added; of {proof.batches} batches, "
+        f"{sum(each.batches for each in proof.differences)} are answered otherwise"
+    )
+    if proof.unrun:
+        yield Text(f"run as no forward of their own: {', '.join(proof.unrun)}")
+    counts = ((effect, proof.count(effect)) for effect in Effect)
+    if proof.differences:
+        yield Text("; ".join(f"{count} {effect.value}" for effect, count in counts if count))
+        yield _differences(proof)
+    more = len(proof.differences) - MOST_DIFFERENCES
+    if more > 0:
+        yield Text(f"and {more} more ranges; --format json has them")
+
+
+def _differences(proof: Proof) -> Table:
+    table = table_of("role", "batches", "planned", "engine", "so they are")
+    worst_first = sorted(proof.differences, key=lambda each: list(Effect).index(each.effect))
+    for each in worst_first[:MOST_DIFFERENCES]:
+        span = f"{each.first}" if each.first == each.last else f"{each.first}..{each.last}"
+        unit = f"decodes of {each.query_len}: {span}" if each.kind is Kind.DECODE else f"mixed: {span} tokens"
+        table.add_row(
+            each.role, unit, str(each.planned or "eager"), str(each.emulated or "eager"), each.effect.value
+        )
+    return table
