@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import attrs
 
 from capture_planner.engines.core import Emulation
+from capture_planner.engines.export.mend import mend_vllm, target_decodes
 from capture_planner.engines.walk import Asked, Run, runs, walk
 from capture_planner.lint.core import BugClass, Severity
 from capture_planner.modes import GraphMode, Reason, Role
@@ -35,6 +36,8 @@ class Seen:
     says: str
     count: int = 1
     """How many batches, graphs or sizes it is about."""
+    mend: str = ""
+    """The very flag that mends it, where it can be worked out; empty: as the rule has it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -106,7 +109,7 @@ def check(emulation: Emulation) -> tuple[EngineFinding, ...]:
     """Return what every rule finds, by code."""
     walked = Walked(emulation=emulation, asked=walk(emulation))
     return tuple(
-        EngineFinding(rule=each, seen=seen, mend=each.mends[emulation.engine])
+        EngineFinding(rule=each, seen=seen, mend=seen.mend or each.mends[emulation.engine])
         for _, each in sorted(ENGINE_RULES.items())
         for seen in each.check(walked)
     )
@@ -197,7 +200,27 @@ def compatible_graph_missed(walked: Walked) -> Iterator[Seen]:
             says=f"{role}: {_count(found)} batches miss a graph that is captured: {_in_words(found)}; "
             f"{one.batch.num_tokens} tokens run {one.answer.mode.value} beside {one.best}",
             count=_count(found),
+            mend=_sizes_for_vllm(walked.emulation, role),
         )
+
+
+def _sizes_for_vllm(emulation: Emulation, role: Role) -> str:
+    """Return the list of sizes with which no decode of vLLM's target misses a graph; of others, nothing.
+
+    It has no more FULL graphs than there are now, where such a list exists.
+    """
+    if emulation.engine != "vllm" or role is not Role.TARGET or not emulation.modes[role].is_separate:
+        return ""
+    full = [graph.entry for graph in emulation.graphs if graph.role is role and graph.entry.query_len]
+    made = mend_vllm(
+        target_decodes(emulation),
+        emulation.limits.max_num_reqs,
+        graphs=len({(entry.num_tokens, entry.query_len) for entry in full}),
+        wider=emulation.sizes,
+        query_lens={entry.query_len for entry in full if entry.query_len},
+    )
+    left = f", with which {len(made.missed)} still miss theirs" if made.missed else ", with which none does"
+    return f"give --cudagraph-capture-sizes {' '.join(map(str, made.sizes))}{left}"
 
 
 @rule(

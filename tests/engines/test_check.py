@@ -81,6 +81,25 @@ def test_published_schedules_show_what_they_miss(schedule):
     assert "--cudagraph-capture-sizes" in found["EN003"].mend
 
 
+@pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
+def test_the_flag_that_is_named_mends_it(schedule):
+    """Given to the engine, no batch misses a graph any more, and no more full graphs are captured."""
+    k = max(k for _, _, k in schedule)
+    tiers = [(1 + tier, last) for _, last, tier in schedule]
+    sizes = vllm_tokens(
+        max_num_reqs=SEQS, max_num_tokens=8192, query_len=1 + k, platform_max=512, tiers=tiers
+    )
+    before = emulation(schedule, sizes, most=max(sizes))
+    mend = by_code(check(before))["EN002"].mend
+    assert mend.startswith("give --cudagraph-capture-sizes ")
+    assert mend.endswith(", with which none does")
+    mended = [int(word) for word in mend.replace(",", " ").split() if word.isdigit()]
+    after = emulation(schedule, mended, most=max(mended))
+    assert "EN002" not in by_code(check(after))
+    full = [sum(graph.entry.query_len is not None for graph in each.graphs) for each in (before, after)]
+    assert full[1] <= full[0]
+
+
 @st.composite
 def emulations(draw):
     """Small targets with any schedule and any sizes."""
