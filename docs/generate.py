@@ -43,6 +43,7 @@ import gpu_results
 from capture_planner import cli, codec, contract, hookspecs, lint, schema, spec
 from capture_planner.admissible import Domain
 from capture_planner.catalog import find_environment, shipped_environments
+from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.environment import Environment
 from capture_planner.lint import core as lint_core
 from capture_planner.model import Speculative
@@ -78,6 +79,19 @@ def _rules() -> str:
 
 def _thread(thread: str) -> str:
     return f"[{thread}]({lint_core.link(thread)})"
+
+
+def _engine_rules() -> str:
+    """Every rule about an engine's flags, with what it means and the flag that mends it."""
+    sections = []
+    for code, rule in sorted(ENGINE_RULES.items()):
+        kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
+        sections += [f"### {code}", "", f"**{rule.name}**: {rule.severity.value}, class {kind}.", ""]
+        sections += [rule.explanation, ""]
+        sections += [f"Seen in {', '.join(_thread(thread) for thread in rule.threads)}.", ""]
+        sections += [f"- {engine}: {mend}." for engine, mend in rule.mends.items()]
+        sections.append("")
+    return "\n".join(sections).rstrip()
 
 
 def _hooks() -> str:
@@ -275,6 +289,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "template-backend": lambda: _template("src/capture_planner_my_attention/backend.py"),
     "template-executor": lambda: _template("src/capture_planner_my_attention/executor.py"),
     "rules": _rules,
+    "engine-rules": _engine_rules,
     "hooks": _hooks,
     "runtime": _runtime,
     "fields": _fields,
