@@ -66,7 +66,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     found = capture.managers(r, pool)
     args = r.args
     chunk = args.chunked_prefill_size
-    width = args.speculative_num_draft_tokens if args.speculative_algorithm else 1
+    width = (args.speculative_num_draft_tokens if args.speculative_algorithm else None) or 1
     tokens = max(chunk if chunk > 0 else args.max_prefill_tokens, pool * width)
     decodes = found[0].decodes
     return Emulation(

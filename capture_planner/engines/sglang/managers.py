@@ -167,14 +167,8 @@ class SglangManager:
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """In the order of capture."""
-        parts = self._parts()
-        return tuple(graph for part in parts if part is not None for graph in part.graphs)
-
-    def _parts(self) -> tuple[DecodeGraphs | PrefillGraphs | None, ...]:
-        if self.role is Role.TARGET:
-            return self.decodes, self.prefills
-        return self.prefills, self.decodes
+        """In the order of capture: prefills first, and the largest of each first."""
+        return tuple(graph for part in (self.prefills, self.decodes) if part for graph in part.graphs)
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the graph of the runner that the batch is for; with attention DP, as if all ranks had it."""

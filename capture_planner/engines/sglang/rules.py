@@ -152,7 +152,7 @@ def resolve_speculation(r: Resolution) -> None:
     else:
         _resolve_eagle(r)
     width = args.speculative_num_draft_tokens
-    if width is None or width < 1:
+    if r.decode.backend != DISABLED and (width is None or width < 1):
         raise refusal("--speculative-num-draft-tokens", "SGLang cannot capture a verification of no tokens")
 
 

@@ -1,0 +1,1 @@
+"""Seeded generators of engines' command lines and batches, for tests, recorders and oracles."""
