@@ -58,8 +58,9 @@ def main() -> int:
             command = drawing.written(case, Path(folder))
             loras = any("lora" in word for word in case.command)
             batches = drawing.batches(random, options.batches, loras=loras)
-            ours = drawing.emulated(command, case.environment, batches)
-            engine = oracle.ask(command, case.environment, batches)
+            counts = drawing.ranks(random, 6)
+            ours = drawing.emulated(command, case.environment, batches, counts)
+            engine = oracle.ask(command, case.environment, batches, counts)
             found = differences(engine, ours)
             compared += 1
             refused += "refused" in engine

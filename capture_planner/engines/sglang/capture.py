@@ -17,6 +17,7 @@ from capture_planner.engines.sglang.rules import EAGLE_FAMILY
 from capture_planner.modes import GraphMode, Role
 
 _POOL_LEAST, _POOL_MOST = 2048, 4096
+_NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
 _CONTEXT = 1 << 17
 """Longest sequence where nothing says it; it only bounds prefill graphs of very small request pools."""
 
@@ -181,6 +182,12 @@ def _prefills(r: Resolution, role: Role, pool: int, sizes: tuple[int, ...]) -> P
         why = "attention DP" if r.attention_dp else "torch_native adapters"
         r.decide("no-lora-prefill", r.prefill.backend, DISABLED, f"prefills with {why} run eager", role)
         return None
+    if whole and r.attention[0] in _NO_WHOLE_PREFILL:
+        raise refusal(
+            "--cuda-graph-backend-prefill",
+            f"SGLang's {r.attention[0]} has no metadata for a prefill inside a graph, and its capture stops",
+            "give breakable, or fa3, fa4 or flashinfer for prefills",
+        )
     return PrefillGraphs(
         role=role,
         mode=GraphMode.FULL if whole else GraphMode.PIECEWISE,

@@ -6,6 +6,7 @@ from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS, refusal
 from capture_planner.engines.sglang.resolution import DECODE, DISABLED, PREFILL, Resolution
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
+WITHOUT_GRAPHS = ("torch_native", "flex_attention")
 _ALGORITHMS = (*EAGLE_FAMILY, "NEXTN", "NGRAM")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
@@ -14,13 +15,14 @@ _SPECULATIVE_REQUESTS = 48
 def check_followed(r: Resolution) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
+    halves = (None, *(name for name in ATTENTION_BACKENDS if name not in WITHOUT_GRAPHS))
     wanted = (
         ("--device", args.device, (None, "cuda")),
         ("--moe-a2a-backend", args.moe_a2a_backend, ("none",)),
         ("--kv-cache-dtype", args.kv_cache_dtype, ("auto", "bf16", "bfloat16", "fp8_e4m3")),
         ("--attention-backend", args.attention_backend, (None, *ATTENTION_BACKENDS)),
-        ("--decode-attention-backend", args.decode_attention_backend, (None, *ATTENTION_BACKENDS)),
-        ("--prefill-attention-backend", args.prefill_attention_backend, (None, *ATTENTION_BACKENDS)),
+        ("--decode-attention-backend", args.decode_attention_backend, halves),
+        ("--prefill-attention-backend", args.prefill_attention_backend, halves),
     )
     for flag, value, known in wanted:
         if value not in known:
@@ -32,6 +34,10 @@ def check_followed(r: Resolution) -> None:
     ):
         if value == other:
             raise refusal(flag, f"SGLang's {other} changes which graphs there are, and is not emulated")
+    known = r.model.context
+    if args.context_length is not None and known is not None and args.context_length > known:
+        says = f"SGLang stops at a length over the model's own {known} tokens"
+        raise refusal("--context-length", says, "give less, or change the model's config.json")
     if r.model.latent or r.model.multimodal:
         what = "latent attention" if r.model.latent else "more than text"
         raise refusal("--model-path", f"the model has {what}, whose rules for graphs are not emulated")
@@ -88,7 +94,7 @@ def choose_attention(r: Resolution) -> None:
         chosen = _default_attention(r)
         says = f"no attention backend is named, and this device's default is {chosen}"
         r.rewrite("attention_backend", chosen, "attention-by-device", says)
-    for name in ("torch_native", "flex_attention"):
+    for name in WITHOUT_GRAPHS:
         if args.attention_backend == name:
             for phase in (DECODE, PREFILL):
                 r.disable(phase, "attention-without-graphs", f"{name} attention runs without graphs")
@@ -219,12 +225,6 @@ def check_launch(r: Resolution) -> None:
     _check_lora(r)
     if args.enable_mixed_chunk and args.speculative_algorithm in ("STANDALONE", "NGRAM"):
         r.rewrite("enable_mixed_chunk", False, "no-mixed-chunk", "this speculation takes no decodes into prefills")
-    if DISABLED != r.prefill.backend == "full" and not {r.attention[0]} <= {"fa3", "fa4"}:
-        raise refusal(
-            "--cuda-graph-backend-prefill",
-            f"SGLang's whole prefill graphs need fa3 or fa4, not {r.attention[0]}",
-            "give breakable",
-        )
 
 
 def _check_lora(r: Resolution) -> None:

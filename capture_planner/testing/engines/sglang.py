@@ -7,6 +7,7 @@ real files, so that a case can be kept in a repository.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +16,7 @@ import attrs
 import yaml
 
 from capture_planner.engines.core import Emulation
-from capture_planner.engines.sglang import ENGINE, resolve
+from capture_planner.engines.sglang import ENGINE, ranks_bucket, resolve
 from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import FlagError
@@ -221,13 +222,15 @@ def _graphs(random: Random, flags: dict[str, list[str]]) -> None:
 def _attention(random: Random, flags: dict[str, list[str]]) -> None:
     names = ["fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention"]
     weights = [4, 2, 4, 4, 2, 1, 1]
+    halves = names[:5]
     for flag, chance in (
         ("--attention-backend", 0.3),
         ("--decode-attention-backend", 0.08),
         ("--prefill-attention-backend", 0.08),
     ):
         if random.random() < chance:
-            flags[flag] = random.choices(names, weights)
+            both = flag == "--attention-backend"
+            flags[flag] = random.choices(names, weights) if both else [random.choice(halves)]
 
 
 def _speculation(random: Random, flags: dict[str, list[str]]) -> None:
@@ -318,7 +321,14 @@ def batches(random: Random, count: int, *, loras: bool = False) -> list[Batch]:
     return found
 
 
-def emulated(command: list[str], machine: Environment, asked: list[Batch]) -> dict[str, Any]:
+def ranks(random: Random, count: int) -> list[list[int]]:
+    """Draw request counts of four attention-DP ranks, some of them idle."""
+    return [[random.choice([0, 1, random.randint(1, 40), random.randint(1, 600)]) for _ in range(4)] for _ in range(count)]
+
+
+def emulated(
+    command: list[str], machine: Environment, asked: list[Batch], counts: Sequence[Sequence[int]] = ()
+) -> dict[str, Any]:
     """Return what the emulation says, in the plain form in which the oracle answers."""
     try:
         r = resolve(command, machine)
@@ -328,6 +338,8 @@ def emulated(command: list[str], machine: Environment, asked: list[Batch]) -> di
     args = r.args
     settings = {setting.name: setting.value for setting in emulation.settings}
     speculative = args.speculative_algorithm is not None
+    padding = not args.disable_cuda_graph_padding
+    shared = args.attn_dp_size > 1 and bool(emulation.sizes)
     return {
         "decode": [r.decode.backend, r.decode.max_bs, r.decode.bs],
         "prefill": [r.prefill.backend, r.prefill.max_bs],
@@ -345,6 +357,7 @@ def emulated(command: list[str], machine: Environment, asked: list[Batch]) -> di
         else None,
         "graphs": {manager.role.value: [_row(graph.entry) for graph in manager.graphs] for manager in emulation.managers},
         "answers": [_answer(emulation, batch) for batch in asked],
+        "buckets": [ranks_bucket(emulation.sizes, row, padding=padding) for row in counts] if shared else None,
     }
 
 

@@ -69,6 +69,8 @@ class Sglang:
     def _import(self) -> None:
         import sglang.srt.arg_groups.memory_hook as memory
         import sglang.srt.layers.attention.flashattention_backend as attention
+        import sglang.srt.layers.attention.triton_backend as triton_attention
+        import sglang.srt.layers.attention.trtllm_mha_backend as trtllm_attention
         import sglang.srt.lora.backend.lora_registry as lora_backends
         import sglang.srt.lora.lora_manager as lora
         import sglang.srt.mem_cache.kv_cache_configurator as pools
@@ -138,13 +140,21 @@ class Sglang:
         return record
 
     def ask(
-        self, command: Sequence[str], environment: Environment, batches: Sequence[Batch]
+        self,
+        command: Sequence[str],
+        environment: Environment,
+        batches: Sequence[Batch],
+        ranks: Sequence[Sequence[int]] = (),
     ) -> dict[str, Any]:
-        """Return what SGLang captures and how it answers batches, or why it refuses the command."""
+        """Return what SGLang captures and how it answers batches, or why it refuses the command.
+
+        ``ranks`` are request counts of attention-DP ranks, asked together.
+        """
         try:
             record = self.resolve(command, environment)
             with self._machine(environment):
-                return Launch(self.m, record).answers(batches)
+                launch = Launch(self.m, record)
+                return launch.answers(batches) | {"buckets": launch.buckets(ranks)}
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {error}"[:200]}
 
@@ -355,6 +365,8 @@ class Launch:
         tokens = m.prefill.get_prefill_num_tokens_to_capture(config.bs)
         whole = config.backend == "full"
         slots = config.full_prefill_max_req if whole else 1
+        if whole:
+            self._prepare_whole_prefill()
         vars(runner).update(
             model_runner=model_runner,
             prefill_backend_name=config.backend,
@@ -384,6 +396,19 @@ class Launch:
         runner.capture_one_shape = lambda size, **_: runner.captured.append(size)
         runner._capture_one_stream()
         return runner
+
+    def _prepare_whole_prefill(self) -> None:
+        """Ask the two attention backends that may refuse a prefill inside a graph."""
+        chosen = self.view.prefill_attention_backend or self.view.attention_backend
+        mode = self.m.batches.ForwardMode.EXTEND
+        if chosen == "triton":
+            backend = object.__new__(self.m.triton_attention.TritonAttnBackend)
+            backend._apply_cuda_graph_metadata(None, 1, None, None, mode, None)
+        elif chosen == "trtllm_mha":
+            backend = object.__new__(self.m.trtllm_attention.TRTLLMHAAttnBackend)
+            backend.init_forward_metadata_out_graph(
+                types.SimpleNamespace(batch_size=1, forward_mode=mode, spec_info=None)
+            )
 
     def answers(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """Return sizes, graphs by role in order of capture, and an answer per batch, as plain data."""
@@ -440,6 +465,27 @@ class Launch:
         if decode or batch.role is Role.DRAFT_DECODE:
             return self._answer_decode(batch, width)
         return self._answer_prefill(batch)
+
+    def buckets(self, ranks: Sequence[Sequence[int]]) -> list[int | None] | None:
+        """Return the size that all ranks of attention DP replay, for each list of their request counts."""
+        runner = self.runners[Role.TARGET, "decode"]
+        if runner is None or not self.parallel.attn_dp_enabled:
+            return None
+        return [self._bucket(runner, counts) for counts in ranks]
+
+    def _bucket(self, runner: Any, counts: Sequence[int]) -> int | None:
+        forward = types.SimpleNamespace(
+            replace_embeds=None,
+            spec_info=None,
+            batch_size=counts[0],
+            original_global_num_tokens_cpu=list(counts),
+            can_run_decode_cuda_graph=True,
+            lora_ids=None,
+            input_ids=torch.empty(counts[0] * runner.captured_req_width, device="meta"),
+        )
+        if not runner.can_run_graph(forward):
+            return None
+        return int(runner._pad_to_bucket(runner._max_dp_batch_size(forward), runner.capture_bs))
 
     def _answer_decode(self, batch: Batch, width: int | None) -> list[Any] | None:
         runner = self.runners[batch.role, "decode"]
