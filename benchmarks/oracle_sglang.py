@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 from capture_planner.testing.engines import sglang as drawing
+from capture_planner.testing.engines import sglang_answers as answers
 
 _ORACLE = Path(__file__).parents[1] / "tests" / "engines" / "oracle" / "sglang.py"
 
@@ -25,7 +26,8 @@ _ORACLE = Path(__file__).parents[1] / "tests" / "engines" / "oracle" / "sglang.p
 def load_oracle(wheel: Path) -> Any:
     """Load the oracle by its file, under a name that is not the engine's."""
     spec = importlib.util.spec_from_file_location("oracle_of_sglang", _ORACLE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Sglang(wheel)
@@ -38,7 +40,15 @@ def differences(engine: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             return []
         return [f"engine: {engine.get('refused', 'takes it')}; ours: {ours.get('refused', 'takes it')}"]
     engine, ours = json.loads(json.dumps(engine)), json.loads(json.dumps(ours))
-    return [f"{key}: engine {engine[key]}; ours {ours[key]}"[:600] for key in engine if engine[key] != ours[key]]
+    return [
+        f"{key}: engine {engine[key]}; ours {ours[key]}"[:600] for key in engine if engine[key] != ours[key]
+    ]
+
+
+def say(text: str) -> None:
+    """Write a line at once: a run takes minutes."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def main() -> int:
@@ -59,7 +69,7 @@ def main() -> int:
             loras = any("lora" in word for word in case.command)
             batches = drawing.batches(random, options.batches, loras=loras)
             counts = drawing.ranks(random, 6)
-            ours = drawing.emulated(command, case.environment, batches, counts)
+            ours = answers.emulated(command, case.environment, batches, counts)
             engine = oracle.ask(command, case.environment, batches, counts)
             found = differences(engine, ours)
             compared += 1
@@ -68,9 +78,10 @@ def main() -> int:
             if found:
                 wrong += 1
                 if wrong <= options.show:
-                    print(f"{options.seed}:{index} {case.device} {case.model} {' '.join(case.command)}")
-                    print(f"    file {case.file}" if case.file else "", *found, sep="\n    ", flush=True)
-    print(f"{compared} launches compared, {refused} of them refused by SGLang, {asked} batches; {wrong} differ")
+                    lines = [f"{options.seed}:{index} {case.device} {case.model} {' '.join(case.command)}"]
+                    lines += [f"file {case.file}"] if case.file else []
+                    say("\n    ".join([*lines, *found]))
+    say(f"{compared} launches compared, {refused} of them refused by SGLang, {asked} batches; {wrong} differ")
     return 1 if wrong else 0
 
 

@@ -29,11 +29,28 @@ __all__ = ["ENGINE", "VERSION", "emulate", "ranks_bucket", "resolve"]
 
 VERSION = "0.5.23"
 
-_SHOWN = tuple(
-    "max_running_requests max_total_tokens chunked_prefill_size max_prefill_tokens page_size context_length "
-    "tp_size pp_size dp_size attn_dp_size moe_dense_tp_size attention_backend disable_cuda_graph_padding "
-    "speculative_algorithm speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens "
-    "enable_lora max_loras_per_batch lora_backend disaggregation_mode".split()
+_SHOWN = (
+    "max_running_requests",
+    "max_total_tokens",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "page_size",
+    "context_length",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "attn_dp_size",
+    "moe_dense_tp_size",
+    "attention_backend",
+    "disable_cuda_graph_padding",
+    "speculative_algorithm",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "enable_lora",
+    "max_loras_per_batch",
+    "lora_backend",
+    "disaggregation_mode",
 )
 
 
@@ -41,7 +58,9 @@ def resolve(command: Sequence[str], environment: Environment) -> Resolution:
     """Run SGLang's rules over a command line, in its order; raises ``FlagError`` where it would stop."""
     args, sources = parse(command)
     if environment.device.kind is not DeviceKind.CUDA:
-        raise refusal("--device", f"{environment.name} has no CUDA device, and SGLang's others are not emulated")
+        raise refusal(
+            "--device", f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
+        )
     r = Resolution(args, sources, environment, checkpoint(args.model_path))
     rules.check_followed(r)
     rules.read_attention_dp(r)
@@ -95,7 +114,8 @@ def _speculative(r: Resolution, found: tuple[SglangManager, ...]) -> Speculative
 
 def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
     shown = [
-        Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default")) for name in _SHOWN
+        Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default"))
+        for name in _SHOWN
     ]
     for phase in ("decode", "prefill"):
         settings = r.phase(phase)

@@ -46,7 +46,7 @@ def request_pool(r: Resolution) -> int:
         pool = tokens // 2
     if pool < 1:
         raise refusal("--max-total-tokens", "SGLang's pool holds no request", "give more tokens")
-    return pool
+    return int(pool)
 
 
 def context(r: Resolution) -> int:
@@ -58,9 +58,7 @@ def alignment(r: Resolution) -> int:
     """Return what divides the tokens of every graph: attention's TP ranks, where they share rows."""
     args = r.args
     scattered = args.moe_dense_tp_size is not None and not args.disable_attn_tp_gather
-    if r.attention_dp:
-        return r.attention_tp
-    return r.attention_tp if scattered else 1
+    return r.attention_tp if r.attention_dp or scattered else 1
 
 
 def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
@@ -80,8 +78,8 @@ def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
     extends = _decodes(r, Role.DRAFT_PREFILL, pool, args.speculative_num_draft_tokens)
     prompts = _prefills(r, Role.DRAFT_PREFILL, pool, sizes) if r.prefill.backend == BREAKABLE else None
     steps = args.speculative_num_steps - 1
-    chain = _decodes(r, Role.DRAFT_DECODE, pool, args.speculative_eagle_topk, steps) if steps else None
-    if not steps:
+    chain = _decodes(r, Role.DRAFT_DECODE, pool, args.speculative_eagle_topk, steps) if steps > 0 else None
+    if steps < 1:
         says = "one draft step is the draft prefill itself, so that no draft decode is captured"
         r.decide("one-draft-step", "decode graphs", "none", says, Role.DRAFT_DECODE)
     return (
@@ -105,7 +103,9 @@ def _target_decodes(r: Resolution, pool: int) -> DecodeGraphs | None:
     return found
 
 
-def _decodes(r: Resolution, role: Role, pool: int, width: int, steps: int | None = None) -> DecodeGraphs | None:
+def _decodes(
+    r: Resolution, role: Role, pool: int, width: int, steps: int | None = None
+) -> DecodeGraphs | None:
     if r.decode.backend == DISABLED:
         return None
     drafts = role.is_drafter

@@ -10,30 +10,37 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
-from capture_planner.engines.sglang.names import INERT, NOT_FOLLOWED
+from capture_planner.engines.sglang.names import CHOICES, INERT, NOT_FOLLOWED
 from capture_planner.errors import FlagError, Problem
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
 
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention")
 """Those of ordinary decoders on CUDA devices; the others are for other attention or other hardware."""
 
-_OTHER_ATTENTION = tuple(
+_OTHER_ATTENTION = _names(
     "dsa nsa qsa dsv4 compressed llada2_cfg_flashinfer flashmla trtllm_mla cutedsl_mla tokenspeed_mla hpc_ops "
-    "minicpm_flashattn minicpm_flashinfer aiter wave intel_amx ascend intel_xpu".split()
+    "minicpm_flashattn minicpm_flashinfer aiter wave intel_amx ascend intel_xpu"
 )
-_LORA_MODULES = tuple(
+_LORA_MODULES = _names(
     "q_proj k_proj v_proj o_proj q_a_proj kv_a_proj_with_mqa q_b_proj kv_b_proj wq_b wk weights_proj gate_proj "
-    "up_proj down_proj qkv_proj gate_up_proj embed_tokens lm_head qkvr wo_ud all".split()
+    "up_proj down_proj qkv_proj gate_up_proj embed_tokens lm_head qkvr wo_ud all"
 )
-_LOAD_FORMATS = tuple(
+_LOAD_FORMATS = _names(
     "auto pt safetensors instanttensor npcache dummy sharded_state presharded gguf expert_pack bitsandbytes "
-    "mistral layered flash_rl remote remote_instance fastsafetensors private runai_streamer".split()
+    "mistral layered flash_rl remote remote_instance fastsafetensors private runai_streamer"
 )
 _PHASE_KEYS = {
     "decode": ("backend", "max_bs", "bs"),
@@ -59,12 +66,12 @@ def count(text: str) -> int:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number, nor one with k or Ki") from None
     number, suffix = found.groups()
-    power = "kMGT".index(suffix[0] if suffix[0] != "K" else "k") + 1
+    power = "KMGT".index(suffix[0].upper()) + 1
     if not suffix.endswith("i"):
-        return int(Decimal(number) * 1000**power)
+        return int(Decimal(number) * (1000**power))
     if "." in number:
         raise argparse.ArgumentTypeError(f"{text!r} has decimals, which a binary suffix does not take")
-    return int(number) * 1024**power
+    return int(number) << (10 * power)
 
 
 def graph_config(text: str) -> dict[str, dict[str, Any]]:
@@ -81,11 +88,13 @@ def graph_config(text: str) -> dict[str, dict[str, Any]]:
         if not isinstance(settings, dict):
             raise argparse.ArgumentTypeError(f"{phase} is not a JSON object")
         if settings.get("backend") == "tc_piecewise":
-            raise argparse.ArgumentTypeError("backend tc_piecewise is gone: breakable, full and disabled remain")
+            raise argparse.ArgumentTypeError(
+                "backend tc_piecewise is gone: breakable, full and disabled remain"
+            )
         for key in settings:
             if key not in _PHASE_KEYS[phase]:
                 raise argparse.ArgumentTypeError(f"{phase} has no key {key!r}")
-    return parsed
+    return dict(parsed)
 
 
 class _LoraPaths(argparse.Action):
@@ -126,13 +135,13 @@ def _switch(names: str, says: str) -> _Row:
 
 def _valued(
     names: str,
-    type: Callable[[str], Any],
+    kind: Callable[[str], Any],
     says: str,
     default: Any = None,
     choices: Sequence[Any] | None = None,
     nargs: str | None = None,
 ) -> _Row:
-    options: dict[str, Any] = {"type": type, "default": default, "choices": choices, "nargs": nargs}
+    options: dict[str, Any] = {"type": kind, "default": default, "choices": choices, "nargs": nargs}
     return names, options, says
 
 
@@ -147,7 +156,9 @@ _ROWS: tuple[_Row, ...] = (
     _valued("--kv-cache-dtype", str, "element type of the KV cache", "auto"),
     _valued("--max-running-requests", int, "most requests at once, over all attention-DP ranks"),
     _valued("--max-total-tokens", count, "tokens in the KV pool"),
-    _valued("--chunked-prefill-size", int, "most tokens of a prefill, over all attention-DP ranks; -1: no chunks"),
+    _valued(
+        "--chunked-prefill-size", int, "most tokens of a prefill, over all attention-DP ranks; -1: no chunks"
+    ),
     _valued("--max-prefill-tokens", count, "most tokens of a prefill batch", 16384),
     _valued("--page-size", int, "tokens in a page of the KV pool"),
     _switch("--enable-mixed-chunk", "decodes may join a prefill chunk"),
@@ -234,7 +245,8 @@ def _parser() -> _Parser:
                     parser.add_argument(flag, dest=dest, action="store_true", default=None)
                 else:
                     nargs = "*" if kind == "list" else None
-                    parser.add_argument(flag, dest=dest, type=types[kind], nargs=nargs, default=None)
+                    values = [types[kind](value) for value in CHOICES.get(flag, ())] or None
+                    parser.add_argument(flag, dest=dest, type=types[kind], nargs=nargs, choices=values)
     return parser
 
 
@@ -297,10 +309,10 @@ def _without_config(command: list[str]) -> tuple[list[str], list[str]]:
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise refusal("--config", f"SGLang reads YAML, and {path.name} ends otherwise", "name it *.yaml")
     try:
-        data = yaml.safe_load(path.read_text())
+        data = _yaml(path.read_text())
     except FileNotFoundError:
         raise refusal("--config", f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise refusal("--config", f"{path} cannot be read: {error}") from None
     if data is None:
         data = {}
@@ -312,11 +324,23 @@ def _without_config(command: list[str]) -> tuple[list[str], list[str]]:
     return command[:at] + command[at + 2 :], words
 
 
+def _yaml(text: str) -> Any:
+    """Read YAML 1.1, in which ``on`` and ``yes`` are true."""
+    reader = YAML(typ="safe", pure=True)
+    reader.version = (1, 1)
+    with warnings.catch_warnings():
+        # 1e3 is a text in YAML 1.1 and a number here: no flag of ours takes either.
+        warnings.simplefilter("ignore")
+        return reader.load(text)
+
+
 def _words(key: str, value: Any) -> list[str]:
     """Write one line of a YAML file as a command line has it."""
     flag = f"--{key.replace('_', '-')}"
     switches = set(INERT["switch"]) | set(NOT_FOLLOWED["switch"])
-    switches |= {n for names, options, _ in _ROWS if options.get("action") == "store_true" for n in names.split()}
+    switches |= {
+        n for names, options, _ in _ROWS if options.get("action") == "store_true" for n in names.split()
+    }
     both = {name for name in switches if f"--no-{name[2:]}" in switches or name.startswith("--no-")}
     if flag in _NO_YAML | both:
         raise refusal("--config", f"SGLang does not take {flag} from a file", "give it on the command line")

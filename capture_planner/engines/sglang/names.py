@@ -2,13 +2,19 @@
 
 ``INERT`` change nothing about graphs and are accepted by name; their values are not judged beyond their
 type. ``NOT_FOLLOWED`` can change graphs in ways that are not emulated, and are refused. Both say how many
-values a flag takes: a switch takes none, a list any number, all others one.
+values a flag takes: a switch takes none, a list any number, all others one. ``CHOICES`` are the values that a
+flag of ``INERT`` can have, where its parser lists them.
 """
 
 from __future__ import annotations
 
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 INERT: dict[str, tuple[str, ...]] = {
-    "switch": tuple(
+    "switch": _names(
         """
         --skip-tokenizer-init --trust-remote-code --enable-fp32-lm-head --enable-tf32-matmul
         --no-enable-tf32-matmul --enable-priority-scheduling --disable-priority-preemption
@@ -52,9 +58,9 @@ INERT: dict[str, tuple[str, ...]] = {
         --disable-aiter-allreduce-fusion-in-prefill --disable-aiter-allreduce-fusion-in-decode
         --enable-dsa-fused-indexer --no-enable-dsa-fused-indexer --enable-watermark
         --enable-http-worker-reuseport --enable-flashinfer-allreduce-fusion
-        """.split()
+        """
     ),
-    "int": tuple(
+    "int": _names(
         """
         --tokenizer-worker-num --detokenizer-worker-num --max-queued-requests --prefill-decode-interval
         --prefill-max-requests --default-priority-value --priority-scheduling-preemption-threshold
@@ -84,9 +90,9 @@ INERT: dict[str, tuple[str, ...]] = {
         --sampling-mask-max-tokens --weight-cache-timeout --speculative-domino-candidate-pool-size
         --swa-prefix-tails --dsa-triton-union --grpc-response-timeout-secs --paged-experts-num-resident
         --prefill-decode-interval-min-bs
-        """.split()
+        """
     ),
-    "float": tuple(
+    "float": _names(
         """
         --mem-fraction-static --schedule-conservativeness --swa-full-tokens-ratio --watchdog-timeout
         --soft-watchdog-timeout --gc-warning-threshold-secs --speculative-accept-threshold-single
@@ -95,9 +101,9 @@ INERT: dict[str, tuple[str, ...]] = {
         --tbo-token-distribution-threshold --prefill-delayer-token-usage-low-watermark
         --prefill-delayer-queue-min-ratio --prefill-delayer-max-delay-ms
         --dynamic-batch-tokenizer-batch-timeout --hicache-host-memory-fraction
-        """.split()
+        """
     ),
-    "text": tuple(
+    "text": _names(
         """
         --tokenizer-path --tokenizer-mode --tokenizer-backend --model-loader-extra-config --revision
         --model-config-parser --dtype --quantization --quantization-param-path --modelopt-quant
@@ -134,9 +140,9 @@ INERT: dict[str, tuple[str, ...]] = {
         --return-hidden-states-mode --weight-cache-mode --weight-cache-socket --ple-offload-backend
         --ple-offload-dir --dsv4-attn-backend --otlp-service-name --qsa-indexer-dtype --watermark-config
         --sampling-backend --reasoning-parser --tool-call-parser --kv-canary-real-data
-        """.split()
+        """
     ),
-    "list": tuple(
+    "list": _names(
         """
         --numa-node --gc-threshold --log-requests-target --uvicorn-access-log-exclude-prefixes
         --tokenizer-metrics-allowed-custom-labels --bucket-time-to-first-token --bucket-inter-token-latency
@@ -144,20 +150,20 @@ INERT: dict[str, tuple[str, ...]] = {
         --flashinfer-autotune-skip-ops --allowed-media-domains --encoder-urls --encoder-register-urls
         --custom-weight-loader --prefill-delayer-forward-passes-buckets
         --prefill-delayer-wait-seconds-buckets --debug-tensor-dump-layers
-        """.split()
+        """
     ),
-    "json": tuple(
+    "json": _names(
         """
         --radix-eviction-policy-config --sidecar-args --default-chat-template-kwargs
         --preferred-sampling-params --extra-metric-labels --mm-process-config --limit-mm-data-per-request
         --remote-instance-weight-loader-send-weights-group-ports --forward-hooks
         --unified-cache-external-linker-config
-        """.split()
+        """
     ),
 }
 
 NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
-    "switch": tuple(
+    "switch": _names(
         """
         --is-embedding --enable-multimodal --quantize-and-serve --enable-dynamic-chunking
         --prefill-only-disable-kv-cache --enable-page-major-kv-layout --enable-unified-memory
@@ -174,28 +180,28 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         --enable-mis --enable-linker-mla-dedup --enable-encoder-swa-bounded-replay
         --speculative-use-block-verification --enable-amd-monokernel --enable-paged-experts
         --enable-nvidia-megakernel --enable-megamoe-for-layernorm-sp --enable-return-aux-hidden-states
-        """.split()
+        """
     ),
-    "int": tuple(
+    "int": _names(
         """
         --dcp-size --decode-context-parallel-size --attn-cp-size --attention-context-parallel-size
         --moe-dp-size --moe-data-parallel-size --dwdp-size --shared-experts-tp-size
         --speculative-dflash-block-size --speculative-dspark-block-size --speculative-draft-window-size
         --decoupled-spec-rank --elastic-ep-join-rank-offset --elastic-ep-initial-size --max-ep-size
         --min-free-slots-delay --kv-canary-sweep-interval --speculative-draft-sink-size
-        """.split()
+        """
     ),
-    "count": tuple(
+    "count": _names(
         """
         --cuda-graph-prefill-max-context --context-bucket
-        """.split()
+        """
     ),
-    "float": tuple(
+    "float": _names(
         """
         --disaggregation-decode-host-receive-threshold
-        """.split()
+        """
     ),
-    "text": tuple(
+    "text": _names(
         """
         --model-impl --json-model-override-args --dcp-comm-backend --cp-strategy --uno-lora-path
         --speculative-draft-attention-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend
@@ -207,16 +213,171 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         --decrypted-draft-config-file --rl-on-policy-target --kv-canary --msprobe-dump-config
         --flashinfer-a2a-dispatch-type --prefill-kv-cache-dequant-dtype
         --disaggregation-decode-allocation-policy --monokernel-backend
-        """.split()
+        """
     ),
-    "list": tuple(
+    "list": _names(
         """
         --return-aux-hidden-state-layer-ids
-        """.split()
+        """
     ),
-    "json": tuple(
+    "json": _names(
         """
         --decoupled-spec-connect-endpoints
-        """.split()
+        """
+    ),
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "--tokenizer-mode": _names("auto slow"),
+    "--tokenizer-backend": _names("huggingface fastokens"),
+    "--dtype": _names("auto half float16 bfloat16 float float32"),
+    "--quantization": _names(
+        """
+        awq fp8 mxfp8 gptq gptq_marlin awq_marlin bitsandbytes gguf modelopt modelopt_fp8 modelopt_fp4
+        nvfp4_online modelopt_mixed petit_nvfp4 w8a8_int8 w8a8_fp8 moe_wna16 w4afp8 mxfp4 auto-round
+        auto-round-int8 compressed-tensors modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4
+        mlx_q4 mlx_q8 unquant humming
+        """
+    ),
+    "--schedule-policy": _names(
+        """
+        lpm random fcfs dfs-weight lof priority routing-key hrrn shortest-prefill-first
+        """
+    ),
+    "--retraction-policy": _names("length priority"),
+    "--radix-eviction-policy": _names("lru lfu slru priority tlru"),
+    "--load-balance-method": _names(
+        """
+        auto round_robin follow_bootstrap_room total_requests total_tokens
+        """
+    ),
+    "--sampling-defaults": _names("openai model"),
+    "--log-requests-level": _names("0 1 2 3"),
+    "--log-requests-format": _names("text json"),
+    "--grammar-backend": _names("xgrammar outlines llguidance none"),
+    "--mm-attention-backend": _names(
+        """
+        sdpa fa3 fa4 triton_attn ascend_attn aiter_attn flashinfer_cudnn amx_attn xpu_attn
+        """
+    ),
+    "--fp8-gemm-backend": _names(
+        """
+        auto deep_gemm flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm flashinfer_cutedsl
+        cutlass triton aiter
+        """
+    ),
+    "--fp4-gemm-backend": _names(
+        """
+        auto flashinfer_cudnn flashinfer_cutedsl flashinfer_cutlass flashinfer_trtllm marlin
+        """
+    ),
+    "--bf16-gemm-backend": _names("auto cutedsl gemv torch"),
+    "--dsa-prefill-backend": _names(
+        """
+        flashmla_sparse flashmla_sparse_q8 flashmla_kv flashmla_auto flashinfer_sparse_mla
+        triton_sparse_mla fa3 tilelang triton aiter trtllm intel_xpu
+        """
+    ),
+    "--dsv4-prefill-backend": _names("auto flashmla_sparse flashmla_sparse_q8"),
+    "--dsa-decode-backend": _names(
+        """
+        flashmla_sparse flashmla_sparse_q8 flashmla_kv flashmla_auto flashinfer_sparse_mla fa3 tilelang
+        triton aiter trtllm intel_xpu
+        """
+    ),
+    "--dsa-paged-mqa-logits-backend": _names("auto deepgemm cutedsl aiter"),
+    "--dsa-topk-backend": _names("sgl-kernel torch flashinfer"),
+    "--mamba-backend": _names("triton flashinfer"),
+    "--boundary-reduction": _names("auto ar rs rsv rs+rsv"),
+    "--flashinfer-allreduce-fusion-backend": _names("auto trtllm mnnvl cutedsl"),
+    "--speculative-draft-load-format": _names(
+        """
+        auto pt safetensors instanttensor npcache dummy sharded_state presharded gguf expert_pack
+        bitsandbytes mistral layered flash_rl remote remote_instance fastsafetensors private
+        runai_streamer
+        """
+    ),
+    "--speculative-attention-mode": _names("prefill decode"),
+    "--speculative-dsa-topk-backend": _names("sgl-kernel torch flashinfer"),
+    "--speculative-draft-kv-cache-dtype": _names("auto fp8_e5m2 fp8_e4m3 bf16 bfloat16"),
+    "--speculative-draft-model-quantization": _names(
+        """
+        awq fp8 mxfp8 gptq gptq_marlin awq_marlin bitsandbytes gguf modelopt modelopt_fp8 modelopt_fp4
+        nvfp4_online modelopt_mixed petit_nvfp4 w8a8_int8 w8a8_fp8 moe_wna16 w4afp8 mxfp4 auto-round
+        auto-round-int8 compressed-tensors modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4
+        mlx_q4 mlx_q8 unquant humming
+        """
+    ),
+    "--speculative-ngram-match-type": _names("BFS PROB"),
+    "--deepep-v2-mode": _names("direct hybrid"),
+    "--flashinfer-mxfp4-moe-precision": _names("default bf16 fp8"),
+    "--deepep-mode": _names("auto normal low_latency"),
+    "--fuseep-mode": _names("1 2"),
+    "--deepep-dispatcher-output-dtype": _names("auto bf16 fp8 int8 nvfp4"),
+    "--expert-distribution-recorder-mode": _names("stat stat_approx per_pass per_token"),
+    "--expert-balancedness-report-mode": _names("off server_log prometheus both"),
+    "--mamba-ssm-dtype": _names("float32 bfloat16 float16"),
+    "--linear-attn-backend": _names(
+        """
+        triton cutedsl flashinfer flashkda nvidia_kda ptx_kda helion intel_xpu
+        """
+    ),
+    "--linear-attn-prefill-backend": _names(
+        """
+        triton cutedsl flashinfer flashkda nvidia_kda ptx_kda helion intel_xpu
+        """
+    ),
+    "--linear-attn-verify-backend": _names(
+        """
+        triton cutedsl flashinfer flashkda nvidia_kda ptx_kda helion intel_xpu nv_cutedsl
+        """
+    ),
+    "--hicache-host-memory-mode": _names("cache buffer_only"),
+    "--hicache-write-policy": _names("write_back write_through write_through_selective"),
+    "--hicache-io-backend": _names("direct kernel kernel_ascend"),
+    "--hicache-mem-layout": _names(
+        """
+        layer_first page_first page_first_direct page_first_kv_split page_head
+        """
+    ),
+    "--hicache-storage-backend": _names(
+        """
+        file sim mooncake npu_memcache hf3fs nixl aibrix dynamic eic simm mori shm tensorcast seaweedfs
+        """
+    ),
+    "--hicache-storage-prefetch-policy": _names("best_effort wait_complete timeout"),
+    "--unified-cache-external-linker-backend": _names("mooncake mori dynamic"),
+    "--image-processor-backend": _names("auto torchvision pil"),
+    "--mm-global-cache-backend": _names("mooncake"),
+    "--mm-feature-transport": _names("cpu cuda_ipc cuda_vmm"),
+    "--lora-eviction-policy": _names("lru fifo"),
+    "--disaggregation-transfer-backend": _names("mooncake nixl ascend fake mori mooncake_tcp"),
+    "--encoder-transfer-backend": _names("auto zmq_to_scheduler zmq_to_tokenizer mooncake"),
+    "--startup-weight-load-mode": _names("serial overlap"),
+    "--remote-instance-weight-loader-backend": _names("transfer_engine nccl modelexpress"),
+    "--return-hidden-states-mode": _names("last full"),
+    "--weight-cache-mode": _names("off daemon client"),
+    "--ple-offload-backend": _names("pinned file"),
+    "--dsv4-attn-backend": _names("auto flashmla flashmla_mega trtllm"),
+    "--qsa-indexer-dtype": _names("auto bfloat16 fp8_e4m3"),
+    "--dsa-triton-union": _names("0 2 4"),
+    "--sampling-backend": _names("flashinfer intel_xpu ascend pytorch"),
+    "--reasoning-parser": _names(
+        """
+        auto apertus2509 beam deepseek-r1 deepseek-v3 deepseek-v4 deepseek-v41 dots glm45 ling3 hunyuan
+        gpt-oss k2_horizon kimi kimi_k2 kimi_k3 mimo muse poolside_v1 qwen3 qwen3-thinking minimax
+        minimax-append-think minimax-m3 nanbeige step3 step3p5 mistral nemotron_3
+        granite_thinking_parser interns1 gemma4 inkling iquest_q1 cohere_command4 gigachat35
+        response_template
+        """
+    ),
+    "--tool-call-parser": _names(
+        """
+        auto apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41
+        dots glm glm45 glm47 gpt-oss k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 mimo minicpm5 mistral
+        muse poolside_v1 pythonic qwen qwen25 qwen3_coder spark25 step3 step3p5 minimax-m2 minimax-m3
+        nanbeige trinity interns1 hermes hunyuan gigachat3 gigachat35 gemma4 inkling iquest_q1
+        response_template
+        """
     ),
 }

@@ -15,8 +15,11 @@ _SPECULATIVE_REQUESTS = 48
 def check_followed(r: Resolution) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
-    halves = (None, *(name for name in ATTENTION_BACKENDS if name not in WITHOUT_GRAPHS))
-    wanted = (
+    halves: tuple[str | None, ...] = (
+        None,
+        *(name for name in ATTENTION_BACKENDS if name not in WITHOUT_GRAPHS),
+    )
+    wanted: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
         ("--device", args.device, (None, "cuda")),
         ("--moe-a2a-backend", args.moe_a2a_backend, ("none",)),
         ("--kv-cache-dtype", args.kv_cache_dtype, ("auto", "bf16", "bfloat16", "fp8_e4m3")),
@@ -28,15 +31,15 @@ def check_followed(r: Resolution) -> None:
         if value not in known:
             names = ", ".join(str(name) for name in known if name is not None)
             raise refusal(flag, f"SGLang may take {value}, and its graphs are not emulated", f"{names} are")
-    for flag, value, other in (
+    for flag, given, other in (
         ("--load-format", args.load_format, "expert_pack"),
         ("--lora-backend", args.lora_backend, "ascend"),
     ):
-        if value == other:
+        if given == other:
             raise refusal(flag, f"SGLang's {other} changes which graphs there are, and is not emulated")
-    known = r.model.context
-    if args.context_length is not None and known is not None and args.context_length > known:
-        says = f"SGLang stops at a length over the model's own {known} tokens"
+    longest = r.model.context
+    if args.context_length is not None and longest is not None and args.context_length > longest:
+        says = f"SGLang stops at a length over the model's own {longest} tokens"
         raise refusal("--context-length", says, "give less, or change the model's config.json")
     if r.model.latent or r.model.multimodal:
         what = "latent attention" if r.model.latent else "more than text"
@@ -68,9 +71,13 @@ def check_parallel(r: Resolution) -> None:
     if args.attn_dp_size < 1:
         raise refusal("--attn-dp-size", "SGLang wants at least one group")
     if args.attn_dp_size > 1 and args.dp_size > 1:
-        raise refusal("--dp-size", "SGLang has replicas or attention-DP groups, not both", "set one of them to 1")
+        raise refusal(
+            "--dp-size", "SGLang has replicas or attention-DP groups, not both", "set one of them to 1"
+        )
     if args.tp_size % args.attn_dp_size:
-        raise refusal("--attn-dp-size", f"{args.tp_size} tensor-parallel ranks do not divide into such groups")
+        raise refusal(
+            "--attn-dp-size", f"SGLang does not divide {args.tp_size} tensor-parallel ranks into such groups"
+        )
     if args.tp_size * args.pp_size % args.nnodes:
         raise refusal("--nnodes", "SGLang spreads tp-size times pp-size ranks over hosts evenly")
     if args.dp_size > 1 and args.nnodes != 1:
@@ -81,7 +88,9 @@ def check_parallel(r: Resolution) -> None:
         raise refusal("--enable-dp-lm-head", "SGLang wants attention DP with it", "set --attn-dp-size")
     sharded_head = args.enable_tp_lm_head_all_to_all and not args.no_enable_tp_lm_head_all_to_all
     if sharded_head and (not r.attention_dp or args.enable_dp_lm_head or args.tp_size != args.attn_dp_size):
-        raise refusal("--enable-tp-lm-head-all-to-all", "SGLang wants an attention-DP group per rank, and no DP head")
+        raise refusal(
+            "--enable-tp-lm-head-all-to-all", "SGLang wants an attention-DP group per rank, and no DP head"
+        )
 
 
 def choose_attention(r: Resolution) -> None:
@@ -104,19 +113,15 @@ def choose_attention(r: Resolution) -> None:
     major = r.environment.device.sm[0]
     if "trtllm_mha" in r.attention and major not in (9, 10, 12):
         raise refusal("--attention-backend", "SGLang runs trtllm_mha on SM90, SM100 and SM120 only")
-    if "trtllm_mha" in r.attention and r.attention[0] == "trtllm_mha" and major == 12:
-        if args.kv_cache_dtype == "fp8_e4m3":
-            raise refusal("--kv-cache-dtype", "SGLang's trtllm_mha prefill on SM120 has no fp8_e4m3")
+    if r.attention[0] == "trtllm_mha" and major == 12 and args.kv_cache_dtype == "fp8_e4m3":
+        raise refusal("--kv-cache-dtype", "SGLang's trtllm_mha prefill on SM120 has no fp8_e4m3")
     _choose_page(r, {args.attention_backend, prefill, decode})
 
 
 def _default_attention(r: Resolution) -> str:
     args, major = r.args, r.environment.device.sm[0]
-    topk, page = args.speculative_eagle_topk, args.page_size
-    if args.speculative_algorithm is None or topk is None:
-        linear = topk is None or (topk == 1 and page in (1, None))
-    else:
-        linear = topk == 1 and page in (1, None)
+    topk = args.speculative_eagle_topk
+    linear = topk is None or (topk == 1 and args.page_size in (1, None))
     if major == 9 and linear:
         return "fa3"
     if major == 10 and linear and (args.speculative_algorithm is None or topk is not None):
@@ -128,9 +133,9 @@ def _choose_page(r: Resolution, named: set[str | None]) -> None:
     args = r.args
     if "trtllm_mha" in named and args.page_size not in (16, 32, 64, 128):
         r.rewrite("page_size", 64, "page-of-attention", "trtllm_mha has pages of 16, 32, 64 or 128 tokens")
-    if "fa4" in named and r.environment.device.sm[0] == 10 and (args.speculative_eagle_topk or 0) <= 1:
-        if args.page_size != 128:
-            r.rewrite("page_size", 128, "page-of-attention", "fa4 has pages of 128 tokens on SM100")
+    whole_pages = r.environment.device.sm[0] == 10 and (args.speculative_eagle_topk or 0) <= 1
+    if "fa4" in named and whole_pages and args.page_size != 128:
+        r.rewrite("page_size", 128, "page-of-attention", "fa4 has pages of 128 tokens on SM100")
     if args.page_size is None:
         args.page_size = 1
         r.sources["page_size"] = "default"
@@ -157,9 +162,6 @@ def resolve_speculation(r: Resolution) -> None:
         _resolve_ngram(r)
     else:
         _resolve_eagle(r)
-    width = args.speculative_num_draft_tokens
-    if r.decode.backend != DISABLED and (width is None or width < 1):
-        raise refusal("--speculative-num-draft-tokens", "SGLang cannot capture a verification of no tokens")
 
 
 def _resolve_eagle(r: Resolution) -> None:
@@ -192,8 +194,6 @@ def _resolve_eagle(r: Resolution) -> None:
         r.rewrite("speculative_num_draft_tokens", steps + 1, "draft-tokens-of-one-branch", says)
     if topk > 1 and args.page_size > 1 and args.attention_backend not in ("flashinfer", "fa3", "triton"):
         raise refusal("--page-size", "SGLang verifies branches on pages with flashinfer, fa3 and triton only")
-    if steps < 1 or topk < 1:
-        raise refusal("--speculative-num-steps", "SGLang drafts no token: steps and branches are at least 1")
 
 
 def _resolve_ngram(r: Resolution) -> None:
@@ -207,7 +207,9 @@ def _resolve_ngram(r: Resolution) -> None:
         args.speculative_num_steps = args.speculative_num_draft_tokens // args.speculative_eagle_topk
         r.sources["speculative_num_steps"] = "ngram-draft-tokens"
     if args.speculative_eagle_topk > 1 and args.page_size > 1 and args.attention_backend != "flashinfer":
-        raise refusal("--page-size", "SGLang verifies n-gram branches on pages with flashinfer only", "give 1")
+        raise refusal(
+            "--page-size", "SGLang verifies n-gram branches on pages with flashinfer only", "give 1"
+        )
 
 
 def check_launch(r: Resolution) -> None:
@@ -215,16 +217,29 @@ def check_launch(r: Resolution) -> None:
     args = r.args
     if args.disable_cuda_graph_padding and args.enable_torch_compile:
         raise refusal("--disable-cuda-graph-padding", "SGLang would compile the model for each batch size")
-    if args.pp_size > 1 and args.speculative_algorithm is not None:
-        if args.speculative_algorithm != "EAGLE" or args.disaggregation_mode != "prefill":
-            raise refusal("--pp-size", "SGLang speculates over stages with EAGLE on a prefill server only")
+    staged = args.speculative_algorithm == "EAGLE" and args.disaggregation_mode == "prefill"
+    if args.pp_size > 1 and args.speculative_algorithm is not None and not staged:
+        raise refusal("--pp-size", "SGLang speculates over stages with EAGLE on a prefill server only")
+    width = args.speculative_num_draft_tokens
+    if (
+        args.speculative_algorithm is not None
+        and r.decode.backend != DISABLED
+        and (width is None or width < 1)
+    ):
+        raise refusal("--speculative-num-draft-tokens", "SGLang cannot capture a verification of no tokens")
+    branches = args.speculative_eagle_topk
+    drafts = args.speculative_algorithm in EAGLE_FAMILY and r.decode.backend != DISABLED
+    if drafts and branches < 1 and args.speculative_num_steps > 1:
+        raise refusal("--speculative-eagle-topk", "SGLang cannot capture a draft of no branches", "give 1")
     chunk = args.chunked_prefill_size
     if chunk > 0 and args.disaggregation_mode != "decode" and chunk % args.page_size:
         says = f"SGLang wants whole pages in a chunk: {chunk} tokens are none of {args.page_size}"
         raise refusal("--chunked-prefill-size", says, f"give a multiple of {args.page_size} per rank")
     _check_lora(r)
     if args.enable_mixed_chunk and args.speculative_algorithm in ("STANDALONE", "NGRAM"):
-        r.rewrite("enable_mixed_chunk", False, "no-mixed-chunk", "this speculation takes no decodes into prefills")
+        r.rewrite(
+            "enable_mixed_chunk", False, "no-mixed-chunk", "this speculation takes no decodes into prefills"
+        )
 
 
 def _check_lora(r: Resolution) -> None:

@@ -7,19 +7,15 @@ real files, so that a case can be kept in a repository.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import attrs
-import yaml
+from ruamel.yaml import YAML
 
-from capture_planner.engines.core import Emulation
-from capture_planner.engines.sglang import ENGINE, ranks_bucket, resolve
-from capture_planner.entry import Batch, Entry
+from capture_planner.entry import Batch
 from capture_planner.environment import Device, DeviceKind, Environment
-from capture_planner.errors import FlagError
 from capture_planner.modes import Role
 
 DEVICES: dict[str, tuple[str, int]] = {
@@ -86,8 +82,9 @@ def written(case: Case, folder: Path) -> list[str]:
         (model / "config.json").write_text(json.dumps(config))
     paths = {"MODEL": str(model), "CONFIG": str(folder / "flags.yaml")}
     if case.file is not None:
-        text = yaml.safe_dump(case.file, sort_keys=False).replace("MODEL", paths["MODEL"])
-        Path(paths["CONFIG"]).write_text(text)
+        file = json.loads(json.dumps(case.file).replace('"MODEL"', json.dumps(paths["MODEL"])))
+        with Path(paths["CONFIG"]).open("w") as stream:
+            YAML(typ="safe", pure=True).dump(file, stream)
     return [paths.get(word, word) for word in case.command]
 
 
@@ -110,7 +107,12 @@ def case(random: Random) -> Case:
     maybe(0.12, "--page-size", pick(1, 1, 16, 32, 64, 128))
     maybe(0.1, pick("--max-prefill-tokens", "--mem-fraction-static", "--port"), pick(1, 8192))
     maybe(0.1, "--enable-mixed-chunk")
-    maybe(0.1, pick("--trust-remote-code", "--enable-metrics", "--disable-radix-cache", "--disable-overlap-schedule"))
+    maybe(
+        0.1,
+        pick(
+            "--trust-remote-code", "--enable-metrics", "--disable-radix-cache", "--disable-overlap-schedule"
+        ),
+    )
     maybe(0.08, "--disaggregation-mode", pick("prefill", "decode", "null"))
     maybe(0.04, "--kv-cache-dtype", pick("auto", "fp8_e4m3"))
     _graphs(random, flags)
@@ -123,7 +125,9 @@ def case(random: Random) -> Case:
     random.shuffle(names)
     model, device = pick(*MODELS), pick(*DEVICES)
     file = None
-    command = ["--model-path", "MODEL"] if random.random() < 0.9 else ["--model=MODEL".partition("=")[0], "MODEL"]
+    command = (
+        ["--model-path", "MODEL"] if random.random() < 0.9 else ["--model=MODEL".partition("=")[0], "MODEL"]
+    )
     if random.random() < 0.1:
         file, names = _file(random, flags, names)
         command += ["--config", "CONFIG"]
@@ -247,7 +251,7 @@ def _speculation(random: Random, flags: dict[str, list[str]]) -> None:
     flags["--speculative-draft-model-path"] = ["MODEL"]
     if random.random() < 0.25:
         return
-    flags["--speculative-num-steps"] = [str(random.choice([1, 2, 3, 5]))]
+    flags["--speculative-num-steps"] = [str(random.choice([0, 1, 1, 2, 2, 3, 3, 3, 5, 5]))]
     if random.random() < 0.95:
         flags["--speculative-eagle-topk"] = [str(random.choice([1, 1, 1, 1, 1, 4]))]
     if random.random() < 0.9:
@@ -297,6 +301,10 @@ def _mistakes(random: Random, flags: dict[str, list[str]]) -> None:
             ("--enable-lora",),
             ("--lora-paths", '{"lora_name": "a"}'),
             ("--max-total-tokens", "1.5Ki"),
+            ("--schedule-policy", "slow"),
+            ("--log-requests-level", "7"),
+            ("--port", "http"),
+            ("--cuda-graph-max", "4"),
         ]
     )
     flags[name] = list(values)
@@ -323,50 +331,7 @@ def batches(random: Random, count: int, *, loras: bool = False) -> list[Batch]:
 
 def ranks(random: Random, count: int) -> list[list[int]]:
     """Draw request counts of four attention-DP ranks, some of them idle."""
-    return [[random.choice([0, 1, random.randint(1, 40), random.randint(1, 600)]) for _ in range(4)] for _ in range(count)]
-
-
-def emulated(
-    command: list[str], machine: Environment, asked: list[Batch], counts: Sequence[Sequence[int]] = ()
-) -> dict[str, Any]:
-    """Return what the emulation says, in the plain form in which the oracle answers."""
-    try:
-        r = resolve(command, machine)
-        emulation = ENGINE.emulate(command, machine)
-    except FlagError as error:
-        return {"refused": str(error)}
-    args = r.args
-    settings = {setting.name: setting.value for setting in emulation.settings}
-    speculative = args.speculative_algorithm is not None
-    padding = not args.disable_cuda_graph_padding
-    shared = args.attn_dp_size > 1 and bool(emulation.sizes)
-    return {
-        "decode": [r.decode.backend, r.decode.max_bs, r.decode.bs],
-        "prefill": [r.prefill.backend, r.prefill.max_bs],
-        "chunk": args.chunked_prefill_size,
-        "requests": args.max_running_requests,
-        "pool": settings["request_pool"],
-        "page": args.page_size,
-        "attention": args.attention_backend,
-        "draft": [
-            args.speculative_num_steps,
-            args.speculative_eagle_topk,
-            args.speculative_num_draft_tokens,
-        ]
-        if speculative
-        else None,
-        "graphs": {manager.role.value: [_row(graph.entry) for graph in manager.graphs] for manager in emulation.managers},
-        "answers": [_answer(emulation, batch) for batch in asked],
-        "buckets": [ranks_bucket(emulation.sizes, row, padding=padding) for row in counts] if shared else None,
-    }
-
-
-def _row(entry: Entry) -> list[Any]:
-    return [entry.mode.value, entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras]
-
-
-def _answer(emulation: Emulation, batch: Batch) -> list[Any] | str | None:
-    if batch.role not in emulation.modes:
-        return "no role"
-    entry = emulation.dispatch(batch).entry
-    return None if entry is None else _row(entry)
+    return [
+        [random.choice([0, 1, random.randint(1, 40), random.randint(1, 600)]) for _ in range(4)]
+        for _ in range(count)
+    ]
