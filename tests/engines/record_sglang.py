@@ -20,6 +20,13 @@ from capture_planner.testing.engines import sglang as drawing
 from capture_planner.testing.engines import sglang_answers as answers
 
 COUNT, BATCHES, RANKS = 400, 12, 3
+SELDOM = (
+    ("b200", "--pp-size 2 --cuda-graph-backend-prefill breakable"),
+    ("h100", "--pp-size 2 --cuda-graph-backend-prefill breakable --chunked-prefill-size 16384"),
+    ("h100", "--tp-size 8 --moe-dense-tp-size 1 --cuda-graph-bs-decode 1 3 8 20"),
+    ("b200", "--tp-size 8 --attn-dp-size 4 --chunked-prefill-size 32768 --disable-cuda-graph-padding"),
+)
+"""Launches for rules that a draw seldom meets."""
 _HERE = Path(__file__).parent
 
 
@@ -37,9 +44,13 @@ def main() -> None:
     oracle = load_oracle(Path(sys.argv[1]))
     cases: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(COUNT):
+        for seed in range(COUNT + len(SELDOM)):
             random = Random(f"golden:{seed}")
             case = drawing.case(random)
+            if seed >= COUNT:
+                device, flags = SELDOM[seed - COUNT]
+                words = ("--model-path", "MODEL", *flags.split())
+                case = drawing.Case(command=words, model="llama-3", device=device)
             command = drawing.written(case, Path(folder))
             loras = any("lora" in word for word in case.command)
             batches = drawing.batches(random, BATCHES, loras=loras)
