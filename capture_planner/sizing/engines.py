@@ -87,7 +87,7 @@ def sglang_default_max(memory: int, tensor: int) -> int:
 def sglang_requests(top: int, *, speculative: bool, padding: bool) -> tuple[int, ...]:
     """Return SGLang's decode batch sizes up to ``top``, which is always one of them."""
     if not padding:
-        return tuple(range(1, top + 1))
+        return tuple(range(1, top + 1)) or (top,)
     if speculative:
         grid = [
             *range(1, 9),

@@ -1,0 +1,131 @@
+"""SGLang 0.5.23: what it captures and how it dispatches, from its own flags.
+
+The model is an ordinary text decoder: heads of its own, no latent attention. Where ``--model-path`` is a
+folder, its ``config.json`` says the architecture and the longest sequence. The KV pool is taken to hold what
+the flags allow.
+
+    flags       the command line and its YAML file
+    resolution  the values that the rules work on
+    graph_rules settings of each phase's graphs
+    rules       parallel sizes, attention, speculation, adapters
+    capture     request pool, alignment, managers
+    managers    which graph serves a batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from capture_planner.engines.core import Emulation, Engine, Setting
+from capture_planner.engines.sglang import capture, graph_rules, rules
+from capture_planner.engines.sglang.flags import FLAGS, parse, refusal
+from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
+from capture_planner.engines.sglang.resolution import Resolution, checkpoint
+from capture_planner.environment import DeviceKind, Environment
+from capture_planner.model import Method, Speculative
+from capture_planner.spec import Limits, Lora, Parallel
+
+__all__ = ["ENGINE", "VERSION", "emulate", "ranks_bucket", "resolve"]
+
+VERSION = "0.5.23"
+
+_SHOWN = (
+    "max_running_requests",
+    "max_total_tokens",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "page_size",
+    "context_length",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "attn_dp_size",
+    "moe_dense_tp_size",
+    "attention_backend",
+    "disable_cuda_graph_padding",
+    "speculative_algorithm",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "enable_lora",
+    "max_loras_per_batch",
+    "lora_backend",
+    "disaggregation_mode",
+)
+
+
+def resolve(command: Sequence[str], environment: Environment) -> Resolution:
+    """Run SGLang's rules over a command line, in its order; raises ``FlagError`` where it would stop."""
+    args, sources = parse(command)
+    if environment.device.kind is not DeviceKind.CUDA:
+        raise refusal(
+            "--device", f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
+        )
+    r = Resolution(args, sources, environment, checkpoint(args.model_path))
+    rules.check_followed(r)
+    rules.read_attention_dp(r)
+    graph_rules.read_settings(r)
+    graph_rules.default_backends(r)
+    rules.check_parallel(r)
+    graph_rules.fill_sizes(r)
+    rules.choose_attention(r)
+    graph_rules.lower_for_attention_dp(r)
+    rules.resolve_speculation(r)
+    if args.debug_tensor_dump_output_folder is not None:
+        for phase in ("decode", "prefill"):
+            r.disable(phase, "tensor-dump", "tensors are dumped, which runs without graphs")
+    rules.check_launch(r)
+    return r
+
+
+def emulate(command: Sequence[str], environment: Environment) -> Emulation:
+    """Return what SGLang 0.5.23 makes of its flags on a machine; raises ``FlagError``."""
+    r = resolve(command, environment)
+    pool = capture.request_pool(r)
+    found = capture.managers(r, pool)
+    args = r.args
+    chunk = args.chunked_prefill_size
+    width = (args.speculative_num_draft_tokens if args.speculative_algorithm else None) or 1
+    tokens = max(chunk if chunk > 0 else args.max_prefill_tokens, pool * width)
+    decodes = found[0].decodes
+    return Emulation(
+        engine="sglang",
+        version=VERSION,
+        command=tuple(command),
+        settings=_settings(r, pool),
+        sizes=decodes.sizes if decodes else (),
+        managers=found,
+        decisions=tuple(r.decisions),
+        limits=Limits(max_num_reqs=pool, max_num_tokens=tokens),
+        speculative=_speculative(r, found),
+        lora=Lora(max_active=args.max_loras_per_batch) if args.enable_lora else None,
+        parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
+    )
+
+
+def _speculative(r: Resolution, found: tuple[SglangManager, ...]) -> Speculative | None:
+    """A drafter that runs after the target; STANDALONE's is stated as EAGLE, whose graphs it has."""
+    drafted = (r.args.speculative_num_draft_tokens or 0) - 1
+    if len(found) == 1 or not 1 <= drafted <= 255:
+        return None
+    eagle3 = r.args.speculative_algorithm == "EAGLE3"
+    return Speculative(method=Method.EAGLE3 if eagle3 else Method.EAGLE, num_tokens=drafted)
+
+
+def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
+    shown = [
+        Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default"))
+        for name in _SHOWN
+    ]
+    for phase in ("decode", "prefill"):
+        settings = r.phase(phase)
+        for key in ("backend", "max_bs", "bs"):
+            locked = (phase, key) in r.locked
+            value = getattr(settings, key)
+            source = "flag" if locked else "default"
+            shown.append(Setting(name=f"cuda_graph_config.{phase}.{key}", value=value, source=source))
+    shown.append(Setting(name="request_pool", value=pool, source="max_running_requests and max_total_tokens"))
+    return tuple(shown)
+
+
+ENGINE = Engine(name="sglang", version=VERSION, emulate=emulate, flags=FLAGS)

@@ -1,0 +1,204 @@
+"""What SGLang's runners capture of the resolved settings: pools, alignment, one manager per role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.sglang.managers import (
+    DecodeGraphs,
+    PrefillGraphs,
+    SglangManager,
+    decode_sizes,
+    prefill_sizes,
+)
+from capture_planner.engines.sglang.resolution import BREAKABLE, DISABLED, FULL, Resolution
+from capture_planner.engines.sglang.rules import EAGLE_FAMILY
+from capture_planner.modes import GraphMode, Role
+
+_POOL_LEAST, _POOL_MOST = 2048, 4096
+_NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
+_CONTEXT = 1 << 17
+"""Longest sequence where nothing says it; it only bounds prefill graphs of very small request pools."""
+
+
+def request_pool(r: Resolution) -> int:
+    """Return the requests that one rank runs at most.
+
+    The KV pool is taken to be large enough unless --max-total-tokens bounds it: a request holds at least
+    two tokens.
+    """
+    args = r.args
+    tokens = args.max_total_tokens
+    tokens = None if tokens is None else tokens // args.page_size * args.page_size
+    if args.max_running_requests is not None:
+        pool = max(1, args.max_running_requests // args.attn_dp_size)
+        if r.attention_dp:
+            says = f"{args.attn_dp_size} attention-DP ranks share the requests: {pool} each"
+            r.decide("requests-per-rank", args.max_running_requests, pool, says)
+    elif tokens is None:
+        pool = _POOL_LEAST
+    else:
+        pool = max(min(int(tokens / context(r) * 512), _POOL_MOST), _POOL_LEAST)
+    if tokens is not None and pool > tokens // 2:
+        says = f"a KV pool of {tokens} tokens holds {tokens // 2} requests"
+        r.decide("requests-by-pool", pool, tokens // 2, says)
+        pool = tokens // 2
+    if pool < 1:
+        raise refusal("--max-total-tokens", "SGLang's pool holds no request", "give more tokens")
+    return int(pool)
+
+
+def context(r: Resolution) -> int:
+    """Return the longest sequence, in tokens."""
+    return int(r.args.context_length or r.model.context or _CONTEXT)
+
+
+def alignment(r: Resolution) -> int:
+    """Return what divides the tokens of every graph: attention's TP ranks, where they share rows."""
+    args = r.args
+    scattered = args.moe_dense_tp_size is not None and not args.disable_attn_tp_gather
+    return r.attention_tp if r.attention_dp or scattered else 1
+
+
+def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
+    """Return a manager for each role that runs, target first."""
+    args = r.args
+    algorithm = args.speculative_algorithm
+    drafts = algorithm in EAGLE_FAMILY
+    sizes = _prefill_list(r, pool)
+    target = SglangManager(
+        role=Role.TARGET,
+        decodes=_target_decodes(r, pool),
+        prefills=_prefills(r, Role.TARGET, pool, sizes),
+        speculative=algorithm is not None,
+    )
+    if not drafts:
+        return (target,)
+    extends = _decodes(r, Role.DRAFT_PREFILL, pool, args.speculative_num_draft_tokens)
+    prompts = _prefills(r, Role.DRAFT_PREFILL, pool, sizes) if r.prefill.backend == BREAKABLE else None
+    steps = args.speculative_num_steps - 1
+    chain = _decodes(r, Role.DRAFT_DECODE, pool, args.speculative_eagle_topk, steps) if steps > 0 else None
+    if steps < 1:
+        says = "one draft step is the draft prefill itself, so that no draft decode is captured"
+        r.decide("one-draft-step", "decode graphs", "none", says, Role.DRAFT_DECODE)
+    return (
+        target,
+        SglangManager(role=Role.DRAFT_PREFILL, decodes=extends, prefills=prompts, speculative=True),
+        SglangManager(role=Role.DRAFT_DECODE, decodes=chain, speculative=True),
+    )
+
+
+def _target_decodes(r: Resolution, pool: int) -> DecodeGraphs | None:
+    args = r.args
+    if args.speculative_algorithm is None:
+        return _decodes(r, Role.TARGET, pool, 1)
+    width = args.speculative_num_draft_tokens
+    if args.disaggregation_mode == "prefill":
+        return None
+    found = _decodes(r, Role.TARGET, pool, width)
+    if found is not None:
+        says = f"a verification has {width} tokens a request; a batch of another width runs eager"
+        r.decide("verify-width", 1, width, says)
+    return found
+
+
+def _decodes(
+    r: Resolution, role: Role, pool: int, width: int, steps: int | None = None
+) -> DecodeGraphs | None:
+    if r.decode.backend == DISABLED:
+        return None
+    drafts = role.is_drafter
+    wanted = sorted(set(r.decode.bs))
+    # A drafter's runner filters by requests, whatever the width of its own batches.
+    found = decode_sizes(wanted, pool=pool, alignment=alignment(r), width=1 if drafts else width)
+    if not found or found[0] < 1:
+        raise refusal(
+            "--cuda-graph-bs-decode",
+            f"SGLang has no decode size left: of {_listed(wanted)}, none is positive, in the pool of {pool} "
+            f"requests and divisible by {alignment(r)}",
+            "give sizes that are, or --cuda-graph-backend-decode disabled",
+        )
+    if list(found) != wanted:
+        says = (
+            f"decode sizes are those within a pool of {pool} requests whose tokens divide by "
+            f"{alignment(r)}; the pool's own size is one where the list passes it"
+        )
+        r.decide("decode-sizes-in-pool", _listed(wanted), _listed(found), says, role)
+    return DecodeGraphs(
+        role=role,
+        mode=GraphMode.FULL if r.decode.backend == FULL else GraphMode.PIECEWISE,
+        sizes=found,
+        width=width,
+        padding=not r.args.disable_cuda_graph_padding,
+        loras=(0,) if drafts else _lora_cases(r),
+        draft_steps=steps,
+    )
+
+
+def _lora_cases(r: Resolution) -> tuple[int, ...]:
+    if not r.args.enable_lora:
+        return (0,)
+    most = r.args.max_loras_per_batch
+    if r.args.lora_backend != "triton_v2":
+        return (most,)
+    says = "triton_v2 skips its kernels without adapters, so each size is captured with them and without"
+    r.decide("lora-and-base-graphs", str(most), f"{most} 0", says)
+    return (most, 0)
+
+
+def _slots(r: Resolution, pool: int) -> int:
+    """Return the request slots of a whole prefill graph."""
+    slots = r.prefill.full_prefill_max_req
+    if slots is None:
+        slots = max(r.args.chunked_prefill_size // 512, 1)
+    return min(int(slots), pool)
+
+
+def _prefill_list(r: Resolution, pool: int) -> tuple[int, ...]:
+    prefill = r.prefill
+    if prefill.backend == DISABLED:
+        return ()
+    if any(size < 1 for size in prefill.bs):
+        raise refusal("--cuda-graph-bs-prefill", "SGLang cannot capture a prefill of no tokens")
+    most = (_slots(r, pool) if prefill.backend == FULL else pool) * context(r)
+    found = prefill_sizes(prefill.bs, most=most, alignment=alignment(r))
+    if not found:
+        says = f"no prefill size fits {most} tokens, so there are no prefill graphs"
+        r.decide("no-prefill-size", _listed(prefill.bs), "none", says)
+    elif list(found) != sorted(set(prefill.bs)):
+        says = f"prefill sizes are those up to {most} tokens, rounded up to multiples of {alignment(r)}"
+        r.decide("prefill-sizes-aligned", _listed(prefill.bs), _listed(found), says)
+    return found
+
+
+def _prefills(r: Resolution, role: Role, pool: int, sizes: tuple[int, ...]) -> PrefillGraphs | None:
+    args, whole = r.args, r.prefill.backend == FULL
+    if r.prefill.backend == DISABLED or not sizes:
+        return None
+    slots = _slots(r, pool) if whole else None
+    lora = bool(args.enable_lora) and not role.is_drafter
+    if lora and (r.attention_dp or args.lora_backend == "torch_native"):
+        why = "attention DP" if r.attention_dp else "torch_native adapters"
+        r.decide("no-lora-prefill", r.prefill.backend, DISABLED, f"prefills with {why} run eager", role)
+        return None
+    if whole and r.attention[0] in _NO_WHOLE_PREFILL:
+        raise refusal(
+            "--cuda-graph-backend-prefill",
+            f"SGLang's {r.attention[0]} has no metadata for a prefill inside a graph, and its capture stops",
+            "give breakable, or fa3, fa4 or flashinfer for prefills",
+        )
+    return PrefillGraphs(
+        role=role,
+        mode=GraphMode.FULL if whole else GraphMode.PIECEWISE,
+        sizes=sizes,
+        num_reqs=slots,
+        max_reqs=slots if whole else min(sizes[-1], pool) if lora else None,
+        max_seq_len=r.prefill.max_seq_len,
+        loras=args.max_loras_per_batch if lora else 0,
+    )
+
+
+def _listed(sizes: Any) -> str:
+    words = [str(size) for size in sizes]
+    return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]]) or "none"

@@ -1,0 +1,168 @@
+"""How SGLang makes each phase's graph settings of its flags: precedence, memory tiers, sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Resolution
+from capture_planner.sizing.engines import GiB, sglang_default_max, sglang_requests, sglang_tokens
+
+_PIPELINE_PREFILL_TOKENS = 8192
+_LLAMA_2_PREFILL_TOKENS = 4096
+
+
+def read_settings(r: Resolution) -> None:
+    """Fold the flags into one setting per phase and key: JSON wins, then flags of a phase, then switches."""
+    args = r.args
+    given: list[tuple[str, str, Any]] = []
+    if args.disable_cuda_graph:
+        given += [(DECODE, "backend", DISABLED), (PREFILL, "backend", DISABLED)]
+    if args.disable_prefill_cuda_graph:
+        given.append((PREFILL, "backend", DISABLED))
+    if args.disable_decode_cuda_graph:
+        given.append((DECODE, "backend", DISABLED))
+    for phase in (DECODE, PREFILL):
+        for flag, key in (("backend", "backend"), ("max_bs", "max_bs"), ("bs", "bs")):
+            value = getattr(args, f"cuda_graph_{flag}_{phase}")
+            if value is not None:
+                given.append((phase, key, value))
+    if args.cuda_graph_max_seq_len_prefill is not None:
+        given.append((PREFILL, "max_seq_len", args.cuda_graph_max_seq_len_prefill))
+    for phase, settings in (args.cuda_graph_config or {}).items():
+        given += [(phase, key, value) for key, value in settings.items()]
+    for phase, key, value in given:
+        before = getattr(r.phase(phase), key)
+        if (phase, key) in r.locked and before != value:
+            r.decide(
+                "graph-setting-precedence",
+                before,
+                value,
+                f"two flags set {key} of {phase}s: the JSON wins over a phase's flag, and that over a switch",
+            )
+        setattr(r.phase(phase), key, value)
+        r.locked.add((phase, key))
+    _check_types(r)
+
+
+def _check_types(r: Resolution) -> None:
+    """Refuse JSON values on which SGLang would fall over later."""
+    for name in (DECODE, PREFILL):
+        phase = r.phase(name)
+        for key in ("max_bs", "max_seq_len", "full_prefill_max_req"):
+            value = getattr(phase, key)
+            if value is not None and type(value) is not int:
+                raise refusal("--cuda-graph-config", f"{name}.{key} is no whole number: {value!r}")
+        sizes = phase.bs
+        if sizes is not None and not (isinstance(sizes, list) and all(type(n) is int for n in sizes)):
+            raise refusal("--cuda-graph-config", f"{name}.bs is no list of whole numbers: {sizes!r}")
+    if r.prefill.max_context_size is not None:
+        raise refusal(
+            "--cuda-graph-config",
+            "SGLang has prefill.max_context_size for DeepSeek-V4 only: no other attention backend keeps it",
+            "leave it out; max_seq_len bounds what a prefill graph serves",
+        )
+    if r.prefill.full_prefill_max_req is not None and r.prefill.full_prefill_max_req < 1:
+        raise refusal("--cuda-graph-config", "prefill.full_prefill_max_req leaves a graph without requests")
+
+
+def default_backends(r: Resolution) -> None:
+    """Turn off what the launch cannot have, unless a flag asks for it; refuse a backend there is not."""
+    mode = r.args.disaggregation_mode
+    if (PREFILL, "backend") not in r.locked:
+        if r.args.pp_size > 1:
+            says = "with pipeline stages, prefill graphs are off until a flag asks for them"
+            r.disable(PREFILL, "pipeline-prefill", says)
+        if mode == "decode":
+            r.disable(PREFILL, "decode-server", "a decode server runs no prefills, so it captures none")
+    if (DECODE, "backend") not in r.locked and mode == "prefill":
+        r.disable(DECODE, "prefill-server", "a prefill server runs no decodes, so it captures none")
+    for name in (DECODE, PREFILL):
+        if r.phase(name).backend not in (FULL, BREAKABLE, DISABLED):
+            raise refusal(
+                "--cuda-graph-config",
+                f"SGLang allows full, breakable and disabled for {name}.backend, not {r.phase(name).backend!r}",
+            )
+
+
+def fill_sizes(r: Resolution) -> None:
+    """Fill in what depends on the device's memory: the prefill chunk, and each phase's sizes."""
+    args, memory = r.args, r.environment.device.memory
+    if args.chunked_prefill_size is None:
+        tiers = ((20 * GiB, 2048), (60 * GiB, 4096), (160 * GiB, 8192))
+        chunk = next((tokens for below, tokens in tiers if memory < below), 16384)
+        says = f"a device of {memory / GiB:.0f} GiB prefills chunks of {chunk} tokens"
+        r.rewrite("chunked_prefill_size", chunk, "chunk-by-memory", says)
+    _fill_decode(r)
+    _fill_prefill(r)
+
+
+def _fill_decode(r: Resolution) -> None:
+    args, decode = r.args, r.decode
+    if decode.max_bs is None:
+        memory, tensor = r.environment.device.memory, args.tp_size
+        decode.max_bs = sglang_default_max(memory, tensor)
+        says = (
+            f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks has decode graphs "
+            f"for up to {decode.max_bs} requests"
+        )
+        r.decide("decode-max-by-memory", None, decode.max_bs, says)
+        most = args.max_running_requests
+        if most is not None and decode.max_bs > most:
+            says = f"at most {most} requests run, so the default of {decode.max_bs} comes down"
+            r.decide("decode-max-by-requests", decode.max_bs, most, says)
+            decode.max_bs = most
+    if decode.bs is not None:
+        if not decode.bs:
+            raise refusal("--cuda-graph-config", "SGLang takes the largest of decode.bs, which is empty")
+        if decode.max_bs != max(decode.bs) and (DECODE, "max_bs") in r.locked:
+            says = "the list of decode sizes is taken as it is, and its largest is the maximum"
+            r.decide("decode-list-wins", decode.max_bs, max(decode.bs), says)
+        decode.max_bs = max(decode.bs)
+        return
+    decode.bs = list(
+        sglang_requests(
+            decode.max_bs,
+            speculative=args.speculative_algorithm is not None,
+            padding=not args.disable_cuda_graph_padding,
+        )
+    )
+
+
+def _fill_prefill(r: Resolution) -> None:
+    args, prefill = r.args, r.prefill
+    if prefill.max_bs is None:
+        prefill.max_bs = args.chunked_prefill_size
+        pipelined = args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked
+        if pipelined:
+            _lower_prefill(r, _PIPELINE_PREFILL_TOKENS, "pipeline-prefill-max", "with pipeline stages")
+        if args.max_total_tokens is not None:
+            _lower_prefill(r, args.max_total_tokens, "prefill-max-by-pool", "the KV pool's size")
+        if "llama-2" in args.model_path.lower():
+            _lower_prefill(r, _LLAMA_2_PREFILL_TOKENS, "prefill-max-of-llama-2", "a Llama 2 by its name")
+    if prefill.bs is None:
+        prefill.bs = list(sglang_tokens(prefill.max_bs))
+
+
+def _lower_prefill(r: Resolution, most: int, rule: str, why: str) -> None:
+    if r.prefill.max_bs > most:
+        says = f"prefill graphs end at {most} tokens: {why}"
+        r.decide(rule, r.prefill.max_bs, most, says)
+        r.prefill.max_bs = most
+
+
+def lower_for_attention_dp(r: Resolution) -> None:
+    """Give each attention-DP rank its share of the chunk, and end its prefill graphs there."""
+    args, prefill = r.args, r.prefill
+    if not r.attention_dp:
+        return
+    share = args.chunked_prefill_size // args.attn_dp_size
+    says = f"each of {args.attn_dp_size} attention-DP ranks prefills its share of the chunk"
+    r.rewrite("chunked_prefill_size", share, "chunk-per-rank", says)
+    if prefill.backend == DISABLED or prefill.max_bs <= share or (PREFILL, "max_bs") in r.locked:
+        return
+    says = f"prefill graphs end at a rank's share of the chunk, {share} tokens"
+    r.decide("prefill-max-per-rank", prefill.max_bs, share, says)
+    prefill.max_bs = share
+    if (PREFILL, "bs") not in r.locked:
+        prefill.bs = list(sglang_tokens(share))

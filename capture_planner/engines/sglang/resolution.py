@@ -1,0 +1,116 @@
+"""What a resolution works on: the flags, the machine, and the values that the rules rewrite."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from capture_planner.environment import Environment
+from capture_planner.modes import Role
+from capture_planner.plan import Decision
+
+FULL, BREAKABLE, DISABLED = "full", "breakable", "disabled"
+"""How a phase's graphs are captured: whole, in segments between what cannot be captured, or not at all."""
+
+DECODE, PREFILL = "decode", "prefill"
+
+
+@attrs.define
+class Phase:
+    """The graph settings of one phase; sizes are requests for decodes and tokens for prefills."""
+
+    backend: Any
+    max_bs: Any = None
+    bs: Any = None
+    max_seq_len: Any = None
+    max_context_size: Any = None
+    full_prefill_max_req: Any = None
+    full_prefill_prefix_chunk_tokens: Any = None
+
+
+@attrs.frozen
+class Checkpoint:
+    """What is known of the served model: an ordinary text decoder, and what its config.json says."""
+
+    architecture: str | None = None
+    context: int | None = None
+    """Longest sequence, in tokens."""
+    latent: bool = False
+    """Whether its attention is latent (MLA), which is not emulated."""
+    multimodal: bool = False
+
+
+def checkpoint(path: str) -> Checkpoint:
+    """Read a model folder's config.json; a name on a hub leaves everything unknown."""
+    file = Path(path) / "config.json"
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return Checkpoint()
+    names = data.get("architectures") or [None]
+    return Checkpoint(
+        architecture=names[0],
+        context=data.get("max_position_embeddings"),
+        latent="kv_lora_rank" in data,
+        multimodal="vision_config" in data,
+    )
+
+
+@attrs.define
+class Resolution:
+    """The values of one launch while SGLang's rules run over them, and what the rules did."""
+
+    args: argparse.Namespace
+    sources: dict[str, str]
+    environment: Environment
+    model: Checkpoint
+    decode: Phase = attrs.Factory(lambda: Phase(FULL))
+    prefill: Phase = attrs.Factory(lambda: Phase(BREAKABLE))
+    locked: set[tuple[str, str]] = attrs.Factory(set)
+    """(phase, key) pairs that a flag has set, which the defaults' rules leave alone."""
+    attention: tuple[str, str] = ("", "")
+    """Backends of prefills and decodes."""
+    decisions: list[Decision] = attrs.Factory(list)
+
+    def phase(self, name: str) -> Phase:
+        return self.decode if name == DECODE else self.prefill
+
+    def decide(self, rule: str, before: object, after: object, says: str, role: Role = Role.TARGET) -> None:
+        """Write down what a rule has done."""
+        self.decisions.append(
+            Decision(rule=rule, role=role, before=_shown(before), after=_shown(after), says=says)
+        )
+
+    def rewrite(self, name: str, value: Any, rule: str, says: str) -> None:
+        """Change a flag's value, and write down why."""
+        before = getattr(self.args, name)
+        setattr(self.args, name, value)
+        self.sources[name] = rule
+        self.decide(rule, before, value, says)
+
+    def disable(self, phase: str, rule: str, says: str) -> None:
+        """Turn a phase's graphs off, and write down why where they were on."""
+        settings = self.phase(phase)
+        if settings.backend != DISABLED:
+            self.decide(rule, settings.backend, DISABLED, says)
+        settings.backend = DISABLED
+
+    @property
+    def attention_dp(self) -> bool:
+        return int(self.args.attn_dp_size) > 1
+
+    @property
+    def attention_tp(self) -> int:
+        """Tensor-parallel ranks of attention."""
+        return int(self.args.tp_size) // int(self.args.attn_dp_size)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | tuple):
+        words = [str(item) for item in value]
+        return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]])
+    return "none" if value is None else str(value)

@@ -1,0 +1,175 @@
+"""SGLang 0.5.23's own functions, from an unpacked wheel: its parser, its rules, its runners' choices.
+
+Needs msgspec besides what the tests need. Everything that a GPU would do is left out: runners are made
+without their constructors, and "capturing" a shape writes its key down. Which shapes are captured, in
+which order, and which batch may replay one, is asked of SGLang's own methods.
+
+Two things stand for a machine: ``torch.cuda`` answers as a machine with a device would, and the KV pool is
+as large as --max-total-tokens allows, or large enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import logging
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers  # noqa: F401  (loaded before the finder: it looks for optional packages)
+
+from capture_planner.entry import Batch
+from capture_planner.environment import Environment
+
+
+def _sibling(name: str) -> Any:
+    """Load a file beside this one: the folder is on no import path, or it would shadow the engine."""
+    spec = importlib.util.spec_from_file_location(f"oracle_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+stubs, launching = _sibling("stubs"), _sibling("sglang_launch")
+
+_ABSENT = (
+    "sglang.kernels",
+    "sglang.srt.layers.quantization",
+    "sglang.srt.layers.attention.dsa_backend",
+    "sglang.srt.layers.attention.deepseek_v4_backend",
+)
+"""Compiled kernels, whose import needs a compiler, and attention that no case has."""
+
+
+_MODULES = {
+    "memory": "arg_groups.memory_hook",
+    "attention": "layers.attention.flashattention_backend",
+    "triton_attention": "layers.attention.triton_backend",
+    "trtllm_attention": "layers.attention.trtllm_mha_backend",
+    "lora_backends": "lora.backend.lora_registry",
+    "lora": "lora.lora_manager",
+    "pools": "mem_cache.kv_cache_configurator",
+    "batches": "model_executor.forward_batch_info",
+    "model_runner": "model_executor.model_runner",
+    "setup": "model_executor.model_runner_components.cuda_graph_setup",
+    "base": "model_executor.runner.base_cuda_graph_runner",
+    "decode": "model_executor.runner.decode_cuda_graph_runner",
+    "prefill": "model_executor.runner.prefill_cuda_graph_runner",
+    "breakable": "model_executor.runner_backend.breakable_cuda_graph_backend",
+    "full": "model_executor.runner_backend.full_cuda_graph_backend",
+    "context": "runtime_context",
+    "server_args": "server_args",
+    "draft": "speculative.eagle_draft_cuda_graph_runner",
+    "extend": "speculative.eagle_draft_extend_cuda_graph_runner",
+    "worker": "speculative.eagle_worker_v2",
+    "spec": "speculative.spec_info",
+}
+"""The engine's modules that are asked, below ``sglang.srt``."""
+
+
+class Sglang:
+    """The engine, imported once for a process."""
+
+    def __init__(self, wheel: Path | str) -> None:
+        torch.cuda.is_available = lambda: True
+        torch.version.cuda = "12.9"
+        torch.cuda.device_count = lambda: 8
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        torch.cuda.get_device_name = lambda *_: "a device"
+        properties = types.SimpleNamespace(total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
+        torch.cuda.get_device_properties = lambda *_: properties
+        sys.modules["dill"] = types.SimpleNamespace(dumps=lambda _: b"", loads=None)  # type: ignore[assignment]
+        self._open = stubs.installed(wheel, "sglang")
+        self._open.__enter__()
+        logging.disable(logging.CRITICAL)
+        importlib.import_module("sglang")
+        for name in _ABSENT:
+            module = stubs.StubModule(name)
+            module.__path__ = []
+            sys.modules[name] = module
+        self._import()
+
+    def _import(self) -> None:
+        found = {name: importlib.import_module(f"sglang.srt.{path}") for name, path in _MODULES.items()}
+        self.m = types.SimpleNamespace(**found)
+        decode, prefill = self.m.decode, self.m.prefill
+        for module in (decode, prefill, self.m.setup, self.m.worker):
+            for name in ("get_available_gpu_memory", "log_info_on_rank0"):
+                if hasattr(module, name):
+                    setattr(module, name, lambda *_, **__: 0.0)
+        for module in (decode, prefill):
+            module.tqdm = types.SimpleNamespace(tqdm=_Bar)
+        decode.torch_compile_decoration = types.SimpleNamespace(
+            patch_model=lambda *_, **__: contextlib.nullcontext()
+        )
+
+    @contextlib.contextmanager
+    def _machine(self, environment: Environment) -> Iterator[None]:
+        major, minor = environment.device.sm
+        memory = environment.device.memory / (1 << 20)
+        self.m.memory.get_device_memory_capacity = lambda device: memory
+        torch.cuda.get_device_capability = lambda *_: (major, minor)
+        facts = {
+            "is_cuda": True,
+            "is_hip": False,
+            "is_sm90": major == 9,
+            "is_sm100": major == 10,
+            "is_sm100_or_sm110": major in (10, 11),
+            "is_sm110": major == 11,
+            "is_sm120": major == 12,
+            "is_blackwell": major >= 10,
+            "is_hopper_with_cuda_12_3": major == 9,
+            "has_flashinfer": True,
+        }
+        kept = dict(os.environ)
+        with self.m.context.override_platform(**facts):
+            try:
+                yield
+            finally:
+                os.environ.clear()
+                os.environ.update(kept)
+
+    def resolve(self, command: Sequence[str], environment: Environment) -> Any:
+        """Return SGLang's record after its parser, its rules and its last check."""
+        with self._machine(environment), contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                record = self.m.server_args.prepare_server_args(list(command))
+                logging.disable(logging.CRITICAL)
+                record.resolve_once()
+                record.check_server_args()
+            except SystemExit:
+                raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
+        return record
+
+    def ask(
+        self,
+        command: Sequence[str],
+        environment: Environment,
+        batches: Sequence[Batch],
+        ranks: Sequence[Sequence[int]] = (),
+    ) -> dict[str, Any]:
+        """Return what SGLang captures and how it answers batches, or why it refuses the command.
+
+        ``ranks`` are request counts of attention-DP ranks, asked together.
+        """
+        try:
+            record = self.resolve(command, environment)
+            with self._machine(environment):
+                launch = launching.Launch(self.m, record)
+                return launch.answers(batches) | {"buckets": launch.buckets(ranks)}
+        except Exception as error:
+            return {"refused": f"{type(error).__name__}: {error}"[:200]}
+
+
+class _Bar(list):  # type: ignore[type-arg]
+    def set_description(self, text: str) -> None:
+        pass

@@ -1,0 +1,69 @@
+"""Record SGLang's own answers as golden: run by hand, with the path of the unpacked wheel.
+
+    python tests/engines/record_sglang.py FOLDER
+
+Writes ``tests/engines/golden/sglang.json``: launches drawn by ``capture_planner.testing.engines.sglang``,
+each with what the engine's functions answered, as ``shortened`` has it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from capture_planner.testing.engines import sglang as drawing
+from capture_planner.testing.engines import sglang_answers as answers
+
+COUNT, BATCHES, RANKS = 400, 12, 3
+SELDOM = (
+    ("b200", "--pp-size 2 --cuda-graph-backend-prefill breakable"),
+    ("h100", "--pp-size 2 --cuda-graph-backend-prefill breakable --chunked-prefill-size 16384"),
+    ("h100", "--tp-size 8 --moe-dense-tp-size 1 --cuda-graph-bs-decode 1 3 8 20"),
+    ("b200", "--tp-size 8 --attn-dp-size 4 --chunked-prefill-size 32768 --disable-cuda-graph-padding"),
+)
+"""Launches for rules that a draw seldom meets."""
+_HERE = Path(__file__).parent
+
+
+def load_oracle(wheel: Path) -> Any:
+    """Load the oracle by its file, under a name that is not the engine's."""
+    spec = importlib.util.spec_from_file_location("oracle_of_sglang", _HERE / "oracle" / "sglang.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Sglang(wheel)
+
+
+def main() -> None:
+    oracle = load_oracle(Path(sys.argv[1]))
+    cases: list[list[Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(COUNT + len(SELDOM)):
+            random = Random(f"golden:{seed}")
+            case = drawing.case(random)
+            if seed >= COUNT:
+                device, flags = SELDOM[seed - COUNT]
+                words = ("--model-path", "MODEL", *flags.split())
+                case = drawing.Case(command=words, model="llama-3", device=device)
+            command = drawing.written(case, Path(folder))
+            loras = any("lora" in word for word in case.command)
+            batches = drawing.batches(random, BATCHES, loras=loras)
+            counts = drawing.ranks(random, RANKS)
+            answer = oracle.ask(command, case.environment, batches, counts)
+            kept: Any = "refused" if "refused" in answer else answers.shortened(answer)
+            asked = [] if kept == "refused" else [answers.batch_row(batch) for batch in batches]
+            cases.append([case.device, case.model, case.command, case.file, asked, counts, kept])
+    rows = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
+    (_HERE / "golden" / "sglang.json").write_text(f"[\n{rows}\n]\n")
+    refused = sum(case[-1] == "refused" for case in cases)
+    sys.stdout.write(f"{len(cases)} launches, {refused} of them refused\n")
+
+
+if __name__ == "__main__":
+    main()
