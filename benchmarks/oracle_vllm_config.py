@@ -55,8 +55,8 @@ def main() -> int:
     options = parser.parse_args()
     module = load_oracle()
     oracle = module.VllmOracle(options.wheel)
-    words, differences = _parsers(module, oracle, options.wheel)
-    sys.stdout.write(f"{words} single flags parsed, {differences} differences\n")
+    flags, differences = _parsers(module, oracle, options.wheel)
+    sys.stdout.write(f"{flags} single flags parsed, {differences} differences\n")
     outcomes: collections.Counter[str] = collections.Counter()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:

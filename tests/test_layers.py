@@ -38,6 +38,7 @@ LAYERS = [
     "batches",
     "compare",
     "catalog",
+    "engines",
     "models",
     "runtime",
     "bench",
