@@ -7,7 +7,7 @@ from typing import Any
 
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.vllm.config import Configuration
-from capture_planner.engines.vllm.flags import VARIABLES, Given, read
+from capture_planner.engines.vllm.flags import VARIABLES, Given, read, refusal
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
 from capture_planner.environment import Environment
@@ -88,12 +88,12 @@ def _speculative(settings: VllmSettings) -> Speculative | None:
     method = _METHODS.get(settings.method or "")
     if method is None:
         return None
+    schedule = tuple(sorted(settings.schedule or ()))
     try:
-        return Speculative(
-            method=method, num_tokens=settings.num_speculative_tokens, schedule=settings.schedule or ()
-        )
-    except InvalidValue:
-        return None
+        return Speculative(method=method, num_tokens=settings.num_speculative_tokens, schedule=schedule)
+    except InvalidValue as error:
+        reason = f"vLLM takes it, and it is more than is emulated: {error}"
+        raise refusal("--speculative-config", reason, "draft fewer tokens, or give fewer ranges") from error
 
 
 def _lora(settings: VllmSettings) -> Lora | None:

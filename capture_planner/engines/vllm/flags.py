@@ -108,7 +108,7 @@ def _model_first(words: list[str]) -> list[str]:
             if index + 1 == len(words):
                 raise refusal("--model", "vLLM finds no model behind it", "name a model or a folder")
             return [words[index + 1], *words[:index], *words[index + 2 :]]
-        if word.startswith("--model="):
+        if word.startswith("--model=") and word != "--model=":
             return [word.removeprefix("--model="), *words[:index], *words[index + 1 :]]
     names = [word.partition("=")[0].replace("_", "-") for word in words]
     config = any(name == "--config" for name in names)
