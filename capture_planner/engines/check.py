@@ -142,7 +142,7 @@ def _by_role(walked: Walked, of: Callable[[Asked], bool]) -> Iterator[tuple[Role
     "sglang#33483",
     vllm="raise --max-cudagraph-capture-size to the largest decode (requests times 1 + K), or list it in "
     "--cudagraph-capture-sizes",
-    sglang="raise --cuda-graph-max-bs to the most running requests, or list it in --cuda-graph-bs",
+    sglang="raise --cuda-graph-max-bs-decode to the most running requests, or list it in --cuda-graph-bs-decode",
     tensorrt_llm="raise cuda_graph_config.max_batch_size to max_batch_size, or list it in batch_sizes",
 )
 def decodes_without_graph(walked: Walked) -> Iterator[Seen]:
@@ -184,7 +184,7 @@ def decodes_without_graph(walked: Walked) -> Iterator[Seen]:
     "vllm#53407",
     vllm="give sizes of which each is a multiple of every query length: capture-planner export --to vllm "
     "writes such a list",
-    sglang="leave --disable-cuda-graph-padding out, and give --cuda-graph-bs sizes close to each other",
+    sglang="leave --disable-cuda-graph-padding out, and give --cuda-graph-bs-decode sizes close to each other",
     tensorrt_llm="set cuda_graph_config.enable_padding: true",
 )
 def compatible_graph_missed(walked: Walked) -> Iterator[Seen]:
@@ -229,7 +229,7 @@ def _sizes_for_vllm(emulation: Emulation, role: Role) -> str:
     BugClass.C,
     "vllm#56136",
     vllm="list in --cudagraph-capture-sizes only sizes that a batch of the schedule needs",
-    sglang="list in --cuda-graph-bs only sizes up to the most running requests",
+    sglang="list in --cuda-graph-bs-decode only sizes up to the most running requests",
     tensorrt_llm="list in cuda_graph_config.batch_sizes only sizes up to max_batch_size",
 )
 def graphs_never_reached(walked: Walked) -> Iterator[Seen]:
@@ -253,7 +253,7 @@ def graphs_never_reached(walked: Walked) -> Iterator[Seen]:
     BugClass.B,
     "vllm#28207",
     vllm="give --cudagraph-capture-sizes that are multiples of 1 + K",
-    sglang="give --cuda-graph-bs whose sizes times the draft tokens fit the alignment",
+    sglang="give --cuda-graph-bs-decode whose sizes times the draft tokens fit the alignment",
     tensorrt_llm="give cuda_graph_config.batch_sizes that max_num_tokens admits",
 )
 def sizes_rounded_away(walked: Walked) -> Iterator[Seen]:

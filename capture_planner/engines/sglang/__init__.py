@@ -114,6 +114,9 @@ def _speculative(r: Resolution, found: tuple[SglangManager, ...]) -> Speculative
 
 def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
     shown = [
+        Setting(name="model_path", value=r.args.model_path, source=r.sources.get("model_path", "assumed"))
+    ]
+    shown += [
         Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default"))
         for name in _SHOWN
     ]

@@ -145,10 +145,14 @@ def _valued(
     return names, options, says
 
 
+NO_MODEL = "(an ordinary decoder)"
+"""Stands for the model where none is named."""
+
 _ATTENTION = ATTENTION_BACKENDS + _OTHER_ATTENTION
 _BACKENDS = ("full", "breakable", "disabled")
 _ROWS: tuple[_Row, ...] = (
-    ("--model-path --model", {"type": str, "required": True}, "the model"),
+    # SGLang demands it. Graphs can be asked about without one, which is assumed then.
+    _valued("--model-path --model", str, "the model", NO_MODEL),
     _valued("--config", str, "a YAML file of flags, which the command line overrides"),
     _valued("--device", str, "cuda; other devices are not emulated"),
     _valued("--context-length", count, "longest sequence, in tokens"),
