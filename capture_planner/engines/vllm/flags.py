@@ -47,6 +47,8 @@ class Given:
     values: Mapping[str, Any]
     from_file: frozenset[str] = frozenset()
     """Those that only the file of ``--config`` gives."""
+    overridden: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
+    """Earlier values of JSON flags that are given more than once."""
     model: str | None = None
     variables: Mapping[str, str] = attrs.field(factory=dict)
 
@@ -78,8 +80,11 @@ def read(command: Sequence[str]) -> Given:
     found = _parse([*words[:place], *from_file, *words[place:]])
     only_file = frozenset(_parse(from_file)) - frozenset(_parse(words)) if from_file else frozenset()
     tag = found.pop("model_tag", None)
+    objects = [name for name in found if table()[name]["kind"].startswith("object")]
+    overridden = {name: found[name][:-1] for name in objects}
     return Given(
-        values=found,
+        values={**found, **{name: found[name][-1] for name in objects}},
+        overridden=overridden,
         from_file=only_file,
         model=tag if tag is not None else found.get("model"),
         variables=variables,
@@ -341,6 +346,9 @@ def _parser() -> _Parser:
                 options["choices"] = [*entry["choices"], *([None] if kind.endswith("?") else [])]
             if entry.get("nargs") == "?":
                 options["const"] = True
+            if kind.startswith("object"):
+                options["action"] = "append"
+                del options["nargs"]
             parser.add_argument(*names, dest=dest, **options)
     return parser
 
