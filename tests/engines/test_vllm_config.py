@@ -89,7 +89,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
     ("words", "flag", "part"),
     [
         (["--max-num-sqs", "4"], "--max-num-sqs", "did you mean --max-num-seqs?"),
-        (["--max-num-seqs", "many"], "--max-num-seqs", "invalid int"),
+        (["--max-num-seqs", "many"], "--max-num-seqs", "whole number"),
         (["-cc", "{"], "--compilation-config", "vLLM"),
         (["-cc.cudagraph_mode=FULLEST"], "--compilation-config", "give one of"),
         (["-cc.cudagraph_sizes=[1]"], "--compilation-config", "did you mean"),

@@ -56,7 +56,38 @@ class Asked:
 
     def _parts(self) -> None:
         given = self.given
-        cc = Part(COMPILATION, "compilation_config", given.get("compilation_config"))
+        # Each value is checked where a flag is given twice; the last one counts.
+        for value in (*given.overridden.get("compilation_config", ()), given.get("compilation_config")):
+            self._graphs(value)
+        for flag, key in (
+            ("cudagraph_capture_sizes", "asked_sizes"),
+            ("max_cudagraph_capture_size", "asked_max"),
+        ):
+            value = given.get(flag)
+            if value is not None and getattr(self, key) is not None:
+                name = "--" + flag.replace("_", "-")
+                raise refusal(
+                    name, f"vLLM takes it once, and {COMPILATION} gives {flag} too", "drop one of both"
+                )
+            if value is not None:
+                setattr(self, key, value)
+            self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        for value in (*given.overridden.get("attention_config", ()), given.get("attention_config")):
+            self._attention(value)
+        asked = given.get("attention_backend")
+        if asked is not None and self.inner_backend is not None:
+            raise refusal(
+                BACKEND_FLAG, "vLLM takes one backend, and --attention-config gives one too", "drop one"
+            )
+        self.backend = self.inner_backend if asked is None else backend_name(BACKEND_FLAG, asked)
+        level = given.get("optimization_level", "2")
+        if level not in ("0", "1", "2", "3"):
+            raise refusal("--optimization-level", f"vLLM has no level {level}", "give 0, 1, 2 or 3")
+        self.level = int(level)
+        self.performance = given.get("performance_mode", "balanced")
+
+    def _graphs(self, value: dict[str, Any] | None) -> None:
+        cc = Part(COMPILATION, "compilation_config", value)
         requested = cc.one_of("cudagraph_mode", ALL_MODES, 3)
         self.asked_mode = None if requested is None else GraphMode(requested)
         compile_ = cc.one_of("mode", COMPILE, 4)
@@ -79,36 +110,14 @@ class Asked:
         self.fuse_attention = (
             Part(COMPILATION, "pass_config", inner).boolean("fuse_attn_quant", False) or False
         )
-        for flag, key in (
-            ("cudagraph_capture_sizes", "asked_sizes"),
-            ("max_cudagraph_capture_size", "asked_max"),
-        ):
-            value = given.get(flag)
-            if value is not None and getattr(self, key) is not None:
-                name = "--" + flag.replace("_", "-")
-                raise refusal(
-                    name, f"vLLM takes it once, and {COMPILATION} gives {flag} too", "drop one of both"
-                )
-            if value is not None:
-                setattr(self, key, value)
-            self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
-        ac = Part("--attention-config", "attention_config", given.get("attention_config"))
-        inner_backend = backend_name("--attention-config", ac.text("backend"))
-        asked = given.get("attention_backend")
-        if asked is not None and inner_backend is not None:
-            raise refusal(
-                BACKEND_FLAG, "vLLM takes one backend, and --attention-config gives one too", "drop one"
-            )
-        self.backend = inner_backend if asked is None else backend_name(BACKEND_FLAG, asked)
+
+    def _attention(self, value: dict[str, Any] | None) -> None:
+        ac = Part("--attention-config", "attention_config", value)
+        self.inner_backend = backend_name("--attention-config", ac.text("backend"))
         self.flash_attn = ac.integer("flash_attn_version")
         if self.flash_attn not in (None, 2, 3, 4):
             raise ac.refuse("flash_attn_version", f"vLLM has no version {self.flash_attn}", "give 2, 3 or 4")
         self.trtllm = ac.boolean("use_trtllm_attention")
-        level = given.get("optimization_level", "2")
-        if level not in ("0", "1", "2", "3"):
-            raise refusal("--optimization-level", f"vLLM has no level {level}", "give 0, 1, 2 or 3")
-        self.level = int(level)
-        self.performance = given.get("performance_mode", "balanced")
 
     def _model(self) -> None:
         given = self.given

@@ -47,6 +47,8 @@ class Given:
     values: Mapping[str, Any]
     from_file: frozenset[str] = frozenset()
     """Those that only the file of ``--config`` gives."""
+    overridden: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
+    """Earlier values of JSON flags that are given more than once."""
     model: str | None = None
     variables: Mapping[str, str] = attrs.field(factory=dict)
 
@@ -78,8 +80,11 @@ def read(command: Sequence[str]) -> Given:
     found = _parse([*words[:place], *from_file, *words[place:]])
     only_file = frozenset(_parse(from_file)) - frozenset(_parse(words)) if from_file else frozenset()
     tag = found.pop("model_tag", None)
+    objects = [name for name in found if table()[name]["kind"].startswith("object")]
+    overridden = {name: found[name][:-1] for name in objects}
     return Given(
-        values=found,
+        values={**found, **{name: found[name][-1] for name in objects}},
+        overridden=overridden,
         from_file=only_file,
         model=tag if tag is not None else found.get("model"),
         variables=variables,
@@ -265,15 +270,27 @@ _READERS: dict[str, Any] = {
 }
 
 
+_WANTED = {
+    "text": ("text", "give a text"),
+    "int": ("whole number", "give a whole number"),
+    "float": ("number", "give a number"),
+    "json": ("JSON", "give JSON in single quotes, as in '{\"a\": 1}', or dotted parts"),
+    "object": ("JSON object", "give JSON in single quotes, as in '{\"a\": 1}', or dotted parts"),
+    "count": ("number", "give a whole number, or one such as 8k or 8K; fractions go with k only"),
+    "length": ("length", "give auto, a whole number, or one such as 8k or 8K"),
+    "name": ("name", "give one of its names"),
+}
+
+
 def _reader(kind: str) -> Any:
-    inner = _READERS[kind.rstrip("?")]
-    if not kind.endswith("?"):
-        return inner
+    inner, optional = _READERS[kind.rstrip("?")], kind.endswith("?")
 
-    def read_optional(text: str) -> Any:
-        return None if text in ("", "None") else inner(text)
+    def read_value(text: str) -> Any:
+        return None if optional and text in ("", "None") else inner(text)
 
-    return read_optional
+    # The parser names the function where a value is none that it takes.
+    read_value.__name__ = _WANTED[kind.rstrip("?")][0]
+    return read_value
 
 
 class _Switch(argparse.Action):
@@ -290,7 +307,16 @@ class _Parser(argparse.ArgumentParser):
         flag, _, reason = message.removeprefix("argument ").partition(": ")
         if not reason:
             flag, reason = "flags", message
-        raise refusal(flag.partition("/")[0], f"vLLM's parser refuses it: {reason}", "see the flag's kind")
+        if flag == "ambiguous option":
+            flag, _, reason = reason.partition(" ")
+        flag = flag.partition("/")[0]
+        kinds = [entry["kind"].rstrip("?") for entry in table().values() if flag in entry["names"]]
+        remedy = (
+            _WANTED.get(kinds[0], ("", ""))[1]
+            if kinds and "value" in reason
+            else "write it out, with its value"
+        )
+        raise refusal(flag, f"vLLM's parser refuses it: {reason}", "" if "choose from" in reason else remedy)
 
 
 @cache
@@ -320,6 +346,9 @@ def _parser() -> _Parser:
                 options["choices"] = [*entry["choices"], *([None] if kind.endswith("?") else [])]
             if entry.get("nargs") == "?":
                 options["const"] = True
+            if kind.startswith("object"):
+                options["action"] = "append"
+                del options["nargs"]
             parser.add_argument(*names, dest=dest, **options)
     return parser
 

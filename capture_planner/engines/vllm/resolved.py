@@ -39,6 +39,9 @@ def resolved(config: Configuration) -> VllmSettings:
         if not attention.varies(backend):
             key = "enable_adaptive_verification"
             raise refusal(SPECULATIVE, f"vLLM's {backend} graphs take one query length", "leave it out", key)
+        if GraphMode.FULL not in config.mode.allowed:
+            reason = f"vLLM needs FULL graphs for it, and {config.mode.value} is left"
+            raise refusal(SPECULATIVE, reason, "leave it out", "enable_adaptive_verification")
         wanted = GraphMode.FULL_AND_PIECEWISE if pieces else GraphMode.FULL_DECODE_ONLY
         if config.mode is not GraphMode.FULL_DECODE_ONLY:
             config.set_mode("adaptive", wanted, "adaptive verification has decode graphs of its own")
