@@ -210,7 +210,7 @@ def _checks(report: Conformance) -> Section:
     notes: tuple[str, ...] = ()
     if broken:
         notes = (
-            "the search ends with the first finding; the numbers have the scenes that made it small, too",
+            "the search ends with the first finding; the numbers are without the cases that made it small",
         )
     grid = Grid(columns=("check", "", "tried on", "law"), rows=tuple(rows))
     return Section(name="checks", title="Checks", grid=grid, notes=notes)
