@@ -324,6 +324,8 @@ def test_an_interruption_ends_in_a_report_of_what_was_done(run: Run, monkeypatch
         (("reference", "--environment", "h200x"), "no environment is named 'h200x'"),
         (("reference", "--dtype", "int4"), "'int4'"),
         (("reference", "--heads", "3:2"), "'3:2': Q is a multiple of KV"),
+        (("reference", "--heads", "1000000:1"), "'1000000:1': each is a number from 1 to 256"),
+        (("reference", "--heads", "4:0"), "'4:0': each is a number from 1 to 256"),
         (("reference", "--heads", "4"), "'4' is not two whole numbers"),
         (("reference", "--drafts", "1,x"), "'1,x': give whole numbers of 0 to 8"),
         (("reference", "--drafts", "9"), "'9': give whole numbers of 0 to 8"),

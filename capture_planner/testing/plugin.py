@@ -26,7 +26,7 @@ from capture_planner.needs import refuse_missing
 
 # torch comes with the suite: only tests that run need it, not their collection.
 if TYPE_CHECKING:
-    from capture_planner.testing.conformance import Choices, Finding, Shape, Tested
+    from capture_planner.testing.conformance import Choices, Finding, Shape, Tested, Violation
 
 _OPTIONS = {
     "profile": "how much is tried: default (150 scenes) or thorough (2000)",
@@ -134,7 +134,7 @@ class ConformanceTests:
         if (case := _asked(request.config, "case")) is not None:
             finding = conformance.again(tested, case)
         else:
-            violation = conformance.search(tested, shapes, choices(request.config), conformance.Log())
+            violation = _searched(tested, shapes, choices(request.config))
             finding = None if violation is None else violation.finding
         if finding is not None:
             finding = conformance.blamed(tested, finding)
@@ -208,6 +208,17 @@ def _number(config: pytest.Config, name: str, *, least: int) -> int | None:
             f"{_source(config, name)}: expected a whole number from {least}, got {text!r}"
         )
     return int(text)
+
+
+def _searched(tested: Tested, shapes: tuple[Shape, ...], asked: Choices) -> Violation | None:
+    """Search, and fail in a sentence where nothing was tried."""
+    from capture_planner.testing import conformance
+
+    try:
+        return conformance.search(tested, shapes, asked, conformance.Log())
+    except RunError as error:
+        says = str(error)
+    pytest.fail(says, pytrace=False)
 
 
 def _declared(tested: Tested, shape: Shape) -> frozenset[str]:

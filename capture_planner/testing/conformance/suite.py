@@ -14,6 +14,7 @@ import attrs
 import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
+from capture_planner.errors import RunError
 from capture_planner.testing.conformance.audit import Audited, audit
 from capture_planner.testing.conformance.declared import check_declared
 from capture_planner.testing.conformance.drawing import drawn
@@ -23,6 +24,7 @@ from capture_planner.testing.conformance.scene import Case, Shape, dumps, loads
 from capture_planner.testing.conformance.shapes import Refused, usable_shapes
 from capture_planner.testing.conformance.smaller import PLAYS, smaller
 from capture_planner.testing.conformance.stage import Stage, Tested
+from capture_planner.words import counted
 
 
 @attrs.frozen(kw_only=True)
@@ -91,7 +93,8 @@ def conform(
     """Put a backend through the suite: declarations, any scene and any order of steps, audits.
 
     ``progress`` is called at each scene, ``attacking`` before each attack of an audit.
-    Raises ``RunError`` where the backend runs none of the shapes here: there is nothing to say then.
+    Raises ``RunError`` where the backend runs none of the shapes here, or no forward ran: there is nothing
+    to say then.
     """
     choices, started, log = choices or Choices(), perf_counter(), Log(told=progress)
     findings: list[Finding] = []
@@ -122,6 +125,7 @@ def search(
     """Run the state machine; returns the violation of the smallest case that was found, or None.
 
     Hypothesis only finds it: its shrinking may end by its clock, and so elsewhere on another machine.
+    Raises ``RunError`` where no forward ran in any scene: there is nothing to say then.
     """
     machine = type(
         "Conformance",
@@ -144,6 +148,12 @@ def search(
     except hypothesis.errors.FlakyFailure:
         comes_again = False
     else:
+        if not log.forwards.total():
+            raise RunError(
+                f"no forward ran in {counted(log.examples, 'scene')} of up to "
+                f"{counted(choices.profile.steps, 'step')}, so that nothing was tried; "
+                "ask for more scenes or steps, or another seed"
+            )
         return None
     return _small(tested, shapes, choices, log, comes_again)
 
