@@ -8,16 +8,18 @@ from typing import Any, TypeVar
 
 import attrs
 
-from capture_planner.dispatch import Dispatch
+from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.entry import Batch
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
-from capture_planner.ranks import Submission, Vector
+from capture_planner.ranks import MAX_RANKS, MIN_RANKS, Submission, Vector, without_its_entry
 
 T = TypeVar("T")
 
 _REQUIRED = ("role", "num_reqs", "num_tokens")
 _FIELDS = (*_REQUIRED, "query_len", "past_prompt", "active_loras")
+_STATES = ("captured", "missing")
+"""What a rank says of its graphs, beside its batch or alone."""
 
 
 def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Batch]:
@@ -28,14 +30,15 @@ def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> It
     return _read(lines, name, lambda line: _batch(_parsed(line), roles))
 
 
-def read_vectors(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Vector]:
+def read_vectors(lines: Iterable[bytes], name: str, dispatcher: Dispatcher) -> Iterator[Vector]:
     """Return the vectors of a file, in order: each line is a list with an item for each rank.
 
     An item is a batch as ``read_batches`` reads it, or null where the rank is idle. With ``captured``
-    false the rank uses no graph; an idle one is then an object of that key alone. All batches of a
-    line have one role. Raises ``InvalidDocument`` with every wrong line of the file.
+    false the rank uses no graph, and with ``missing`` true it lost the one that all would have replayed;
+    an idle one is then an object of that key alone. All batches of a line have one role, and a line has 2 to 16
+    ranks, or as many as the plan. Raises ``InvalidDocument`` with every wrong line of the file.
     """
-    return _read(lines, name, lambda line: _vector(_parsed(line), roles))
+    return _read(lines, name, lambda line: _vector(_parsed(line), dispatcher))
 
 
 def _read(lines: Iterable[bytes], name: str, read: Callable[[bytes], T]) -> Iterator[T]:
@@ -64,14 +67,17 @@ def _parsed(line: bytes) -> Any:
         raise _wrong(f"not JSON: {error}") from None
 
 
-def _vector(data: Any, roles: Sequence[Role]) -> Vector:
+def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
+    roles = dispatcher.plan.planned
     if not isinstance(data, list) or not data:
         raise _wrong("expected a list with a batch, or null, for each rank")
     problems: list[Problem] = []
-    ranks = []
+    ranks, lost = [], set()
     for rank, item in enumerate(data):
         try:
-            ranks.append(_submission(item, roles))
+            submitted, is_missing = _submission(item, roles)
+            ranks.append(submitted)
+            lost |= {rank} if is_missing else set()
         except InvalidValue as error:
             problems += [
                 problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems
@@ -87,29 +93,38 @@ def _vector(data: Any, roles: Sequence[Role]) -> Vector:
                 rank,
                 "role",
             )
-    return Vector(role=present[0] if present else roles[0], ranks=tuple(ranks))
+    most = max(MAX_RANKS, dispatcher.plan.parallel.data)
+    if not MIN_RANKS <= len(ranks) <= most:
+        raise _wrong(f"expected {MIN_RANKS} to {most} ranks, got {len(ranks)}")
+    vector = Vector(role=present[0] if present else roles[0], ranks=tuple(ranks))
+    return without_its_entry(dispatcher, vector, lost) if lost else vector
 
 
-def _submission(data: Any, roles: Sequence[Role]) -> Submission:
+def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
+    """Return what a rank submits, and whether it lost the graph of all."""
     if data is None:
-        return Submission()
-    captured = True
-    if isinstance(data, dict) and "captured" in data:
-        captured = data["captured"]
-        if not isinstance(captured, bool):
-            raise _wrong(f"expected true or false, got {captured!r}", "captured")
-        data = {name: value for name, value in data.items() if name != "captured"}
-        if not data:
-            return Submission(captured=captured)
-    return Submission(batch=_batch(data, roles), captured=captured)
-
-
-def _batch(data: Any, roles: Sequence[Role]) -> Batch:
+        return Submission(), False
+    known = (*_FIELDS, *_STATES)
     if not isinstance(data, dict):
-        raise _wrong(f"expected an object with {', '.join(_FIELDS)}")
+        raise _wrong(f"expected an object with {', '.join(known)}, or null")
+    given = {name: data[name] for name in _STATES if name in data}
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise _wrong(f"expected true or false, got {value!r}", name)
+    captured, missing = given.get("captured", True), given.get("missing", False)
+    if missing and not captured:
+        raise _wrong('a rank with "captured": false has no graph to miss; give one of the two', "missing")
+    rest = {name: value for name, value in data.items() if name not in given}
+    batch = _batch(rest, roles, known) if rest or not given else None
+    return Submission(batch=batch, captured=captured), missing
+
+
+def _batch(data: Any, roles: Sequence[Role], known: Sequence[str] = _FIELDS) -> Batch:
+    if not isinstance(data, dict):
+        raise _wrong(f"expected an object with {', '.join(known)}")
     for name in data:
-        if name not in _FIELDS:
-            raise _wrong(f"unknown key; known are {', '.join(_FIELDS)}", name)
+        if name not in known:
+            raise _wrong(f"unknown key; known are {', '.join(known)}", name)
     for name in _REQUIRED:
         if name not in data:
             raise _wrong("is missing", name)

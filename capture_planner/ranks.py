@@ -10,6 +10,8 @@ Target, draft prefill and draft decode each have a vector of their own. No torch
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import attrs
 
 from capture_planner.admissible import draft_steps
@@ -20,6 +22,9 @@ from capture_planner.explain import WHY_NONE
 from capture_planner.modes import Reason, Role
 from capture_planner.plan import Plan
 from capture_planner.words import counted
+
+MIN_RANKS, MAX_RANKS = 2, 16
+"""How many ranks are simulated; more than the most where a plan has more itself."""
 
 
 @attrs.frozen(kw_only=True)
@@ -182,6 +187,24 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
         draft_tokens=None if plan.speculative is None else plan.speculative.draft_tokens(joint.num_reqs),
         passed_over=passed_over,
         answers=tuple(_answer(common, submitted.batch or idle) for submitted in vector.ranks),
+    )
+
+
+def without_its_entry(dispatcher: Dispatcher, vector: Vector, lost: Collection[int]) -> Vector:
+    """Return the vector with ranks that lost the very entry that all would have replayed.
+
+    The same vector where there is none. Raises ``DispatchError`` as ``agree`` does.
+    """
+    agreement = agree(dispatcher, vector)
+    entry = agreement.passed_over or agreement.entry
+    if entry is None:
+        return vector
+    return attrs.evolve(
+        vector,
+        ranks=tuple(
+            attrs.evolve(submitted, missing=submitted.missing | {entry}) if rank in lost else submitted
+            for rank, submitted in enumerate(vector.ranks)
+        ),
     )
 
 

@@ -93,6 +93,14 @@ def test_the_case_of_a_backend_is_shown(call, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("option", [("--seed", "3"), ("--seed", "0"), ("--profile", "thorough")])
+def test_what_only_a_search_has_is_refused_without_one(call, option):
+    """Nothing is drawn for a list; what somebody gave is not left aside in silence."""
+    ran = call("gallery", *option)
+    assert (ran.code, ran.out) == (1, "")
+    assert f"{option[0]} goes with --catch" in ran.err
+
+
 def test_a_name_that_no_mutant_has_is_an_error(call):
     """With the nearest one."""
     ran = call("gallery", "doubling-size")

@@ -81,6 +81,42 @@ def test_a_folder_that_is_there_is_left_alone(
     assert (folder / "README.md").read_text("utf-8") == "mine"
 
 
+@pytest.mark.parametrize(("first", "second"), [("a b", "a+b"), ("acme", "Acme"), ("a.b", "a/b")])
+def test_names_that_give_one_folder_are_told_apart(
+    first: str, second: str, call: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that has it is named: its author may have forgotten that it differs in a character."""
+    monkeypatch.chdir(tmp_path)
+    assert call("new-backend", first).code == 0
+    again = call("new-backend", second)
+    assert again.code == 1
+    assert f"is there already, for the backend {first!r}" in again.err
+    assert f"{second!r} gives the same folder" in again.err
+
+
+@pytest.mark.parametrize("into", [(), ("--into", "elsewhere")])
+def test_a_module_that_is_installed_is_refused(
+    into: tuple[str, ...], call: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its backend is called, and wherever the new one goes: two modules of a name hide each other."""
+    monkeypatch.chdir(tmp_path)
+    installed = tmp_path / "installed" / "capture_planner_some_mla"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(installed.parent))
+    said = call("new-backend", "Some MLA", *into)
+    assert said.code == 1
+    assert "the module capture_planner_some_mla is installed" in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["installed"]
+
+
+def test_a_name_beside_a_taken_one_says_what_they_share(call: Run) -> None:
+    """Not only that the other is installed: nobody asked for it."""
+    said = call("new-backend", "Reference")
+    assert said.code == 1
+    assert "both are the module capture_planner_reference" in said.err
+
+
 def test_a_folder_that_cannot_be_made_is_refused(call: Run, tmp_path: Path) -> None:
     """Folders above it are not invented."""
     said = call("new-backend", "acme", "--into", str(tmp_path / "no" / "such"))

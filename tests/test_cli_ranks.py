@@ -102,19 +102,65 @@ def test_an_idle_rank_can_be_without_graphs(run, written):
         ([None, DECODES | {"num_reqs": 0}], "[1].num_reqs: a batch has a request at least"),
         ([None, DECODES | {"num_tokens": 4}], "[1].num_tokens: fewer tokens than requests"),
         ([None, DECODES | {"active_loras": -1}], "[1].active_loras: expected a whole number from 0"),
-        ([None, DECODES | {"rank": 1}], "[1].rank: unknown key"),
+        (
+            [None, DECODES | {"rank": 1}],
+            "[1].rank: unknown key; known are role, num_reqs, num_tokens, query_len, "
+            "past_prompt, active_loras, captured, missing",
+        ),
+        (
+            [3, None],
+            "[0]: expected an object with role, num_reqs, num_tokens, query_len, past_prompt, active_loras, "
+            "captured, missing, or null",
+        ),
+        ([DECODES], "expected 2 to 16 ranks, got 1"),
+        ([DECODES] * 17, "expected 2 to 16 ranks, got 17"),
+        ([None, {"missing": 1}], "[1].missing: expected true or false, got 1"),
+        ([DECODES | {"missing": True, "captured": False}, None], "[0].missing: a rank with"),
         ([DECODES, None, DECODES | {"role": "draft_prefill"}], "[2].role: expected target"),
         ([DECODES | {"role": "drafter"}], "[0].role: expected one of target, draft_prefill"),
     ],
 )
 def test_a_wrong_line_is_named_and_nothing_is_answered(run, written, line, says):
     """With file, line and rank; all wrong lines at once."""
-    path = written([DECODES], "", line, [DECODES], line)
+    path = written([DECODES, None], "", line, [None, DECODES], line)
     code, out, err = run(PLAN, "--vectors", path)
     assert (code, out) == (1, "")
     first, second = err.splitlines()
     assert first.startswith(f"error: {path}:3: {says}")
     assert second.startswith(f"error: {path}:5: {says}")
+
+
+@pytest.mark.parametrize("own", [DECODES, {}])
+def test_a_rank_can_lose_the_graph_that_all_would_replay(run, written, own):
+    """Beside its batch, or alone where it is idle: all take the next graph that every rank has."""
+    lines = [DECODES, own or None], [DECODES, own | {"missing": True}], [DECODES, own | {"missing": False}]
+    _, out, _ = run(PLAN, "--vectors", written(*lines))
+    whole, lost, kept = map(json.loads, out.splitlines())
+    assert kept == whole
+    assert lost["entry"] != whole["entry"]
+    assert lost["entry"]["num_tokens"] > whole["entry"]["num_tokens"]
+    assert [rank["idle"] for rank in lost["ranks"]] == [False, not own]
+    assert "this rank has not captured FULL" in lost["ranks"][1]["says"]
+    assert "rank 1 has not captured FULL" in lost["ranks"][0]["says"]
+
+
+def test_losing_a_graph_where_there_is_none_changes_nothing(run, written):
+    """Ranks that run eager anyway have nothing to lose."""
+    eager = PROMPT | {"num_tokens": 8192}
+    _, out, _ = run(
+        PLAN, "--vectors", written([eager, None], [eager, {"missing": True}], [None, {"missing": True}])
+    )
+    whole, lost, idle = map(json.loads, out.splitlines())
+    assert lost == whole
+    assert idle["reason"] == "idle"
+
+
+@pytest.mark.parametrize(("plan", "count", "noted"), [(EIGHT, 8, False), (EIGHT, 2, True), (PLAN, 2, False)])
+def test_another_number_of_ranks_than_the_plans_is_noted_once(run, written, plan, count, noted):
+    """A plan of one rank has no number to differ from."""
+    code, out, err = run(plan, "--vectors", written([None] * count, [None] * count))
+    assert (code, len(out.splitlines())) == (0, 2)
+    assert err == (f"note: a line has {count} ranks, and the plan has 8\n" if noted else "")
 
 
 def test_every_wrong_rank_of_a_line_is_named(run, written):
@@ -189,6 +235,9 @@ def test_a_role_that_never_runs_says_so(run, tmp_path, pytestconfig):
     spec.write_text(text.replace("num_tokens: 3", "num_tokens: 1"))
     code, out, _ = run(spec, "-e", "h100", "--role", "draft_decode")
     assert (code, out) == (0, "draft_decode: never runs; the schedule drafts too few tokens\n")
+    code, out, _ = run(spec, "-e", "h100", "--role", "draft_decode", "--format", "json")
+    assert code == 0
+    assert json.loads(out) == {"cases": [], "why": "never runs; the schedule drafts too few tokens"}
 
 
 def test_a_spec_will_do_and_standard_input_too(pytestconfig):

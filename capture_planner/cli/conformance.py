@@ -35,6 +35,9 @@ MOST_DRAFTS = 8
 """More than that does not fit beside a prompt into the smallest shapes."""
 
 
+MOST_HEADS = 256
+
+
 class Heads(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """Query heads and KV heads, as in ``4:2``."""
 
@@ -49,8 +52,10 @@ class Heads(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             heads = int(query), int(kv)
         except ValueError:
             self.fail(f"{value!r} is not two whole numbers, as in 4:2.", param, ctx)
-        if min(heads) < 1 or max(heads) > 256 or heads[0] % heads[1]:
-            self.fail(f"{value!r}: Q is a multiple of KV, and both are at least 1.", param, ctx)
+        if min(heads) < 1 or max(heads) > MOST_HEADS:
+            self.fail(f"{value!r}: each is a number from 1 to {MOST_HEADS}.", param, ctx)
+        if heads[0] % heads[1]:
+            self.fail(f"{value!r}: Q is a multiple of KV.", param, ctx)
         return heads
 
 

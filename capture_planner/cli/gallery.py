@@ -49,6 +49,10 @@ def gallery(
     With --catch, each is looked for: plans by the lint, ranks by random vectors, all others by the
     conformance suite, with one seed and profile. The exit code is 1 where one is not found.
     """
+    context = click.get_current_context()
+    for name in () if catching else ("seed", "profile"):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name} goes with --catch.")
     refuse_without_hypothesis("the gallery")
     from capture_planner.testing.gallery import MUTANTS, named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -45,6 +46,11 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
+def module_of(name: str) -> str:
+    """Return the module that a backend of this name gets."""
+    return f"capture_planner_{slug(name)}"
+
+
 def refuse_name(name: str) -> None:
     """Raise ``CapturePlannerError`` for what no spec could name, and for a name that is taken."""
     for rule in constraints(Name):
@@ -53,10 +59,16 @@ def refuse_name(name: str) -> None:
     installed = registry.load()
     for taken in installed:
         if slug(taken) == slug(name):
+            shared = "" if taken == name else f", and both are the module {module_of(name)}"
             raise CapturePlannerError(
-                f"a backend named {taken!r} is installed, from {installed[taken].distribution}; choose "
+                f"a backend named {taken!r} is installed, from {installed[taken].distribution}{shared}; choose "
                 "another name: names are unique among all that is installed"
             )
+    if importlib.util.find_spec(module_of(name)) is not None:
+        raise CapturePlannerError(
+            f"the module {module_of(name)} is installed, and a backend named {name!r} would be that module too; "
+            "choose another name"
+        )
 
 
 def template_files() -> dict[str, str]:
@@ -89,7 +101,8 @@ def write_template(name: str, folder: Path) -> list[Path]:
         folder.mkdir()
     except FileExistsError:
         raise CapturePlannerError(
-            f"{folder} is there already, and nothing is overwritten; name another folder with --into"
+            f"{folder} is there already{_whose(folder, name)}, and nothing is overwritten; name another folder "
+            "with --into"
         ) from None
     except OSError as error:
         raise CapturePlannerError(f"{folder} cannot be made: {error.strerror or error}") from error
@@ -104,3 +117,15 @@ def write_template(name: str, folder: Path) -> list[Path]:
         shutil.rmtree(folder)
         raise CapturePlannerError(f"{folder} cannot be written: {error.strerror or error}") from error
     return written
+
+
+def _whose(folder: Path, name: str) -> str:
+    """Say for which backend a folder was made, where it is one of another name."""
+    try:
+        text = (folder / "src" / module_of(name) / "backend.py").read_text("utf-8")
+    except (OSError, ValueError):
+        return ""
+    found = re.search(r'^    name = "(.*)"$', text, re.MULTILINE)
+    if found is None or found[1] == name:
+        return ""
+    return f", for the backend {found[1]!r}: {name!r} gives the same folder"

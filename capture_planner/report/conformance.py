@@ -12,7 +12,6 @@ from rich.console import RenderableType
 from capture_planner.entry import Entry
 from capture_planner.environment import Environment
 from capture_planner.modes import GraphMode, Role
-from capture_planner.report.conformance_words import case_in_words
 from capture_planner.report.page import rendered
 from capture_planner.report.run import section_tables
 from capture_planner.report.tables import entry_data
@@ -28,6 +27,7 @@ from capture_planner.testing.conformance import (
     loads,
     verdicts,
 )
+from capture_planner.testing.conformance.words import case_in_words
 
 if TYPE_CHECKING:
     from capture_planner.report.drawing import Chart
@@ -223,7 +223,7 @@ def _checks(report: Conformance) -> Section:
     notes: tuple[str, ...] = ()
     if broken:
         notes = (
-            "the search ends with the first finding; the numbers have the scenes that made it small, too",
+            "the search ends with the first finding; the numbers are without the cases that made it small",
         )
     grid = Grid(columns=("check", "", "tried on", "law"), rows=tuple(rows))
     return Section(name="checks", title="Checks", grid=grid, notes=notes)

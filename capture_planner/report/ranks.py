@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -19,6 +19,8 @@ from capture_planner.ranks import Agreement, Submission, Vector, agree, says
 from capture_planner.report.data import batch_data
 from capture_planner.report.tables import entry_data, mode_text, table_of
 from capture_planner.words import counted
+
+NEVER_RUNS = "never runs; the schedule drafts too few tokens"
 
 
 @attrs.frozen
@@ -112,8 +114,10 @@ def agreement_data(dispatcher: Dispatcher, agreement: Agreement) -> dict[str, An
     }
 
 
-def cases_data(dispatcher: Dispatcher, shown: Iterable[Case]) -> dict[str, Any]:
-    """Return each case with what every rank runs."""
+def cases_data(dispatcher: Dispatcher, shown: Sequence[Case]) -> dict[str, Any]:
+    """Return each case with what every rank runs; where there is none, ``why``."""
+    if not shown:
+        return {"cases": [], "why": NEVER_RUNS}
     return {
         "cases": [
             {"title": case.title} | agreement_data(dispatcher, agree(dispatcher, case.vector))
@@ -125,7 +129,7 @@ def cases_data(dispatcher: Dispatcher, shown: Iterable[Case]) -> dict[str, Any]:
 def cases_table(dispatcher: Dispatcher, shown: Sequence[Case], role: Role) -> RenderableType:
     """Each case as a table by rank; ranks in a row that run the same for the same reason share a line."""
     if not shown:
-        return Text(f"{role}: never runs; the schedule drafts too few tokens")
+        return Text(f"{role}: {NEVER_RUNS}")
     parts: list[RenderableType] = []
     for case in shown:
         agreement = agree(dispatcher, case.vector)

@@ -21,12 +21,12 @@ import attrs
 import pytest
 
 from capture_planner.contract import Backend
-from capture_planner.errors import RunError
+from capture_planner.errors import CapturePlannerError, RunError
 from capture_planner.needs import refuse_missing
 
 # torch comes with the suite: only tests that run need it, not their collection.
 if TYPE_CHECKING:
-    from capture_planner.testing.conformance import Choices, Finding, Shape, Tested
+    from capture_planner.testing.conformance import Choices, Finding, Shape, Tested, Violation
 
 _OPTIONS = {
     "profile": "how much is tried: default (150 scenes) or thorough (2000)",
@@ -36,11 +36,28 @@ _OPTIONS = {
 }
 
 
+PROFILES = ("default", "thorough")
+"""Those of the suite, by name: it is not imported before a test runs."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--conformance-profile`` and its like."""
     group = parser.getgroup("conformance", "conformance suite of attention backends")
     for name, says in _OPTIONS.items():
         group.addoption(f"--conformance-{name}", help=f"{says} (or CONFORMANCE_{name.upper()})")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse what is no choice before anything is collected; raises ``pytest.UsageError``."""
+    _choices(config)
+    if (case := _asked(config, "case")) is not None:
+        try:
+            refuse_missing()
+            from capture_planner.testing.conformance import loads
+
+            loads(case)
+        except CapturePlannerError as error:
+            raise pytest.UsageError(f"{_source(config, 'case')}: {error}") from None
 
 
 class ConformanceTests:
@@ -51,23 +68,46 @@ class ConformanceTests:
 
     backend: ClassVar[str | Backend]
 
+    @pytest.fixture(autouse=True)
+    def _usage(self, request: pytest.FixtureRequest) -> None:
+        """End the session where a choice is none: imported alone, this module has not configured pytest."""
+        try:
+            pytest_configure(request.config)
+        except pytest.UsageError as error:
+            pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
     @pytest.fixture
     def tested(self) -> Iterator[Tested]:
         """Give the backend as it is tested on this machine."""
-        refuse_missing()
-        if not hasattr(self, "backend"):
-            raise pytest.UsageError(
-                f"{type(self).__name__} needs `backend`: a name, or an object that is one"
-            )
+        tested = self._found()
         import torch
-
-        from capture_planner.testing import conformance
 
         # The operators are tiny: on many threads they wait for each other.
         before = torch.get_num_threads()
         torch.set_num_threads(1)
-        yield conformance.under_test(self.backend)
+        yield tested
         torch.set_num_threads(before)
+
+    def _found(self) -> Tested:
+        """Return what is tested; a class that names no backend fails in a sentence."""
+        name = type(self).__name__
+        if not hasattr(self, "backend"):
+            pytest.fail(f"{name} needs `backend`: a name, or an object that is one", pytrace=False)
+        # Its type is a promise that a test file need not keep.
+        backend: object = self.backend
+        if not isinstance(backend, str) and not isinstance(getattr(backend, "name", None), str):
+            pytest.fail(
+                f"{name}: `backend` is {backend!r}, which is neither a name nor a backend", pytrace=False
+            )
+        try:
+            refuse_missing()
+            from capture_planner.testing import conformance
+
+            return conformance.under_test(self.backend)
+        except CapturePlannerError as error:
+            says = str(error)
+        # Not inside: pytest would print the error twice.
+        pytest.fail(f"{name}: {says}", pytrace=False)
 
     @pytest.fixture
     def shapes(self, tested: Tested) -> tuple[Shape, ...]:
@@ -94,7 +134,7 @@ class ConformanceTests:
         if (case := _asked(request.config, "case")) is not None:
             finding = conformance.again(tested, case).finding
         else:
-            violation = conformance.search(tested, shapes, choices(request.config), conformance.Log())
+            violation = _searched(tested, shapes, choices(request.config))
             finding = None if violation is None else violation.finding
         if finding is not None:
             finding = conformance.blamed(tested, finding)
@@ -131,17 +171,21 @@ def choices(config: pytest.Config) -> Choices:
     """
     from capture_planner.testing.conformance import DEFAULT, THOROUGH, Choices
 
-    profiles = {profile.name: profile for profile in (DEFAULT, THOROUGH)}
-    name = _asked(config, "profile") or DEFAULT.name
-    if name not in profiles:
+    name, seed, examples = _choices(config)
+    profile = {profile.name: profile for profile in (DEFAULT, THOROUGH)}[name]
+    if examples is not None:
+        profile = attrs.evolve(profile, examples=examples)
+    return Choices(profile=profile, seed=seed or 0)
+
+
+def _choices(config: pytest.Config) -> tuple[str, int | None, int | None]:
+    """Return profile, seed and examples as they were asked for."""
+    profile = _asked(config, "profile") or PROFILES[0]
+    if profile not in PROFILES:
         raise pytest.UsageError(
-            f"the conformance profile {name!r} is unknown; there are {', '.join(profiles)}"
+            f"{_source(config, 'profile')}: {profile!r} is unknown; there are {', '.join(PROFILES)}"
         )
-    profile = profiles[name]
-    examples = _number(config, "examples", least=1, left_out=profile.examples)
-    return Choices(
-        profile=attrs.evolve(profile, examples=examples), seed=_number(config, "seed", least=0, left_out=0)
-    )
+    return profile, _number(config, "seed", least=0), _number(config, "examples", least=1)
 
 
 def _asked(config: pytest.Config, name: str) -> str | None:
@@ -149,13 +193,32 @@ def _asked(config: pytest.Config, name: str) -> str | None:
     return os.environ.get(f"CONFORMANCE_{name.upper()}") if told is None else told
 
 
-def _number(config: pytest.Config, name: str, *, least: int, left_out: int) -> int:
+def _source(config: pytest.Config, name: str) -> str:
+    """Return where it was asked for."""
+    option = config.getoption(f"conformance_{name}", None) is not None
+    return f"--conformance-{name}" if option else f"CONFORMANCE_{name.upper()}"
+
+
+def _number(config: pytest.Config, name: str, *, least: int) -> int | None:
     text = _asked(config, name)
     if text is None:
-        return left_out
+        return None
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise pytest.UsageError(f"conformance {name}: expected a whole number from {least}, got {text!r}")
+        raise pytest.UsageError(
+            f"{_source(config, name)}: expected a whole number from {least}, got {text!r}"
+        )
     return int(text)
+
+
+def _searched(tested: Tested, shapes: tuple[Shape, ...], asked: Choices) -> Violation | None:
+    """Search, and fail in a sentence where nothing was tried."""
+    from capture_planner.testing import conformance
+
+    try:
+        return conformance.search(tested, shapes, asked, conformance.Log())
+    except RunError as error:
+        says = str(error)
+    pytest.fail(says, pytrace=False)
 
 
 def _declared(tested: Tested, shape: Shape) -> frozenset[str]:
@@ -181,7 +244,7 @@ def _refuse(findings: Sequence[Finding]) -> None:
 
 
 def in_lines(finding: Finding) -> str:
-    """Write a finding for people: the law, what was seen, where, and how it is seen again."""
+    """Write a finding for people: the law, what was seen, where, step by step, and how it is seen again."""
     field = finding.field + (f", along {finding.axis}" if finding.axis else "")
     told = {
         "seen": finding.says,
@@ -193,4 +256,9 @@ def in_lines(finding: Finding) -> str:
     }
     lines = [f"{finding.check.value}: it does not hold that {finding.check.law}"]
     lines += [f"  {name}: {text}" for name, text in told.items() if text]
+    if finding.case:
+        from capture_planner.testing.conformance.scene import loads
+        from capture_planner.testing.conformance.words import case_in_words
+
+        lines += [f"  {number}. {step}" for number, step in enumerate(case_in_words(loads(finding.case)), 1)]
     return "\n".join([*lines, *(["do it again:", f"  {finding.command}"] if finding.command else [])])

@@ -27,7 +27,6 @@ from capture_planner.report.conformance import (
     conformance_tables,
     tried,
 )
-from capture_planner.report.conformance_words import case_in_words
 from capture_planner.testing import conformance as suite
 from capture_planner.testing.conformance.audit import Attack, Audited, Verdict, verdicts
 from capture_planner.testing.conformance.scene import (
@@ -39,6 +38,7 @@ from capture_planner.testing.conformance.scene import (
     Serve,
 )
 from capture_planner.testing.conformance.shapes import CANDIDATES, Refused
+from capture_planner.testing.conformance.words import case_in_words
 
 SHAPES = [shape for shapes in CANDIDATES for shape in shapes]
 WORDS = st.text("abc '\"$`\\<&[]", max_size=8)

@@ -27,6 +27,8 @@ from capture_planner.modes import GraphSupport, Role
 from capture_planner.testing import conformance, plugin
 from capture_planner.testing.conformance import DEFAULT, THOROUGH, Finding, Shape
 from capture_planner.testing.conformance.finding import Check
+from capture_planner.testing.conformance.scene import Arrive, Forward
+from capture_planner.testing.conformance.words import case_in_words
 from capture_planner.testing.plugin import ConformanceTests, choices, in_lines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,6 +56,14 @@ class Broken(Reference):
     def __init__(self, **faults: Any) -> None:
         for name, fault in faults.items():
             setattr(self, name, fault)
+
+
+CASE = conformance.dumps(
+    conformance.Case(
+        scene=conformance.Scene(shape=SHAPE),
+        steps=(Arrive(prompt=3), Arrive(prompt=2, computed=2), Forward(rows=((1, 1, 0), (0, 3, 0)))),
+    )
+)
 
 
 def asked(**options: str) -> Any:
@@ -225,6 +235,44 @@ def test_what_is_no_choice_is_refused(name: str, text: str) -> None:
         choices(asked(**{name: text}).config)
 
 
+WRONG = [
+    ("profile", "nope"),
+    ("seed", "-1"),
+    ("examples", "0"),
+    ("examples", "x"),
+    ("case", "x"),
+    ("case", '{"scene":{},"steps":[]}'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG)
+@pytest.mark.parametrize("by_option", [True, False])
+def test_what_is_no_choice_is_refused_before_anything_is_collected(
+    name: str, text: str, by_option: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the option's name or the variable's, in a line: no backend is at fault."""
+    for option in ("profile", "seed", "examples", "case"):
+        monkeypatch.delenv(f"CONFORMANCE_{option.upper()}", raising=False)
+    if not by_option:
+        monkeypatch.setenv(f"CONFORMANCE_{name.upper()}", text)
+    with pytest.raises(pytest.UsageError) as found:
+        plugin.pytest_configure(asked(**({name: text} if by_option else {})).config)
+    said = str(found.value)
+    assert said.startswith(f"--conformance-{name}: " if by_option else f"CONFORMANCE_{name.upper()}: ")
+    assert "\n" not in said
+
+
+def test_profiles_are_those_of_the_suite() -> None:
+    """They are named where torch need not be there."""
+    assert set(plugin.PROFILES) == {DEFAULT.name, THOROUGH.name}
+
+
+@given(case=st.none() | st.just(CASE))
+def test_what_is_right_is_not_refused(case: str | None) -> None:
+    """A case as it is printed, or none."""
+    plugin.pytest_configure(asked(**({} if case is None else {"case": case})).config)
+
+
 @given(
     finding=st.builds(
         Finding,
@@ -234,6 +282,7 @@ def test_what_is_no_choice_is_refused(name: str, text: str) -> None:
         field=st.text(),
         axis=st.text(),
         causes=st.tuples(st.text(min_size=1)),
+        case=st.sampled_from(["", CASE]),
         command=st.text(),
     )
 )
@@ -243,6 +292,9 @@ def test_nothing_that_a_finding_has_is_lost(finding: Finding) -> None:
     for part in (finding.says, finding.batch, finding.field, *finding.causes, finding.command):
         assert part in text
     assert not finding.field or finding.axis in text
+    if finding.case:
+        for number, step in enumerate(case_in_words(conformance.loads(finding.case)), 1):
+            assert f"\n  {number}. {step}\n" in f"{text}\n"
 
 
 ALONE = """\
@@ -282,14 +334,40 @@ def test_one_empty_subclass_runs_everything(tmp_path: Path) -> None:
     assert "4 passed" in done.stdout
 
 
-def test_as_a_plugin_it_has_options(tmp_path: Path) -> None:
-    """Each of them is taken, and a subclass without a backend is told what it lacks."""
-    (tmp_path / "test_mine.py").write_text(ALONE.replace('backend = "reference"', "pass"), "utf-8")
+PLUGGED = ("-p", "capture_planner.testing.plugin")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("pass", "TestMine needs `backend`: a name, or an object that is one"),
+        ("backend = 3", "TestMine: `backend` is 3, which is neither a name nor a backend"),
+        ("backend = 'nosuch'", "TestMine: no backend named 'nosuch' is installed"),
+    ],
+)
+def test_a_backend_that_is_none_is_told_so(tmp_path: Path, line: str, says: str) -> None:
+    """With all options taken; in the words of the author's class, and without a line of ours."""
+    (tmp_path / "test_mine.py").write_text(ALONE.replace('backend = "reference"', line), "utf-8")
     options = ["--conformance-profile=thorough", "--conformance-seed=1", "--conformance-examples=2"]
-    plugged = ["-p", "capture_planner.testing.plugin", *options, "--conformance-case={}"]
-    done = _pytest(tmp_path, *plugged, THREADS="1", OMP_NUM_THREADS="1")
+    done = _pytest(tmp_path, *PLUGGED, *options, "--conformance-case", CASE, THREADS="1", OMP_NUM_THREADS="1")
     assert done.returncode == 1
-    assert "TestMine needs `backend`" in done.stdout
+    assert says in done.stdout
+    assert "plugin.py" not in done.stdout
+    assert "here.py" not in done.stdout
+    assert "During handling" not in done.stdout
+
+
+@pytest.mark.parametrize("plugged", [True, False])
+def test_a_wrong_choice_is_a_usage_error(tmp_path: Path, plugged: bool) -> None:
+    """Exit code 4, with a line and no test, whether pytest loads the plugin or only imports it."""
+    (tmp_path / "test_mine.py").write_text(ALONE, "utf-8")
+    arguments = (*PLUGGED, "--conformance-examples=x") if plugged else ()
+    done = _pytest(tmp_path, *arguments, CONFORMANCE_EXAMPLES="abc", THREADS="1", OMP_NUM_THREADS="1")
+    said = done.stdout + done.stderr
+    assert done.returncode == 4, said
+    assert "expected a whole number from 1, got " in said
+    assert "FAILED" not in said
+    assert "Traceback" not in said
 
 
 def test_the_suite_needs_no_pytest() -> None:

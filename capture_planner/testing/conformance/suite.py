@@ -7,6 +7,7 @@ two runs. Everything here runs without pytest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 import attrs
@@ -21,6 +22,7 @@ from capture_planner.testing.conformance.finding import Finding, Violation
 from capture_planner.testing.conformance.machine import ConformanceMachine, Log, Played, play, played
 from capture_planner.testing.conformance.scene import Case, Shape, loads
 from capture_planner.testing.conformance.shapes import Refused, usable_shapes
+from capture_planner.testing.conformance.smaller import PLAYS, smaller
 from capture_planner.testing.conformance.stage import Stage, Tested
 from capture_planner.words import counted
 
@@ -91,7 +93,8 @@ def conform(
     """Put a backend through the suite: declarations, any scene and any order of steps, audits.
 
     ``progress`` is called at each scene, ``attacking`` before each attack of an audit.
-    Raises ``RunError`` where the backend runs none of the shapes here: there is nothing to say then.
+    Raises ``RunError`` where the backend runs none of the shapes here, or no forward ran: there is nothing
+    to say then.
     """
     choices, started, log = choices or Choices(), perf_counter(), Log(told=progress)
     findings: list[Finding] = []
@@ -120,7 +123,11 @@ def search(
     choices: Choices,
     log: Log,
 ) -> Violation | None:
-    """Run the state machine; returns the violation of the smallest case that was found, or None."""
+    """Run the state machine; returns the violation of the smallest case that was found, or None.
+
+    Hypothesis only finds it: its shrinking may end by its clock, and so elsewhere on another machine.
+    Raises ``RunError`` where no forward ran in any scene: there is nothing to say then.
+    """
     machine = type(
         "Conformance",
         (ConformanceMachine,),
@@ -131,22 +138,42 @@ def search(
             "log": log,
         },
     )
-    steps, shrink = choices.profile.steps, choices.shrink
     try:
         for number, examples in enumerate(_portions(choices.profile.examples)):
             run_state_machine_as_test(
                 hypothesis.seed(f"{choices.seed}/{number}")(machine),
-                settings=drawn(examples, steps=steps, shrink=shrink),
+                settings=drawn(examples, steps=choices.profile.steps, shrink=False),
             )
-    except Violation as violation:
-        return violation
+    except Violation:
+        comes_again = True
     except hypothesis.errors.FlakyFailure:
-        # It failed, and not the same way again: say what was seen, which is worse than a plain failure.
-        assert log.violation is not None, "what is flaky failed once"
-        return Violation(
-            attrs.evolve(log.violation.finding, says=f"(not at every run) {log.violation.finding.says}")
-        )
-    return None
+        comes_again = False
+    else:
+        if not log.forwards.total():
+            raise RunError(
+                f"no forward ran in {counted(log.examples, 'scene')} of up to "
+                f"{counted(choices.profile.steps, 'step')}, so that nothing was tried; "
+                "ask for more scenes or steps, or another seed"
+            )
+        return None
+    return _small(tested, shapes, choices, log, comes_again)
+
+
+def _small(
+    tested: Tested, shapes: Sequence[Shape], choices: Choices, log: Log, comes_again: bool
+) -> Violation:
+    """Make the last failing case small, as far as it is asked for, and say so where it comes and goes."""
+    assert log.violation is not None, "something failed"
+    plays = PLAYS if choices.shrink else 1
+    made = []
+    for violation in smaller(log.violation, partial(play, tested), shapes, choices.drafts, plays):
+        made.append(violation)
+        log.violation = violation or log.violation
+        log.told(log)
+    if not comes_again or made[0] is None or made[-1] is None:
+        finding = log.violation.finding
+        log.violation = Violation(attrs.evolve(finding, says=f"(not at every run) {finding.says}"))
+    return log.violation
 
 
 def _portions(examples: int) -> list[int]:

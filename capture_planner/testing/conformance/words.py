@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.report.writing import many
-from capture_planner.testing.conformance import Case, Scene
-from capture_planner.testing.conformance.scene import Arrive, Depart, Forward, Move, Reload, Serve, Step
+from capture_planner.testing.conformance.scene import (
+    Arrive,
+    Case,
+    Depart,
+    Forward,
+    Move,
+    Reload,
+    Scene,
+    Serve,
+    Step,
+)
+from capture_planner.words import counted
 
 
 def case_in_words(case: Case) -> tuple[str, ...]:
@@ -17,15 +26,15 @@ def case_in_words(case: Case) -> tuple[str, ...]:
 def _scene(scene: Scene) -> str:
     parts = [
         f"set up {scene.shape}",
-        many(scene.layers, "layer"),
+        counted(scene.layers, "layer"),
         scene.mode.value,
-        f"up to {many(scene.num_reqs, 'request')} and {many(scene.num_tokens, 'token')}",
+        f"up to {counted(scene.num_reqs, 'request')} and {counted(scene.num_tokens, 'token')}",
     ]
     if scene.size_tokens:
         parts.append(f"captured at {_list(scene.size_tokens)} tokens and {_list(scene.size_reqs)} requests")
     if scene.drafts:
         kind = "EAGLE-3" if scene.eagle3 else "EAGLE"
-        drafting = f"{kind} with {many(scene.drafts, 'draft')}"
+        drafting = f"{kind} with {counted(scene.drafts, 'draft')}"
         for first, last, k in scene.schedule:
             drafting += f", {k} at {first} to {last} requests"
         parts += [drafting, "chains as one graph" if scene.fused else "chains in single steps"]
@@ -43,7 +52,7 @@ def _steps(steps: tuple[Step, ...]) -> Iterator[str]:
             case Arrive():
                 computed = f", {step.computed} computed before" if step.computed else ""
                 shares = "" if step.shares is None else f", sharing full pages of request {step.shares}"
-                yield f"request {arrived} arrives: a prompt of {many(step.prompt, 'token')}{computed}{shares}"
+                yield f"request {arrived} arrives: a prompt of {counted(step.prompt, 'token')}{computed}{shares}"
                 arrived += 1
             case Depart():
                 yield f"request {step.request} leaves, and its pages are free"
@@ -52,22 +61,22 @@ def _steps(steps: tuple[Step, ...]) -> Iterator[str]:
             case Reload():
                 yield f"weights are loaded anew, in place, from seed {step.seed}"
             case Forward():
-                yield f"a step of {many(len(step.rows), 'request')}: {'; '.join(map(_row, step.rows))}"
+                yield f"a step of {counted(len(step.rows), 'request')}: {'; '.join(map(_row, step.rows))}"
             case Serve():
                 served = "; ".join(map(_served, step.requests))
-                yield f"{many(len(step.requests), 'request')} served to the end beside what lives: {served}"
+                yield f"{counted(len(step.requests), 'request')} served to the end beside what lives: {served}"
 
 
 def _row(row: tuple[int, int, int]) -> str:
     request, count, kept = row
-    drafts = f", {many(kept, 'draft')} kept" if kept else ""
-    return f"request {request} with {many(count, 'token')}{drafts}"
+    drafts = f", {counted(kept, 'draft')} kept" if kept else ""
+    return f"request {request} with {counted(count, 'token')}{drafts}"
 
 
 def _served(asked: tuple[int, int, int]) -> str:
     prompt, output, arrival = asked
-    later = f", {many(arrival, 'step')} later" if arrival else ""
-    return f"a prompt of {prompt} and {many(output, 'new token')}{later}"
+    later = f", {counted(arrival, 'step')} later" if arrival else ""
+    return f"a prompt of {prompt} and {counted(output, 'new token')}{later}"
 
 
 def _list(numbers: tuple[int, ...]) -> str:
