@@ -8,6 +8,7 @@ from typing import Any
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import VARIABLES, Given, read, refusal
+from capture_planner.engines.vllm.managers import managers
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
 from capture_planner.environment import Environment
@@ -62,8 +63,6 @@ def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSetti
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     """Return what vLLM does with the words behind ``vllm serve`` on a machine; raises ``FlagError``."""
-    from capture_planner.engines.vllm.managers import managers
-
     settings, configuration = resolve(command, environment)
     return Emulation(
         engine="vllm",
