@@ -9,14 +9,15 @@ Prints how much was compared and every difference; exits with 1 where there is o
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 import tempfile
-from importlib.util import module_from_spec, spec_from_file_location
+import time
 from pathlib import Path
 from typing import Any
+
+from _oracle import ended, options, oracle, say, sources
 
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.tensorrt_llm import ENGINE, DecodeGraphs, agreed
@@ -26,22 +27,10 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import Role
 from capture_planner.testing.engines import tensorrt_llm as drawn
 
-ORACLE = Path(__file__).parent.parent / "tests" / "engines" / "oracle" / "tensorrt_llm.py"
 MACHINE = Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1))
 
 Answers = tuple[Any, ...]
 """Sizes, shapes, answers to batches alone, and to those of ranks."""
-
-
-def load(path: Path) -> Any:
-    """Import a file by its path."""
-    spec = spec_from_file_location(f"oracle_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def batch_of(question: drawn.Question) -> Batch:
@@ -58,10 +47,10 @@ def requests(dispatch: Dispatch) -> int | None:
     return 0 if dispatch.entry is None else dispatch.entry.num_reqs
 
 
-def theirs(oracle: Any, sources: Any, case: drawn.Case) -> Answers | None:
+def theirs(module: Any, files: Any, case: drawn.Case) -> Answers | None:
     """What the engine makes of a case; None where it fails."""
     try:
-        engine = oracle.Engine(sources, case)
+        engine = module.Engine(files, case)
     except ValueError:
         return None
     together = engine.attention_dp and engine.tensor > 1
@@ -94,28 +83,21 @@ def ours(case: drawn.Case, file: Path) -> Answers | None:
 
 def main() -> int:
     """Compare, and say so."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheel", type=Path, required=True, help="folder with the engine's sources")
-    parser.add_argument("--count", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    oracle = load(ORACLE)
-    sources = oracle.Sources(options.wheel)
+    arguments = options(__doc__, "tensorrt_llm").parse_args()
+    module = oracle("tensorrt_llm")
+    engine, started = module.Sources(sources(arguments)), time.perf_counter()
     batches = refused = different = 0
     with tempfile.TemporaryDirectory() as folder:
-        for case in itertools.islice(drawn.cases(options.seed), options.count):
-            expected, found = theirs(oracle, sources, case), ours(case, Path(folder) / "config.yaml")
+        for case in itertools.islice(drawn.cases(arguments.seed), arguments.count):
+            expected, found = theirs(module, engine, case), ours(case, Path(folder) / "config.yaml")
             refused += expected is None
             if expected is not None:
                 batches += len(expected[2]) + sum(map(len, expected[3]))
             if expected != found:
                 different += 1
-                sys.stdout.write(f"{case}\n  TensorRT-LLM: {expected}\n  here:         {found}\n")
-    sys.stdout.write(
-        f"{options.count} configurations ({refused} of them refused by both) and {batches} batches compared, "
-        f"{different} different\n"
-    )
-    return 1 if different else 0
+                say(f"{case}\n  TensorRT-LLM: {expected}\n  here:         {found}")
+    counts = {"configurations": arguments.count, "refused by both": refused, "batches": batches}
+    return ended(arguments, counts, different, time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Compare the emulation of vLLM's flags and configuration with the engine's own code.
 
-    python benchmarks/oracle_vllm_config.py --wheel FOLDER --count 20000 --seed 1
+    python benchmarks/oracle_vllm_config.py --wheel WHEEL --count 20000 --seed 1
 
-FOLDER holds the unpacked wheel. Every command line goes through vLLM's argument parser, its engine
+Every command line goes through vLLM's argument parser, its engine
 configuration, its choice of attention backends and its mode resolution, and through ours. Prints how many
 were compared and every difference; exits 1 where there is one.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
-import importlib.util
 import io
 import sys
 import tempfile
@@ -21,50 +19,36 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from _oracle import ended, options, oracle, say, sources
+
 from capture_planner.catalog import find_environment
 from capture_planner.engines.vllm import resolve
 from capture_planner.engines.vllm.flags import read, table
 from capture_planner.errors import FlagError
 from capture_planner.testing.engines.vllm import answer_of, cases, write_models
 
-ORACLE = Path(__file__).parent.parent / "tests" / "engines" / "oracle" / "vllm_config.py"
 VALUES = ("3", "x", "0.5", "auto", "", "None", '{"a": 1}', "1k", "2K", "1.5K", "-1", "[1, 2]", "a=b", "-0.5")
-
-
-def load_oracle() -> ModuleType:
-    """Return the module that runs the engine's own code."""
-    spec = importlib.util.spec_from_file_location("oracle_vllm_config", ORACLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> int:
     """Compare, print, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--wheel", type=Path, required=True, help="folder of the unpacked wheel")
-    parser.add_argument("--count", type=int, default=20_000, help="command lines to compare")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the generator")
-    parser.add_argument(
+    made = options(__doc__, "vllm")
+    made.add_argument(
         "--wild", type=float, default=0.01, help="how readily flags are drawn that vLLM refuses"
     )
-    options = parser.parse_args()
-    module = load_oracle()
-    oracle = module.VllmOracle(options.wheel)
-    flags, differences = _parsers(module, oracle, options.wheel)
-    sys.stdout.write(f"{flags} single flags parsed, {differences} differences\n")
+    arguments = made.parse_args()
+    module, wheel = oracle("vllm_config"), sources(arguments)
+    engine = module.VllmOracle(wheel)
+    flags, differences = _parsers(module, engine, wheel)
+    say(f"{flags} single flags parsed, {differences} differences")
     outcomes: collections.Counter[str] = collections.Counter()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_models(folder)
-        for case in cases(options.count, options.seed, options.wild):
+        for case in cases(arguments.count, arguments.seed, arguments.wild):
             command, environment = case.command_in(folder), find_environment(case.environment)
-            theirs: Any = oracle.answer(command, environment, dict(case.variables))
+            theirs: Any = engine.answer(command, environment, dict(case.variables))
             words = [f"{name}={value}" for name, value in case.variables] + command
             try:
                 ours: Any = answer_of(resolve(words, environment)[0])
@@ -74,17 +58,12 @@ def main() -> int:
             outcomes[_outcome(ours)] += 1
             if found:
                 differences += 1
-                sys.stdout.write(f"{case.data()}\n  {found}\n")
-    seconds = time.monotonic() - start
-    sys.stdout.write(
-        f"{options.count} command lines compared in {seconds:.0f} s, {differences} differences\n"
-    )
-    for outcome, number in outcomes.most_common():
-        sys.stdout.write(f"  {number:6d}  {outcome}\n")
-    return 1 if differences else 0
+                say(f"{case.data()}\n  {found}")
+    counts = {"single flags": flags, "command lines": arguments.count, **dict(outcomes.most_common())}
+    return ended(arguments, counts, differences, time.monotonic() - start)
 
 
-def _parsers(module: ModuleType, oracle: Any, wheel: Path) -> tuple[int, int]:
+def _parsers(module: ModuleType, engine: Any, wheel: Path) -> tuple[int, int]:
     """Give every flag in every spelling values of all kinds; return how many words, and how many differ.
 
     Left out are what vLLM checks inside JSON of flags that have no bearing on graphs, and in adapters.
@@ -100,10 +79,10 @@ def _parsers(module: ModuleType, oracle: Any, wheel: Path) -> tuple[int, int]:
                 forms = [[name, *values]] + ([[f"{name}={values[0]}"]] if len(values) == 1 else [])
                 for words in forms:
                     compared += 1
-                    ours, theirs = _reads(words), _accepts(module, oracle, wheel, words)
+                    ours, theirs = _reads(words), _accepts(module, engine, wheel, words)
                     if ours != theirs:
                         differences += 1
-                        sys.stdout.write(f"{words}: {'ours' if ours else 'vLLM'} only reads it\n")
+                        say(f"{words}: {'ours' if ours else 'vLLM'} only reads it")
     return compared, differences
 
 
@@ -115,10 +94,10 @@ def _reads(words: list[str]) -> bool:
     return True
 
 
-def _accepts(module: ModuleType, oracle: Any, wheel: Path, words: list[str]) -> bool:
+def _accepts(module: ModuleType, engine: Any, wheel: Path, words: list[str]) -> bool:
     try:
         with module.stubs.installed(wheel, "vllm"), contextlib.redirect_stderr(io.StringIO()):
-            oracle.parse(["some/model", *words])
+            engine.parse(["some/model", *words])
     except (Exception, SystemExit):
         return False
     return True

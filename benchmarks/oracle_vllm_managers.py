@@ -6,25 +6,15 @@ number, by which it can be made again, and exits with 1 on any.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from _bench import CONSOLE
+from _oracle import ended, options, oracle, say, sources
 
 from capture_planner.testing.engines import vllm_managers as cases
-from capture_planner.testing.engines.files import module_at
-
-ORACLE = Path(__file__).parents[1] / "tests" / "engines" / "oracle" / "vllm_managers.py"
-
-
-def say(text: str) -> None:
-    """Print a line as it is."""
-    CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain(value: Any) -> Any:
@@ -48,24 +38,20 @@ def differences(case: cases.Case, ours: dict[str, Any], theirs: dict[str, Any]) 
 
 def main() -> int:
     """Compare and print; exit code 1 on a difference."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheel", required=True, type=Path, help="folder of vLLM's unpacked wheel")
-    parser.add_argument("--count", type=int, default=20_000, help="configurations (default 20000)")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    arguments = options(__doc__, "vllm", seed=0).parse_args()
     seen: Counter[str] = Counter()
     differing, started = 0, time.perf_counter()
-    with module_at(ORACLE).engine(options.wheel) as engine:
-        for index in range(options.count):
-            case = cases.case(options.seed, index)
+    with oracle("vllm_managers").engine(sources(arguments)) as engine:
+        for index in range(arguments.count):
+            case = cases.case(arguments.seed, index)
             ours, theirs = plain(cases.answers(case)), plain(engine.answers(case))
             found = differences(case, ours, theirs)
-            wanted = cases.schedule_case(options.seed, index)
+            wanted = cases.schedule_case(arguments.seed, index)
             mine, engines = cases.schedule_answer(wanted), engine.schedule_answer(wanted)
             if mine != engines:
                 found.append(f"{wanted}: {mine} for the engine's {engines}")
             for text in found:
-                say(f"seed {options.seed}, case {index}, {case.configuration}: {text}")
+                say(f"seed {arguments.seed}, case {index}, {case.configuration}: {text}")
             differing += bool(found)
             seen["configurations"] += 1
             seen["batches"] += len(case.batches)
@@ -75,9 +61,7 @@ def main() -> int:
             seen["managers"] += len(ours["graphs"])
             seen["schedules"] += 1
             seen["schedules refused"] += mine is None
-    counted = ", ".join(f"{count} {what}" for what, count in seen.items())
-    say(f"{counted}: {differing} differ, {time.perf_counter() - started:.0f} s")
-    return 1 if differing else 0
+    return ended(arguments, dict(seen), differing, time.perf_counter() - started)
 
 
 if __name__ == "__main__":
