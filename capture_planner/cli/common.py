@@ -249,11 +249,11 @@ class OwnOptions(click.Command):
             for name in (*option.opts, *option.secondary_opts)
             if name.startswith("--")
         }
-        own, rest = _parted(args, takes_value)
+        own, rest = split_words(args, takes_value)
         return super().parse_args(ctx, [*own, "--", *rest])
 
 
-def _parted(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
     """Part the words into options of ours, with their values, and all others."""
     own: list[str] = []
     rest: list[str] = []

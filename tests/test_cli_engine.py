@@ -1,0 +1,187 @@
+"""engine, check --engine, compare and export: what people type, what they read, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner import catalog, codec
+from capture_planner.cli.common import split_words
+from capture_planner.engines import ENGINES, emulate
+from capture_planner.entry import Batch
+from capture_planner.modes import Role
+
+ROOT = Path(__file__).parent.parent
+PLAN = str(ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
+SPEC = str(ROOT / "plans" / "specs" / "llama-3.1-8b.yaml")
+TIERS = (
+    '{"method":"eagle3","model":"x/y","num_speculative_tokens":2,'
+    '"num_speculative_tokens_per_batch_size":[[1,16,2],[17,256,1]]}'
+)
+H100 = ("--environment", "h100")
+FLAGS = {
+    "vllm": ("--max-num-seqs", "64"),
+    "sglang": ("--max-running-requests", "64"),
+    "tensorrt-llm": ("--max_batch_size", "64"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_document_has_what_it_promises(call: Run, name: str) -> None:
+    """Sizes, graphs with their six keys, modes by role, decisions; the same as the library says."""
+    data = call("engine", name, *FLAGS[name], *H100, "--format", "json").data
+    emulated = emulate(name, FLAGS[name], catalog.find_environment("h100"))
+    assert data["sizes"] == list(emulated.sizes)
+    assert len(data["graphs"]) == len(emulated.graphs) > 0
+    keys = {"role", "mode", "num_tokens", "num_reqs", "query_len", "active_loras"}
+    assert all(keys <= set(graph) for graph in data["graphs"])
+    assert data["mode"] == {role.value: mode.value for role, mode in emulated.modes.items()}
+    assert all({"rule", "before", "after", "says"} <= set(decision) for decision in data["decisions"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_table_has_every_role_and_setting(call: Run, name: str) -> None:
+    """For people: each role with its mode, what serves which batches, and the settings behind it."""
+    ran = call("engine", name, *FLAGS[name], *H100)
+    emulated = emulate(name, FLAGS[name], catalog.find_environment("h100"))
+    assert ran.code == 0
+    for role, mode in emulated.modes.items():
+        assert f"{role} {mode.value}" in ran.out
+    for setting in emulated.settings:
+        assert setting.name in ran.out
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_lines_are_answered_as_the_dispatcher_would(call: Run, name: str, tmp_path: Path) -> None:
+    """A line for each line, in order."""
+    emulated = emulate(name, FLAGS[name], catalog.find_environment("h100"))
+    batches = [
+        Batch(role=Role.TARGET, num_reqs=n, num_tokens=n * q, query_len=q, past_prompt=past)
+        for n in (1, 5, 33, 64, 65, 300)
+        for q in (1, 2)
+        for past in (True, False)
+    ]
+    keys = ("num_reqs", "num_tokens", "query_len", "past_prompt")
+    lines = [json.dumps({"role": "target"} | {key: getattr(b, key) for key in keys}) for b in batches]
+    file = tmp_path / "batches.jsonl"
+    file.write_text("\n".join(lines), "utf-8")
+    ran = call("engine", name, *FLAGS[name], *H100, "--batches", str(file))
+    answers = [json.loads(line) for line in ran.out.splitlines()]
+    for batch, answer in zip(batches, answers, strict=True):
+        expected = emulated.dispatch(batch)
+        assert answer["mode"] == expected.mode.value
+        assert answer["reason"] == expected.reason
+        if expected.entry is not None:
+            assert answer["num_tokens"] == expected.entry.num_tokens
+
+
+def test_short_flags_of_the_engine_are_left_as_they_are(call: Run) -> None:
+    """-cc.x=y and -O0 are vLLM's, whatever letters ours begin with; ours may stand anywhere."""
+    flags = ("--format", "json", "-cc.cudagraph_mode=FULL_DECODE_ONLY", "--max-num-seqs=16")
+    data = call("engine", "vllm", *flags, *H100).data
+    assert data["mode"] == {"target": "FULL_DECODE_ONLY"}
+    assert call("engine", "vllm", "-O0", "--format=json", *H100).data["graphs"] == []
+
+
+OWN = {"--format": True, "--flag": False}
+WORDS = st.sampled_from(
+    ["-e", "--x", "v", "-cc.mode=3", "--format", "--flag", "--format=a", "-O0", "--xy=--flag"]
+)
+
+
+@given(st.lists(WORDS), st.lists(WORDS))
+def test_words_are_parted_and_none_is_lost(words: list[str], behind: list[str]) -> None:
+    """Read from the left: an option of ours takes its value along, all else is theirs, and all behind --."""
+    expected: tuple[list[str], list[str]] = ([], [])
+    waits = False
+    for word in words:
+        ours = waits or word.partition("=")[0] in OWN
+        expected[not ours].append(word)
+        waits = not waits and word == "--format"
+    if waits:
+        words, expected[0][:] = [*words, "text"], [*expected[0], "text"]
+    assert split_words([*words, "--", *behind], OWN) == (expected[0], [*expected[1], *behind])
+
+
+def test_the_lint_of_flags_has_findings_and_an_exit_code(call: Run) -> None:
+    """20 batches miss their graph; the flag that mends it is named, and mends it."""
+    flags = ("--max-num-seqs", "256", "--speculative-config", TIERS)
+    data = call("check", "--engine", "vllm", *flags, *H100, "--format", "json").document(2)
+    missed = [f for f in data["findings"] if f["code"] == "EN002" and f["role"] == "target"]
+    assert [finding["count"] for finding in missed] == [20]
+    sizes = missed[0]["mend"].partition("--cudagraph-capture-sizes ")[2].partition(",")[0].split()
+    mended = call("check", "--engine", "vllm", *flags, "--cudagraph-capture-sizes", *sizes, *H100)
+    assert "EN002 compatible-graph-missed: target" not in mended.out
+    assert "nothing to report" in call("check", "--engine", "vllm", *FLAGS["vllm"], *H100).out
+
+
+def test_files_are_checked_as_before(call: Run) -> None:
+    """Without --engine the words are files, and short options are ours."""
+    assert call("check", PLAN).code == 0
+    assert call("check", SPEC, "-e", "h100").code == 0
+    assert "Missing argument" in call("check").err
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_plan_is_exported_and_the_engine_reads_it(call: Run, name: str, tmp_path: Path) -> None:
+    """The flags that are printed are those that were emulated; the file is written where it is wanted."""
+    file = tmp_path / "engine.yaml"
+    data = call("export", PLAN, "--to", name, "--format", "json", "--output", str(file)).data
+    assert file.read_text("utf-8") == data["file"]
+    assert data["proof"]["batches"] > 0
+    said = call("export", PLAN, "--to", name)
+    assert said.code == 0
+    for loss in data["losses"]:
+        assert loss["name"] in said.out
+    assert call("export", PLAN, "--to", name, "--strict").code == (0 if data["proof"]["exact"] else 2)
+
+
+def test_deployments_are_put_side_by_side(call: Run) -> None:
+    """A plan and an engine; the engine runs on the plan's machine where no other is named."""
+    ran = call("compare", PLAN, "vllm --max-num-seqs 256")
+    assert (ran.code, ran.err) == (0, "")
+    data = call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
+    assert (
+        data
+        == call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
+    )
+    same = call("compare", PLAN, PLAN, "--format", "json").data
+    assert not same["holes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("engine", "lmdeploy"), "'lmdeploy' is not one of 'vllm', 'sglang', 'tensorrt-llm'"),
+        (("engine", "vllm", "--max-num-sequences", "3"), "--max-num-sequences"),
+        (("engine", "vllm", "--max-num-seqs", "many"), "--max-num-seqs"),
+        (("engine", "vllm", "-cc.cudagraph_capture_sizes=[1,2]", "-cc.max_cudagraph_capture_size=8"), "8"),
+        (("engine", "sglang", "--cuda-graph-max-bs", "64"), "ambiguous"),
+        (("engine", "tensorrt-llm", "--max_batch", "64"), "--max_batch"),
+        (("engine", "vllm", "--environment", "h9000"), "no environment is named 'h9000'"),
+        (("check", "--engine", "vllm", "--format", "sarif"), "give text or json"),
+        (("check", "--engine", "vllm", "--spec", SPEC), "--spec is for plans"),
+        (("compare", PLAN, "vllm --nope"), "--nope"),
+        (("compare", PLAN, "vllm 'open"), "quote it as a shell would"),
+        (("compare", PLAN, "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("compare", PLAN, PLAN, "--traffic", "nowhere.csv"), "nowhere.csv"),
+        (("export", PLAN, "--to", "vllm", "-o", "nowhere/x.yaml"), "there is no such folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(call: Run, arguments: tuple[str, ...], says: str) -> None:
+    """In a sentence, with exit code 1, and no traceback."""
+    ran = call(*arguments)
+    assert ran.code == 1
+    assert says in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err
+
+
+def test_a_locked_plan_is_not_written_over(call: Run, tmp_path: Path) -> None:
+    """The file of --output is not the plan's."""
+    file = tmp_path / "plan.yaml"
+    file.write_text(Path(PLAN).read_text("utf-8"), "utf-8")
+    assert call("export", str(file), "--to", "vllm", "-o", str(file)).code == 1
+    assert codec.load_plan(file) == codec.load_plan(PLAN)
