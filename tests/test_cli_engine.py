@@ -144,10 +144,7 @@ def test_deployments_are_put_side_by_side(call: Run) -> None:
     ran = call("compare", PLAN, "vllm --max-num-seqs 256")
     assert (ran.code, ran.err) == (0, "")
     data = call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
-    assert (
-        data
-        == call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
-    )
+    assert data == call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
     same = call("compare", PLAN, PLAN, "--format", "json").data
     assert not same["holes"]
 

@@ -248,6 +248,7 @@ class Asked:
                 f"give {self.seqs * (self.spec.tokens + 1)} or more, or fewer draft tokens",
             )
         top = self.max_loras + 1
+        self.separate_lora = self.specialize
         self.specialize = self.specialize and bool(given.get("specialize_active_lora", False))
         powers = [1 << n for n in range(top.bit_length()) if 1 << n < top] if self.specialize else []
         self.lora_cases = (0, *powers, top)

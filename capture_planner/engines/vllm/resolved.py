@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from capture_planner.engines.vllm import legacy
 from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import refusal
 from capture_planner.engines.vllm.model import Model
@@ -78,7 +79,7 @@ def resolved(config: Configuration) -> VllmSettings:
         schedule=config.schedule,
         decode_query_lens=tuple(sorted({1 + k for k in (config.dense_schedule() or [0, tokens])[1:]})),
         draft_fused=fused,
-        lora_cases=config.lora_cases,
+        lora_cases=_lora_cases(config),
         varlen=varlen,
         data_parallel_size=config.data,
         tensor_parallel_size=config.tensor,
@@ -103,8 +104,17 @@ def _attention(config: Configuration, model: Model) -> Attention:
     )
 
 
+def _lora_cases(config: Configuration) -> tuple[int, ...]:
+    """Return the adapter counts captured for: model runner V1 may have none without adapters."""
+    alone = config.runner is Runner.V1 and config.max_loras and not config.separate_lora
+    return config.lora_cases[-1:] if alone else config.lora_cases
+
+
 def _draft_modes(config: Configuration, mode: GraphMode) -> tuple[GraphMode | None, GraphMode | None]:
     drafter = config.spec.drafter if config.spec is not None else Drafter.NONE
+    if config.runner is Runner.V1 and config.spec is not None and config.spec.has_draft_cache:
+        every = GraphMode.NONE if config.spec.eager else legacy.draft_mode(mode)
+        return every, every
     if config.runner is Runner.V1 or drafter is Drafter.NONE:
         return None, None
     decode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE

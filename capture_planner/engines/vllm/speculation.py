@@ -30,6 +30,8 @@ class Speculation:
     drafter: Drafter
     backend: str | None
     adaptive: bool
+    eager: bool
+    """``enforce_eager`` of the drafter, which model runner V1 alone heeds."""
     unpadded: bool
     parallel: bool
     heterogeneous: bool
@@ -121,6 +123,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         drafter=kinds.get(method, Drafter.NONE),
         backend=backend,
         adaptive=adaptive,
+        eager=part.boolean("enforce_eager", False) or False,
         unpadded=part.boolean("disable_padded_drafter_batch", False) or False,
         parallel=part.boolean("parallel_drafting", False) or False,
         heterogeneous=heterogeneous,

@@ -118,9 +118,10 @@ def batches(
 
 def answer_of(settings: VllmSettings) -> dict[str, Any]:
     """Return settings in the form in which the engine's own answers are recorded."""
-    draft: list[list[Any]] | None = []
-    if settings.runner is Runner.V1:
-        draft = None
+    draft: list[list[Any]] = []
+    if settings.runner is Runner.V1 and settings.draft_prefill_mode is not None:
+        # One dispatcher serves all positions.
+        draft = [[0, settings.draft_prefill_mode.value]]
     elif settings.draft_prefill_mode is not None:
         draft = [[settings.query_len, settings.draft_prefill_mode.value]]
         if settings.draft_decode_mode is not None:

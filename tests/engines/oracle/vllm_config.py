@@ -222,12 +222,42 @@ class VllmOracle:
         found["method"] = speculative.method if speculative else None
         schedule = speculative.num_speculative_tokens_per_batch_size if speculative else None
         found["schedule"] = [list(entry) for entry in schedule] if schedule else None
-        found["lora_cases"] = get_lora_capture_cases(config.lora_config, compilation)
+        if config.use_v2_model_runner:
+            found["lora_cases"] = get_lora_capture_cases(config.lora_config, compilation)
+        else:
+            found["lora_cases"] = self._legacy_lora_cases(config)
         with set_current_vllm_config(config):
             self._resolve(config, found)
         found["sizes"] = list(compilation.cudagraph_capture_sizes)
         found["max_size"] = compilation.max_cudagraph_capture_size
         return found
+
+    @staticmethod
+    def _legacy_lora_cases(config: Any) -> list[int]:
+        """Ask the legacy dispatcher which adapter counts it captures for."""
+        from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+        lora = config.lora_config
+        read = SimpleNamespace(
+            vllm_config=config,
+            compilation_config=config.compilation_config,
+            specialize_lora_count=False if lora is None else lora.specialize_active_lora,
+        )
+        return list(CudagraphDispatcher._get_lora_cases(read))
+
+    @staticmethod
+    def _legacy_draft_modes(config: Any, mode: Any) -> list[list[Any]]:
+        """Have a drafter of model runner V1 make its keys; return the mode that it makes them for."""
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+        speculative = config.speculative_config
+        if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
+            return []
+        asked: list[Any] = []
+        dispatcher = SimpleNamespace(initialize_cudagraph_keys=asked.append)
+        read = SimpleNamespace(speculative_config=speculative, cudagraph_dispatcher=dispatcher)
+        SpecDecodeBaseProposer.initialize_cudagraph_keys(read, mode)
+        return [[0, asked[0].name]]
 
     def _draft_group(self, config: Any) -> Any:
         from vllm.config import set_current_vllm_config
@@ -319,7 +349,10 @@ class VllmOracle:
             piecewise_capture_available=piecewise,
         )
         found["mode"] = mode.name
-        found["draft"] = self._draft_modes(config, groups, mode) if config.use_v2_model_runner else None
+        if config.use_v2_model_runner:
+            found["draft"] = self._draft_modes(config, groups, mode)
+        else:
+            found["draft"] = self._legacy_draft_modes(config, mode)
 
     def _adapts(self, config: Any, groups: Any, piecewise: bool) -> bool:
         """Run the engine's own checks of adaptive verification, and its choice of the mode."""
