@@ -86,6 +86,23 @@ def test_short_flags_of_the_engine_are_left_as_they_are(call: Run) -> None:
     assert call("engine", "vllm", "-O0", "--format=json", *H100).data["graphs"] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "front"),
+    [
+        ("vllm", "CUDA_VISIBLE_DEVICES=0,1 vllm serve"),
+        ("vllm", "serve"),
+        ("vllm", "/opt/bin/python3.12 -m vllm.entrypoints.openai.api_server"),
+        ("sglang", "SGLANG_X=1 python3 -m sglang.launch_server"),
+        ("sglang", "sglang serve"),
+        ("tensorrt-llm", "TLLM_LOG_LEVEL=INFO trtllm-serve"),
+    ],
+)
+def test_a_whole_command_line_will_do(call: Run, name: str, front: str) -> None:
+    """Variables and the program in front of the flags change nothing."""
+    bare = call("engine", name, *FLAGS[name], *H100, "--format", "json").data
+    assert call("engine", name, *front.split(), *FLAGS[name], *H100, "--format", "json").data == bare
+
+
 OWN = {"--format": True, "--flag": False}
 WORDS = st.sampled_from(
     ["-e", "--x", "v", "-cc.mode=3", "--format", "--flag", "--format=a", "-O0", "--xy=--flag"]
@@ -159,6 +176,20 @@ def test_deployments_are_put_side_by_side(call: Run) -> None:
         (("engine", "sglang", "--cuda-graph-max-bs", "64"), "ambiguous"),
         (("engine", "tensorrt-llm", "--max_batch", "64"), "--max_batch"),
         (("engine", "vllm", "--environment", "h9000"), "no environment is named 'h9000'"),
+        (("engine", "vllm", "--format"), "'--format' requires an argument"),
+        (("engine", "vllm", "VLLM_NO=1"), "VLLM_NO: this variable is not emulated; leave it out"),
+        (
+            ("engine", "vllm", "--cudagraph-capture-sizes", "0", "8"),
+            "a graph of 0 tokens; give sizes from 1 on",
+        ),
+        (
+            ("engine", "sglang", "--cuda-graph-bs-decode", "0", "8"),
+            "every decode size to be positive, and has 0",
+        ),
+        (
+            ("engine", "vllm", "--max-num-seqs", "100000", "--max-num-batched-tokens", "1000000"),
+            "--max-num-seqs: vllm may take it, and capture-planner does not: must be at most 65536",
+        ),
         (("check", "--engine", "vllm", "--format", "sarif"), "give text or json"),
         (("check", "--engine", "vllm", "--spec", SPEC), "--spec is for plans"),
         (("compare", PLAN, "vllm --nope"), "--nope"),

@@ -247,25 +247,31 @@ class OwnOptions(click.Command):
             for option in self.get_params(ctx)
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
-            if name.startswith("--")
+            if name.startswith("--") or name == "-h"
         }
         own, rest = split_words(args, takes_value)
         return super().parse_args(ctx, [*own, "--", *rest])
 
 
 def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Part the words into options of ours, with their values, and all others."""
+    """Part the words into options of ours, with their values, and all others.
+
+    Raises ``click.UsageError`` for an option of ours that lacks its value.
+    """
     own: list[str] = []
     rest: list[str] = []
     words = iter(args)
     for word in words:
-        name, _, value = word.partition("=")
+        name, equals, _ = word.partition("=")
         if word == "--":
             rest += words
         elif name not in takes_value:
             rest.append(word)
         else:
             own.append(word)
-            if takes_value[name] and not value:
-                own += [given for given in [next(words, None)] if given is not None]
+            if takes_value[name] and not equals:
+                value = next(words, None)
+                if value is None:
+                    raise click.UsageError(f"Option '{name}' requires an argument.")
+                own.append(value)
     return own, rest

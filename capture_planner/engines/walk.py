@@ -6,6 +6,7 @@ it finds a graph, so that a hole between two sizes is seen wherever it is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 import attrs
@@ -13,7 +14,7 @@ import attrs
 from capture_planner.admissible import Domain, decode_families, draft_steps, mixed_tokens
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.core import Emulation, Graph, Manager
-from capture_planner.entry import Batch, Entry
+from capture_planner.entry import Batch, Entry, Rejection
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind
 
@@ -78,18 +79,39 @@ def walk(emulation: Emulation) -> tuple[Asked, ...]:
 
 
 def _role(emulation: Emulation, manager: Manager) -> Iterator[Asked]:
-    role = manager.role
-    graphs = sorted(manager.graphs, key=lambda graph: graph.entry.cost)
-    largest = max((graph.entry.num_tokens for graph in graphs), default=0)
+    role, graphs = manager.role, _Graphs(manager.graphs)
+    largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
     for kind, batch, last in _batches(emulation, role, largest):
-        best = _best(graphs, batch, emulation)
+        best = graphs.best(batch, draft_steps(role, batch.num_reqs, emulation.speculative))
         yield Asked(kind=kind, batch=batch, answer=manager.dispatch(batch), best=best, last=last)
 
 
-def _best(graphs: Iterable[Graph], batch: Batch, emulation: Emulation) -> Entry | None:
-    """Return the first graph that serves the batch; ``graphs`` are cheapest first."""
-    steps = draft_steps(batch.role, batch.num_reqs, emulation.speculative)
-    return next((graph.entry for graph in graphs if graph.rejection(batch, steps) is None), None)
+class _Graphs:
+    """Captured graphs, alike but for their size in one row, so that few are looked at for a batch."""
+
+    def __init__(self, graphs: Iterable[Graph]) -> None:
+        rows: dict[tuple[object, ...], list[Graph]] = {}
+        for graph in graphs:
+            entry = graph.entry
+            kind = (entry.mode, entry.query_len, entry.active_loras, entry.draft_steps, graph.max_query_len)
+            rows.setdefault(kind, []).append(graph)
+        by_cost = (sorted(row, key=lambda graph: graph.entry.cost) for row in rows.values())
+        self._rows = [([graph.entry.num_tokens for graph in row], row) for row in by_cost]
+
+    def best(self, batch: Batch, steps: int | None) -> Entry | None:
+        """Return the cheapest graph that serves the batch."""
+        found = (self._first(tokens, row, batch, steps) for tokens, row in self._rows)
+        return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
+
+    @staticmethod
+    def _first(tokens: list[int], row: list[Graph], batch: Batch, steps: int | None) -> Entry | None:
+        for graph in row[bisect_left(tokens, batch.num_tokens) :]:
+            rejection = graph.rejection(batch, steps)
+            if rejection is None:
+                return graph.entry
+            if rejection is not Rejection.REQUESTS:
+                return None  # What is larger in a row is wrong in the same way.
+        return None
 
 
 def _batches(emulation: Emulation, role: Role, largest: int) -> Iterator[tuple[Kind, Batch, int]]:

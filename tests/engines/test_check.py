@@ -183,6 +183,14 @@ def test_a_graph_is_unreached_if_no_batch_is_answered_with_it(emulated):
     assert (found.seen.count if found else 0) == unused
 
 
+@given(emulations())
+def test_the_best_graph_is_the_cheapest_that_serves(emulated):
+    """As looking at every graph finds it."""
+    for asked in walk(emulated):
+        serving = [g.entry for g in emulated.graphs if g.rejection(asked.batch) is None]
+        assert asked.best == min(serving, key=lambda entry: entry.cost, default=None)
+
+
 def test_runs_join_what_follows_each_other():
     """Neighbours of one kind are one run; a gap begins another."""
     asked = [a for a in walk(emulation((), (8,), seqs=8, tokens=8)) if a.kind is Kind.DECODE]

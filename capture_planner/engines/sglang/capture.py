@@ -112,10 +112,16 @@ def _decodes(
     wanted = sorted(set(r.decode.bs))
     # A drafter's runner filters by requests, whatever the width of its own batches.
     found = decode_sizes(wanted, pool=pool, alignment=alignment(r), width=1 if drafts else width)
-    if not found or found[0] < 1:
+    if found and found[0] < 1:
         raise refusal(
             "--cuda-graph-bs-decode",
-            f"SGLang has no decode size left: of {_listed(wanted)}, none is positive, in the pool of {pool} "
+            f"SGLang wants every decode size to be positive, and has {found[0]}",
+            "give sizes from 1 on",
+        )
+    if not found:
+        raise refusal(
+            "--cuda-graph-bs-decode",
+            f"SGLang has no decode size left: of {_listed(wanted)}, none is in the pool of {pool} "
             f"requests and divisible by {alignment(r)}",
             "give sizes that are, or --cuda-graph-backend-decode disabled",
         )

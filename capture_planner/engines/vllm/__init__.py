@@ -64,6 +64,12 @@ def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSetti
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     """Return what vLLM does with the words behind ``vllm serve`` on a machine; raises ``FlagError``."""
     settings, configuration = resolve(command, environment)
+    if settings.sizes and settings.sizes[0] < 1:
+        raise refusal(
+            "--cudagraph-capture-sizes",
+            f"vLLM starts with it and fails when it captures: a graph of {settings.sizes[0]} tokens",
+            "give sizes from 1 on",
+        )
     return Emulation(
         engine="vllm",
         version=VERSION,

@@ -98,7 +98,7 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
         if name not in VARIABLES:
             near = difflib.get_close_matches(name, VARIABLES, n=1)
             raise refusal(
-                name, "this variable is not emulated", f"leave it out, or set {near[0]}" if near else ""
+                name, "this variable is not emulated", f"leave it out{f', or set {near[0]}' if near else ''}"
             )
         if value not in ("0", "1"):
             raise refusal(name, f"vLLM reads a number here, not {value!r}", "give 0 or 1")
