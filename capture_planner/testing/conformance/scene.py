@@ -197,11 +197,6 @@ def loads(text: str) -> Case:
         if not isinstance(found["steps"], list):
             raise ValueError("steps: expected a list")
         steps = tuple(_read_step(f"steps[{at}]", step) for at, step in enumerate(found["steps"]))
-        for at, step in enumerate(steps):
-            if isinstance(step, Arrive) and not max(step.prompt, step.computed) <= scene.shape.longest:
-                raise ValueError(
-                    f"steps[{at}]: longer than the longest sequence, {scene.shape.longest} tokens"
-                )
         return Case(scene=scene, steps=steps)
     except (ValueError, RecursionError, CapturePlannerError) as error:
         raise RunError(
