@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -62,7 +63,7 @@ class Manager:
 @pytest.fixture
 def plan():
     """A locked plan, with speculation."""
-    root = importlib.resources.files("capture_planner").parent
+    root = Path(__file__).parents[2]
     return codec.load_plan(root / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 
 
