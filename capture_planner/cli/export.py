@@ -16,7 +16,7 @@ from capture_planner.cli.common import (
     plan_of,
     refuse_places,
 )
-from capture_planner.engines import find_engine
+from capture_planner.engines import emulate
 from capture_planner.engines.export import EXPORTERS, prove
 from capture_planner.report.export import export_command, export_table
 
@@ -36,14 +36,15 @@ def export(
     """Write a plan as the flags of an engine, with what is lost and what that costs.
 
     The flags are then emulated, and every batch that the limits admit is asked about: so it is shown what
-    the engine would make of them, graph by graph and batch by batch.
+    the engine would make of them, graph by graph and batch by batch. Where the engine refuses the flags, as on
+    a machine without a GPU, they are written all the same, with the reason, and the exit code is 2.
     """
     refuse_places(plan_file, {"--output": output})
     plan = plan_of(plan_file, environment)
-    made = prove(EXPORTERS[name](plan), plan, find_engine(name).emulate)
+    made = prove(EXPORTERS[name](plan), plan, partial(emulate, name))
     if form == "text":
         click.echo(f"{export_command(made, output)}\n")
     emit(form, made.data, partial(export_table, made, output))
     emit_file(form, output, lambda: made.file)
-    if strict and made.proof is not None and not made.proof.exact:
+    if made.proof is None or (strict and not made.proof.exact):
         click.get_current_context().exit(FINDINGS)

@@ -32,12 +32,15 @@ def export_table(made: Export, output: Path | None) -> RenderableType:
     parts += _losses(made)
     if made.proof is not None:
         parts += [Text(), *_proof(made.proof)]
+    else:
+        parts += [Text(), Text(f"not proved: {made.unproved}", style="bold red")]
     return Group(*parts)
 
 
 def _losses(made: Export) -> Iterator[RenderableType]:
     if not made.losses:
-        yield Text("nothing of the plan is lost", style="green")
+        if made.proof is not None:
+            yield Text("nothing of the plan is lost", style="green")
         return
     table = table_of("lost", "what", "cost of all in its scope")
     for loss in made.losses:

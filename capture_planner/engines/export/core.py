@@ -19,6 +19,9 @@ from capture_planner.plan import Kind, Plan, RolePlan
 DRAFT_MODEL = "DRAFT_MODEL"
 """Stands where an engine wants the drafter's path, which a plan does not know: to be replaced."""
 
+BACKEND = "--attention-backend"
+"""The flag of the attention backend, of vLLM and of SGLang."""
+
 Scope = tuple[Role, Kind]
 """Batches of one kind of one role."""
 
@@ -195,7 +198,21 @@ class Export:
     """Capture sizes of uniform decodes, in the engine's unit: tokens for vLLM, else requests."""
     losses: tuple[Loss, ...] = ()
     proof: Proof | None = None
-    """What re-emulation found; None before it."""
+    """What re-emulation found; None before it, and where the engine refuses the flags."""
+    unproved: str | None = None
+    """Why there is no proof: the engine's reason; None where there is one, and before it."""
+
+    @property
+    def backend(self) -> str | None:
+        """The attention backend that the flags name; None where they leave it to the engine."""
+        return self.flags[self.flags.index(BACKEND) + 1] if BACKEND in self.flags else None
+
+    def without_backend(self) -> Export:
+        """Return the export without the flag of the attention backend, in its file too."""
+        at = self.flags.index(BACKEND)
+        name = f"{BACKEND.removeprefix('--')}: "
+        lines = [line for line in self.file.splitlines(keepends=True) if not line.startswith(name)]
+        return attrs.evolve(self, flags=self.flags[:at] + self.flags[at + 2 :], file="".join(lines))
 
     @property
     def needs_file(self) -> bool:
@@ -218,6 +235,7 @@ class Export:
                 for loss in self.losses
             ],
             "proof": self.proof and self.proof.data(),
+            "unproved": self.unproved,
         }
 
 

@@ -17,9 +17,10 @@ import attrs
 from capture_planner.admissible import decode_families, mixed_tokens
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.engines.core import Emulation, Graph
-from capture_planner.engines.export.core import Difference, Effect, Export, Proof
+from capture_planner.engines.export.core import BACKEND, Difference, Effect, Export, Loss, Proof, all_scopes
 from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Environment
+from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind, Plan
 
@@ -30,21 +31,50 @@ Emulate = Callable[[Sequence[str], Environment], Emulation]
 def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
     """Return the export with its proof, and with the cost of each loss.
 
-    Raises ``FlagError`` where the engine refuses the flags.
+    A backend that the engine refuses on this machine is left out, which is a loss. Where the engine refuses
+    the flags for another reason, as on a machine without a GPU, there is no proof, and ``unproved`` says why.
     """
-    proof = compared(plan, emulated(export, plan.environment, emulate))
+    try:
+        emulation = emulated(export, plan.environment, emulate)
+    except FlagError as error:
+        machine = plan.environment.name
+        if export.backend is None or not _about_backend(error):
+            reason = "; ".join(map(str, error.problems))
+            return attrs.evolve(
+                export, unproved=f"{export.engine} does not start with these flags on {machine}: {reason}"
+            )
+        says = (
+            f"the plan's backend is left out, and the engine chooses its own, which decides the modes; on {machine}: "
+            + "; ".join(problem.message for problem in error.problems)
+        )
+        lost = Loss(name="backend", says=says, scope=all_scopes(plan))
+        rest = attrs.evolve(export.without_backend(), losses=(*export.losses, lost))
+        return prove(rest, plan, emulate)
+    proof = compared(plan, emulation)
     losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
     return attrs.evolve(export, losses=losses, proof=proof)
 
 
+def _about_backend(error: FlagError) -> bool:
+    return all(problem.path[:1] == (BACKEND,) for problem in error.problems)
+
+
 def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emulation:
-    """Return what the engine does with the export; its file lies on disk meanwhile, where it needs one."""
+    """Return what the engine does with the export; its file lies on disk meanwhile, where it needs one.
+
+    Raises ``FlagError`` where the engine refuses the flags, with the name of the file as it is exported.
+    """
     if not export.needs_file:
         return emulate(export.flags, environment)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, export.file_name)
         path.write_text(export.file, encoding="utf-8")
-        return emulate(export.command(str(path)), environment)
+        try:
+            return emulate(export.command(str(path)), environment)
+        except FlagError as error:
+            raise FlagError(
+                attrs.evolve(problem, file=problem.file and export.file_name) for problem in error.problems
+            ) from None
 
 
 def compared(plan: Plan, emulation: Emulation) -> Proof:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.sglang import capture, graph_rules, rules
-from capture_planner.engines.sglang.flags import FLAGS, parse, refusal
+from capture_planner.engines.sglang.flags import FLAGS, in_its_file, parse, refusal
 from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
 from capture_planner.engines.sglang.resolution import Resolution, checkpoint
 from capture_planner.environment import DeviceKind, Environment
+from capture_planner.errors import FlagError
 from capture_planner.model import Method, Speculative
 from capture_planner.spec import Limits, Lora, Parallel
 
@@ -58,9 +59,8 @@ def resolve(command: Sequence[str], environment: Environment) -> Resolution:
     """Run SGLang's rules over a command line, in its order; raises ``FlagError`` where it would stop."""
     args, sources = parse(command)
     if environment.device.kind is not DeviceKind.CUDA:
-        raise refusal(
-            "--device", f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
-        )
+        says = f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
+        raise refusal("--device", says, "name a GPU's environment")
     r = Resolution(args, sources, environment, checkpoint(args.model_path))
     rules.check_followed(r)
     rules.read_attention_dp(r)
@@ -80,9 +80,12 @@ def resolve(command: Sequence[str], environment: Environment) -> Resolution:
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     """Return what SGLang 0.5.23 makes of its flags on a machine; raises ``FlagError``."""
-    r = resolve(command, environment)
-    pool = capture.request_pool(r)
-    found = capture.managers(r, pool)
+    try:
+        r = resolve(command, environment)
+        pool = capture.request_pool(r)
+        found = capture.managers(r, pool)
+    except FlagError as error:
+        raise in_its_file(error, command) from None
     args = r.args
     chunk = args.chunked_prefill_size
     width = (args.speculative_num_draft_tokens if args.speculative_algorithm else None) or 1

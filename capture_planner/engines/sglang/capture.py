@@ -12,7 +12,7 @@ from capture_planner.engines.sglang.managers import (
     decode_sizes,
     prefill_sizes,
 )
-from capture_planner.engines.sglang.resolution import BREAKABLE, DISABLED, FULL, Resolution
+from capture_planner.engines.sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, Resolution
 from capture_planner.engines.sglang.rules import EAGLE_FAMILY
 from capture_planner.modes import GraphMode, Role
 
@@ -114,9 +114,9 @@ def _decodes(
     found = decode_sizes(wanted, pool=pool, alignment=alignment(r), width=1 if drafts else width)
     if found and found[0] < 1:
         raise refusal(
-            "--cuda-graph-bs-decode",
+            _cause_of_sizes(r),
             f"SGLang wants every decode size to be positive, and has {found[0]}",
-            "give sizes from 1 on",
+            "give sizes from 1 on" if (DECODE, "bs") in r.locked else "give 1 or more",
         )
     if not found:
         raise refusal(
@@ -140,6 +140,13 @@ def _decodes(
         loras=(0,) if drafts else _lora_cases(r),
         draft_steps=steps,
     )
+
+
+def _cause_of_sizes(r: Resolution) -> str:
+    """Return the flag that the decode sizes come from."""
+    if (DECODE, "bs") in r.locked:
+        return "--cuda-graph-bs-decode"
+    return "--cuda-graph-max-bs-decode" if (DECODE, "max_bs") in r.locked else "--max-running-requests"
 
 
 def _lora_cases(r: Resolution) -> tuple[int, ...]:
@@ -166,7 +173,9 @@ def _prefill_list(r: Resolution, pool: int) -> tuple[int, ...]:
     if prefill.backend == DISABLED:
         return ()
     if any(size < 1 for size in prefill.bs):
-        raise refusal("--cuda-graph-bs-prefill", "SGLang cannot capture a prefill of no tokens")
+        raise refusal(
+            "--cuda-graph-bs-prefill", "SGLang cannot capture a prefill of no tokens", "give sizes from 1 on"
+        )
     most = (_slots(r, pool) if prefill.backend == FULL else pool) * context(r)
     found = prefill_sizes(prefill.bs, most=most, alignment=alignment(r))
     if not found:

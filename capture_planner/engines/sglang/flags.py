@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from capture_planner.engines.parsing import Parser, not_json
 from capture_planner.engines.sglang.names import CHOICES, INERT, NOT_FOLLOWED
-from capture_planner.errors import FlagError, Problem
+from capture_planner.engines.yaml_files import located, read_yaml, refused_file
+from capture_planner.errors import FlagError, InvalidDocument, Problem
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -79,12 +79,12 @@ def graph_config(text: str) -> dict[str, dict[str, Any]]:
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+        raise not_json(text, error) from None
     if not isinstance(parsed, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
+        raise argparse.ArgumentTypeError('not a JSON object, as in {"decode": {"bs": [1, 2]}}')
     for phase, settings in parsed.items():
         if phase not in _PHASE_KEYS:
-            raise argparse.ArgumentTypeError(f"{phase!r} is no phase: decode and prefill are")
+            raise argparse.ArgumentTypeError(f"it has the phases decode and prefill, and not {phase!r}")
         if not isinstance(settings, dict):
             raise argparse.ArgumentTypeError(f"{phase} is not a JSON object")
         if settings.get("backend") == "tc_piecewise":
@@ -93,7 +93,8 @@ def graph_config(text: str) -> dict[str, dict[str, Any]]:
             )
         for key in settings:
             if key not in _PHASE_KEYS[phase]:
-                raise argparse.ArgumentTypeError(f"{phase} has no key {key!r}")
+                keys = ", ".join(_PHASE_KEYS[phase])
+                raise argparse.ArgumentTypeError(f"{phase} has the keys {keys}, and not {key!r}")
     return dict(parsed)
 
 
@@ -112,18 +113,28 @@ class _LoraPaths(argparse.Action):
         setattr(namespace, self.dest, list(values))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        flag = re.search(r"--[\w-]+", message)
-        raise FlagError(
-            [
-                Problem(
-                    path=(flag.group(),) if flag else (),
-                    message=f"SGLang's parser stops: {message}",
-                    remedy="see the flags of SGLang 0.5.23",
-                )
-            ]
-        )
+class _Parser(Parser):
+    engine = "SGLang 0.5.23"
+    wanted: ClassVar = {"int": "give a whole number, in digits", "float": "give a number"}
+    renamed: ClassVar = {
+        "--cuda-graph-bs": "--cuda-graph-bs-decode, in requests, or --cuda-graph-bs-prefill, in tokens",
+        "--cuda-graph-max-bs": (
+            "--cuda-graph-max-bs-decode, in requests, or --cuda-graph-max-bs-prefill, in tokens"
+        ),
+        "--piecewise-cuda-graph-tokens": "--cuda-graph-bs-prefill",
+        "--piecewise-cuda-graph-max-tokens": "--cuda-graph-max-bs-prefill",
+        "--disable-piecewise-cuda-graph": "--disable-prefill-cuda-graph",
+        "--enable-piecewise-cuda-graph": "--cuda-graph-backend-prefill breakable",
+        # vLLM's names
+        "--max-num-seqs": "--max-running-requests",
+        "--max-num-batched-tokens": "--chunked-prefill-size",
+        "--max-model-len": "--context-length",
+        "--cudagraph-capture-sizes": "--cuda-graph-bs-decode, in requests",
+        "--enforce-eager": "--cuda-graph-backend-decode disabled and --cuda-graph-backend-prefill disabled",
+    }
+
+    def _placing(self, word: str) -> str:
+        return "name the model as --model-path MODEL; a switch takes no value"
 
 
 _Row = tuple[str, dict[str, Any], str]
@@ -257,8 +268,8 @@ def _parser() -> _Parser:
 _PARSER = _parser()
 
 
-def refusal(flag: str, reason: str, remedy: str = "") -> FlagError:
-    """Return the error of one flag."""
+def refusal(flag: str, reason: str, remedy: str) -> FlagError:
+    """Return the error of one flag, with what to give instead."""
     return FlagError([Problem(path=(flag,), message=reason, remedy=remedy)])
 
 
@@ -292,14 +303,7 @@ def _stray(name: str, value: Any) -> bool:
 
 def _given(command: Sequence[str]) -> set[str]:
     """Return the destinations that a command line sets."""
-    names = _PARSER._option_string_actions
-    found = set()
-    for word in command:
-        if word.startswith("--"):
-            head = word.partition("=")[0]
-            fits = [head] if head in names else [name for name in names if name.startswith(head)]
-            found |= {names[name].dest for name in fits[:1]}
-    return found
+    return {_name(word) for word in command if word.startswith("--")}
 
 
 def _without_config(command: list[str]) -> tuple[list[str], list[str]]:
@@ -308,34 +312,46 @@ def _without_config(command: list[str]) -> tuple[list[str], list[str]]:
     if command.count("--config") > 1:
         raise refusal("--config", "SGLang reads one file, and two are given", "merge them")
     if at == len(command) - 1:
-        raise refusal("--config", "it names no file")
-    path = Path(command[at + 1])
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        raise refusal("--config", f"SGLang reads YAML, and {path.name} ends otherwise", "name it *.yaml")
+        raise refusal("--config", "it names no file", "name a YAML file behind it")
+    path = command[at + 1]
+    if Path(path).suffix.lower() not in (".yaml", ".yml"):
+        raise refusal("--config", f"SGLang reads YAML, and {path} ends otherwise", "name it *.yaml")
     try:
-        data = _yaml(path.read_text())
-    except FileNotFoundError:
-        raise refusal("--config", f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise refusal("--config", f"{path} cannot be read: {error}") from None
+        data = read_yaml(path)
+    except InvalidDocument as error:
+        remedy = "name a YAML file of flags"
+        raise refused_file(error, "--config", "SGLang cannot read it", remedy) from None
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise refusal("--config", f"{path} is not a mapping of flags to values")
+        wanted = "write one flag: value on each line, as in tp-size: 2"
+        says = "SGLang wants flags by name in the file"
+        raise FlagError([Problem(path=("--config",), file=path, line=1, message=says, remedy=wanted)])
     words: list[str] = []
     for key, value in data.items():
         words += _words(str(key), value)
     return command[:at] + command[at + 2 :], words
 
 
-def _yaml(text: str) -> Any:
-    """Read YAML 1.1, in which ``on`` and ``yes`` are true."""
-    reader = YAML(typ="safe", pure=True)
-    reader.version = (1, 1)
-    with warnings.catch_warnings():
-        # 1e3 is a text in YAML 1.1 and a number here: no flag of ours takes either.
-        warnings.simplefilter("ignore")
-        return reader.load(text)
+def in_its_file(error: FlagError, command: Sequence[str]) -> FlagError:
+    """Return an error with the places of what stands in the file of ``--config``."""
+    words = list(command)
+    if words.count("--config") != 1 or words[-1] == "--config":
+        return error
+    given = {_name(word) for word in words if word.startswith("-")}
+    try:
+        return FlagError(located(error.problems, words[words.index("--config") + 1], given, _name))
+    except (InvalidDocument, YAMLError):
+        return error  # it is about the file itself
+
+
+def _name(flag: str) -> str:
+    """Return SGLang's own name of a flag, however it is written; itself where there is none."""
+    head = flag.partition("=")[0]
+    head = head if head.startswith("-") else f"--{head}"
+    names = _PARSER._option_string_actions
+    fits = [head] if head in names else [name for name in names if name.startswith(head)]
+    return names[fits[0]].dest if fits else head
 
 
 def _words(key: str, value: Any) -> list[str]:

@@ -52,10 +52,12 @@ def _check_types(r: Resolution) -> None:
         for key in ("max_bs", "max_seq_len", "full_prefill_max_req"):
             value = getattr(phase, key)
             if value is not None and type(value) is not int:
-                raise refusal("--cuda-graph-config", f"{name}.{key} is no whole number: {value!r}")
+                says = f"{name}.{key} is no whole number: {value!r}"
+                raise refusal("--cuda-graph-config", says, "write it without quotes, as in 64")
         sizes = phase.bs
         if sizes is not None and not (isinstance(sizes, list) and all(type(n) is int for n in sizes)):
-            raise refusal("--cuda-graph-config", f"{name}.bs is no list of whole numbers: {sizes!r}")
+            says = f"{name}.bs is no list of whole numbers: {sizes!r}"
+            raise refusal("--cuda-graph-config", says, "write it as in [1, 2, 4]")
     if r.prefill.max_context_size is not None:
         raise refusal(
             "--cuda-graph-config",
@@ -63,7 +65,8 @@ def _check_types(r: Resolution) -> None:
             "leave it out; max_seq_len bounds what a prefill graph serves",
         )
     if r.prefill.full_prefill_max_req is not None and r.prefill.full_prefill_max_req < 1:
-        raise refusal("--cuda-graph-config", "prefill.full_prefill_max_req leaves a graph without requests")
+        says = "prefill.full_prefill_max_req leaves a graph without requests"
+        raise refusal("--cuda-graph-config", says, "give 1 or more")
 
 
 def default_backends(r: Resolution) -> None:
@@ -82,6 +85,7 @@ def default_backends(r: Resolution) -> None:
             raise refusal(
                 "--cuda-graph-config",
                 f"SGLang allows full, breakable and disabled for {name}.backend, not {r.phase(name).backend!r}",
+                "give one of them",
             )
 
 
@@ -114,7 +118,8 @@ def _fill_decode(r: Resolution) -> None:
             decode.max_bs = most
     if decode.bs is not None:
         if not decode.bs:
-            raise refusal("--cuda-graph-config", "SGLang takes the largest of decode.bs, which is empty")
+            says = "SGLang takes the largest of decode.bs, which is empty"
+            raise refusal("--cuda-graph-config", says, "give sizes, or leave bs out")
         if decode.max_bs != max(decode.bs) and (DECODE, "max_bs") in r.locked:
             says = "the list of decode sizes is taken as it is, and its largest is the maximum"
             r.decide("decode-list-wins", decode.max_bs, max(decode.bs), says)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS, refusal
 from capture_planner.engines.sglang.resolution import DECODE, DISABLED, PREFILL, Resolution
 
@@ -36,20 +37,22 @@ def check_followed(r: Resolution) -> None:
         ("--lora-backend", args.lora_backend, "ascend"),
     ):
         if given == other:
-            raise refusal(flag, f"SGLang's {other} changes which graphs there are, and is not emulated")
+            says = f"SGLang's {other} changes which graphs there are, and is not emulated"
+            raise refusal(flag, says, "give another, or leave it out")
     longest = r.model.context
     if args.context_length is not None and longest is not None and args.context_length > longest:
         says = f"SGLang stops at a length over the model's own {longest} tokens"
         raise refusal("--context-length", says, "give less, or change the model's config.json")
     if r.model.latent or r.model.multimodal:
         what = "latent attention" if r.model.latent else "more than text"
-        raise refusal("--model-path", f"the model has {what}, whose rules for graphs are not emulated")
+        says = f"the model has {what}, whose rules for graphs are not emulated"
+        raise refusal("--model-path", says, "name an ordinary text decoder")
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
         raise refusal(
             "--speculative-algorithm",
             f"{algorithm} is unknown to SGLang, or its graphs are not emulated",
-            f"{', '.join(_ALGORITHMS)} are",
+            did_you_mean(algorithm, _ALGORITHMS, f"{', '.join(_ALGORITHMS)} are"),
         )
 
 
@@ -67,29 +70,34 @@ def check_parallel(r: Resolution) -> None:
     args = r.args
     for flag in ("tp_size", "pp_size", "dp_size", "nnodes"):
         if getattr(args, flag) < 1:
-            raise refusal(_flag(flag), "SGLang starts no ranks: it is less than 1")
+            raise refusal(_flag(flag), "SGLang starts no ranks: it is less than 1", "give 1 or more")
     if args.attn_dp_size < 1:
-        raise refusal("--attn-dp-size", "SGLang wants at least one group")
+        raise refusal("--attn-dp-size", "SGLang wants at least one group", "give 1 or more")
     if args.attn_dp_size > 1 and args.dp_size > 1:
         raise refusal(
             "--dp-size", "SGLang has replicas or attention-DP groups, not both", "set one of them to 1"
         )
     if args.tp_size % args.attn_dp_size:
         raise refusal(
-            "--attn-dp-size", f"SGLang does not divide {args.tp_size} tensor-parallel ranks into such groups"
+            "--attn-dp-size",
+            f"SGLang does not divide {args.tp_size} tensor-parallel ranks into {args.attn_dp_size} groups",
+            f"give a divisor of --tp-size {args.tp_size}, or more ranks",
         )
     if args.tp_size * args.pp_size % args.nnodes:
-        raise refusal("--nnodes", "SGLang spreads tp-size times pp-size ranks over hosts evenly")
+        says = "SGLang spreads tp-size times pp-size ranks over hosts evenly"
+        raise refusal("--nnodes", says, f"give a divisor of {args.tp_size * args.pp_size}")
     if args.dp_size > 1 and args.nnodes != 1:
         raise refusal("--dp-size", "SGLang keeps replicas on one host", "use --attn-dp-size")
     if args.moe_dense_tp_size not in (None, 1, args.tp_size):
-        raise refusal("--moe-dense-tp-size", "SGLang takes 1, or --tp-size")
+        raise refusal("--moe-dense-tp-size", "SGLang takes 1, or --tp-size", f"give 1 or {args.tp_size}")
     if args.enable_dp_lm_head and args.attn_dp_size * args.dp_size > 1 and not r.attention_dp:
         raise refusal("--enable-dp-lm-head", "SGLang wants attention DP with it", "set --attn-dp-size")
     sharded_head = args.enable_tp_lm_head_all_to_all and not args.no_enable_tp_lm_head_all_to_all
     if sharded_head and (not r.attention_dp or args.enable_dp_lm_head or args.tp_size != args.attn_dp_size):
         raise refusal(
-            "--enable-tp-lm-head-all-to-all", "SGLang wants an attention-DP group per rank, and no DP head"
+            "--enable-tp-lm-head-all-to-all",
+            "SGLang wants an attention-DP group per rank, and no DP head",
+            f"set --attn-dp-size {args.tp_size} without --enable-dp-lm-head, or leave it out",
         )
 
 
@@ -108,13 +116,15 @@ def choose_attention(r: Resolution) -> None:
             for phase in (DECODE, PREFILL):
                 r.disable(phase, "attention-without-graphs", f"{name} attention runs without graphs")
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
-        raise refusal("--attention-backend", "SGLang does not speculate with flex_attention")
+        raise refusal("--attention-backend", "SGLang does not speculate with flex_attention", "name another")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
     major = r.environment.device.sm[0]
     if "trtllm_mha" in r.attention and major not in (9, 10, 12):
-        raise refusal("--attention-backend", "SGLang runs trtllm_mha on SM90, SM100 and SM120 only")
+        says = "SGLang runs trtllm_mha on SM90, SM100 and SM120 only"
+        raise refusal("--attention-backend", says, "name another, such as flashinfer or triton")
     if r.attention[0] == "trtllm_mha" and major == 12 and args.kv_cache_dtype == "fp8_e4m3":
-        raise refusal("--kv-cache-dtype", "SGLang's trtllm_mha prefill on SM120 has no fp8_e4m3")
+        says = "SGLang's trtllm_mha prefill on SM120 has no fp8_e4m3"
+        raise refusal("--kv-cache-dtype", says, "give auto, or another --prefill-attention-backend")
     _choose_page(r, {args.attention_backend, prefill, decode})
 
 
@@ -140,7 +150,7 @@ def _choose_page(r: Resolution, named: set[str | None]) -> None:
         args.page_size = 1
         r.sources["page_size"] = "default"
     if args.page_size < 1:
-        raise refusal("--page-size", "SGLang divides by it: it is less than 1")
+        raise refusal("--page-size", "SGLang divides by it: it is less than 1", "give 1 or more")
 
 
 def resolve_speculation(r: Resolution) -> None:
@@ -154,7 +164,9 @@ def resolve_speculation(r: Resolution) -> None:
         name = "EAGLE"
     args.speculative_algorithm = name
     if r.attention_dp and name in ("STANDALONE", "NGRAM"):
-        raise refusal("--speculative-algorithm", f"SGLang does not run {name} with attention DP")
+        raise refusal(
+            "--speculative-algorithm", f"SGLang does not run {name} with attention DP", "drop one of both"
+        )
     if args.max_running_requests is None:
         says = f"with speculation, {_SPECULATIVE_REQUESTS} requests run at most unless a flag says how many"
         r.rewrite("max_running_requests", _SPECULATIVE_REQUESTS, "requests-of-speculation", says)
@@ -185,7 +197,8 @@ def _resolve_eagle(r: Resolution) -> None:
         r.rewrite("speculative_num_steps", steps, "draft-size-by-model", says)
         args.speculative_eagle_topk, args.speculative_num_draft_tokens = topk, tokens
     if args.speculative_eagle_topk is None:
-        raise refusal("--speculative-eagle-topk", "SGLang compares it with 1, and it is missing", "give it")
+        says = "SGLang compares it with 1, and it is missing"
+        raise refusal("--speculative-eagle-topk", says, "give it; 1 is a chain")
     steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
     if "trtllm_mha" in r.attention and topk > 1:
         raise refusal("--speculative-eagle-topk", "SGLang's trtllm_mha verifies one branch only", "give 1")
@@ -193,7 +206,8 @@ def _resolve_eagle(r: Resolution) -> None:
         says = f"one branch of {steps} steps is verified as {steps + 1} tokens"
         r.rewrite("speculative_num_draft_tokens", steps + 1, "draft-tokens-of-one-branch", says)
     if topk > 1 and args.page_size > 1 and args.attention_backend not in ("flashinfer", "fa3", "triton"):
-        raise refusal("--page-size", "SGLang verifies branches on pages with flashinfer, fa3 and triton only")
+        says = "SGLang verifies branches on pages with flashinfer, fa3 and triton only"
+        raise refusal("--page-size", says, "give 1, one of these backends, or --speculative-eagle-topk 1")
 
 
 def _resolve_ngram(r: Resolution) -> None:
@@ -203,7 +217,9 @@ def _resolve_ngram(r: Resolution) -> None:
         r.rewrite("speculative_num_draft_tokens", 12, "ngram-draft-tokens", "n-gram drafts have 12 tokens")
     if args.speculative_num_steps is None:
         if args.speculative_eagle_topk == 0:
-            raise refusal("--speculative-ngram-max-bfs-breadth", "SGLang divides by it")
+            raise refusal(
+                "--speculative-ngram-max-bfs-breadth", "SGLang divides by it, and it is 0", "give 1 or more"
+            )
         args.speculative_num_steps = args.speculative_num_draft_tokens // args.speculative_eagle_topk
         r.sources["speculative_num_steps"] = "ngram-draft-tokens"
     if args.speculative_eagle_topk > 1 and args.page_size > 1 and args.attention_backend != "flashinfer":
@@ -216,17 +232,23 @@ def check_launch(r: Resolution) -> None:
     """Refuse what SGLang's last check refuses."""
     args = r.args
     if args.disable_cuda_graph_padding and args.enable_torch_compile:
-        raise refusal("--disable-cuda-graph-padding", "SGLang would compile the model for each batch size")
+        says = "SGLang would compile the model for each batch size"
+        raise refusal("--disable-cuda-graph-padding", says, "drop it or --enable-torch-compile")
     staged = args.speculative_algorithm == "EAGLE" and args.disaggregation_mode == "prefill"
     if args.pp_size > 1 and args.speculative_algorithm is not None and not staged:
-        raise refusal("--pp-size", "SGLang speculates over stages with EAGLE on a prefill server only")
+        says = "SGLang speculates over stages with EAGLE on a prefill server only"
+        raise refusal("--pp-size", says, "give 1, or leave speculation out")
     width = args.speculative_num_draft_tokens
     if (
         args.speculative_algorithm is not None
         and r.decode.backend != DISABLED
         and (width is None or width < 1)
     ):
-        raise refusal("--speculative-num-draft-tokens", "SGLang cannot capture a verification of no tokens")
+        says = "SGLang cannot capture a verification of no tokens"
+        remedy = (
+            f"give 1 or more; one branch of {args.speculative_num_steps} steps is verified as one token more"
+        )
+        raise refusal("--speculative-num-draft-tokens", says, remedy)
     branches = args.speculative_eagle_topk
     drafts = args.speculative_algorithm in EAGLE_FAMILY and r.decode.backend != DISABLED
     if drafts and branches < 1 and args.speculative_num_steps > 1:
@@ -245,24 +267,28 @@ def check_launch(r: Resolution) -> None:
 def _check_lora(r: Resolution) -> None:
     args = r.args
     if args.max_loras_per_batch < 1:
-        raise refusal("--max-loras-per-batch", "SGLang wants at least one adapter in a batch")
+        raise refusal(
+            "--max-loras-per-batch", "SGLang wants at least one adapter in a batch", "give 1 or more"
+        )
     if args.lora_paths and args.enable_lora is None:
         r.rewrite("enable_lora", True, "lora-by-paths", "adapters are named, so LoRA is on")
     if not args.enable_lora:
         return
     if args.lora_backend == "triton_v2" and r.attention_dp:
-        raise refusal("--lora-backend", "SGLang's triton_v2 does not run with attention DP")
+        raise refusal("--lora-backend", "SGLang's triton_v2 does not run with attention DP", "name another")
     if args.speculative_algorithm == "STANDALONE":
-        raise refusal("--enable-lora", "SGLang has no adapters with STANDALONE drafts")
+        raise refusal("--enable-lora", "SGLang has no adapters with STANDALONE drafts", "drop one of both")
     modules = args.lora_target_modules
     if modules and "all" in modules and set(modules) != {"all"}:
-        raise refusal("--lora-target-modules", "SGLang takes all alone")
+        raise refusal("--lora-target-modules", "SGLang takes all alone", "give all, or a list without it")
     if not args.lora_paths and not (args.max_lora_rank and modules):
         remedy = "give --max-lora-rank and --lora-target-modules, or --lora-paths"
         raise refusal("--enable-lora", "SGLang does not know how large adapters are", remedy)
     loaded = args.max_loaded_loras
     if loaded is not None and loaded < max(args.max_loras_per_batch, len(args.lora_paths or ())):
-        raise refusal("--max-loaded-loras", "SGLang keeps at least a batch's adapters, and those it loads")
+        least = max(args.max_loras_per_batch, len(args.lora_paths or ()))
+        says = "SGLang keeps at least a batch's adapters, and those it loads"
+        raise refusal("--max-loaded-loras", says, f"give {least} or more")
 
 
 def _flag(name: str) -> str:

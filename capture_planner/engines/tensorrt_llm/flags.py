@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 
-from capture_planner.codec import read
+from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.tensorrt_llm.values import Notes, integer, names
-from capture_planner.errors import InvalidDocument
+from capture_planner.engines.yaml_files import located_inside, read_yaml, refused_file
+from capture_planner.errors import InvalidDocument, Problem
 
 FLAGS: dict[str, str] = {
     "--max_batch_size": "most requests in a batch",
@@ -65,6 +64,20 @@ _IGNORED = names(
 _SWITCHES = names("--trust_remote_code --fail_fast_on_attention_window_too_large --enable_chunked_prefill")
 
 
+# Names of other engines, and options that only the file takes.
+_RENAMED = {
+    "--max-num-seqs": "--max_batch_size",
+    "--max-running-requests": "--max_batch_size",
+    "--max-num-batched-tokens": "--max_num_tokens",
+    "--max-model-len": "--max_seq_len",
+    "--cuda_graph_config": "--config FILE, with cuda_graph_config in it",
+    "--cudagraph-capture-sizes": "--config FILE, with cuda_graph_config.batch_sizes in it",
+    "--speculative_config": "--config FILE, with speculative_config in it",
+    "--speculative-config": "--config FILE, with speculative_config in it",
+    "--enable_attention_dp": "--config FILE, with enable_attention_dp in it",
+}
+
+
 @attrs.define
 class Given:
     """What a command line gives."""
@@ -74,6 +87,21 @@ class Given:
     spelled: dict[str, str] = attrs.Factory(dict)
     """The flag that each came with."""
     file: str | None = None
+    file_flag: str = "--config"
+    """The flag that the file came with."""
+
+    def placed(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return problems under the flag that the file came with, and with their places in it."""
+        found = [
+            attrs.evolve(problem, path=(self.file_flag, *problem.path[1:]))
+            if problem.path[:1] == ("--config",)
+            else problem
+            for problem in problems
+        ]
+        try:
+            return found if self.file is None else list(located_inside(found, self.file, self.file_flag))
+        except (InvalidDocument, YAMLError):
+            return found  # one of them says so
 
 
 def read_flags(command: Sequence[str], notes: Notes) -> Given:
@@ -96,19 +124,19 @@ def read_flags(command: Sequence[str], notes: Notes) -> Given:
         name, equals, value = word.partition("=")
         if name in _SWITCHES:
             if equals:
-                notes.refused((name,), "it takes no value")
+                notes.refused((name,), "it takes no value", remedy="it is a switch: write it without one")
             continue
         known = name in FIELDS or name in _FILES or name in _IGNORED
         if not known:
-            notes.refused((name,), "it knows no such flag", remedy=f"known are {', '.join(FLAGS)}")
+            notes.refused((name,), "it knows no such flag", remedy=_remedy(name))
         if not equals:
             if not words or (not known and words[0].startswith("-")):
                 if known:
-                    notes.refused((name,), "it needs a value")
+                    notes.refused((name,), "it needs a value", remedy="give its value behind it")
                 continue
             value = words.popleft()
         if name in _FILES:
-            given.file = value
+            given.file, given.file_flag = value, name
         elif name in FIELDS:
             field = FIELDS[name]
             given.values[field] = value if field in _TEXT else integer(value, (name,), notes)
@@ -116,28 +144,27 @@ def read_flags(command: Sequence[str], notes: Notes) -> Given:
     return given
 
 
+def _remedy(flag: str) -> str:
+    if flag in _RENAMED:
+        return f"give {_RENAMED[flag]}"
+    known = (*FIELDS, *_FILES, *_IGNORED, *_SWITCHES)
+    return did_you_mean(flag, known, f"known are {', '.join(FLAGS)}")
+
+
 def read_file(path: str, notes: Notes) -> Mapping[str, Any]:
     """Return what a YAML file holds; an empty one holds nothing."""
-    where = ("--config",)
     try:
-        text = read(path)
+        data = read_yaml(path)
     except InvalidDocument as error:
-        notes.refused(where, f"{path} {error.problems[0].message}")
-        return {}
-    yaml = YAML(typ="safe", pure=True)
-    yaml.version = (1, 1)  # as PyYAML, which the engine uses
-    try:
-        data = yaml.load(text)
-    except DuplicateKeyError as error:
-        notes.unfollowed(where, f"{path}: {error.problem}, of which the last would hold", remedy="keep one")
-        return {}
-    except (YAMLError, ValueError, RecursionError) as error:
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        notes.refused(where, f"{path} is not YAML: {reason}")
+        remedy = "name a YAML file of options"
+        found = refused_file(error, "--config", "TensorRT-LLM refuses it", remedy)
+        notes.problems += found.problems
         return {}
     if data is None:
         return {}
     if not isinstance(data, Mapping):
-        notes.refused(where, f"{path} is not a mapping at its top")
+        remedy = "write one option: value on each line, as in max_batch_size: 64"
+        says = "TensorRT-LLM refuses it: it is not a mapping at its top"
+        notes.problems.append(Problem(path=("--config",), file=path, line=1, message=says, remedy=remedy))
         return {}
     return data

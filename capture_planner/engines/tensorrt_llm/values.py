@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.engines.parsing import NUMBERS, did_you_mean
 from capture_planner.errors import Problem
 
 Path = tuple[str | int, ...]
@@ -31,12 +32,12 @@ class Notes:
 
     problems: list[Problem] = attrs.Factory(list)
 
-    def refused(self, path: Path, engine: str, ours: str = "", remedy: str = "") -> None:
-        """Note what the engine refuses: its reason, then ours."""
+    def refused(self, path: Path, engine: str, ours: str = "", *, remedy: str) -> None:
+        """Note what the engine refuses: its reason, then ours, and what to give instead."""
         message = f"TensorRT-LLM refuses it: {engine}" + (f"; {ours}" if ours else "")
         self.problems.append(Problem(path=path, message=message, remedy=remedy))
 
-    def unfollowed(self, path: Path, ours: str, remedy: str = "") -> None:
+    def unfollowed(self, path: Path, ours: str, *, remedy: str) -> None:
         """Note what the engine takes and this does not follow."""
         message = f"TensorRT-LLM takes it, and it is not emulated: {ours}"
         self.problems.append(Problem(path=path, message=message, remedy=remedy))
@@ -53,11 +54,21 @@ def integer(value: Any, path: Path, notes: Notes, *, low: int | None = None) -> 
         except ValueError:
             number = None
     if number is None:
-        notes.refused(path, f"it is not a whole number, but {shown(value)}")
+        notes.refused(path, f"it is not a whole number, but {shown(value)}", remedy=_number_remedy(value))
     elif low is not None and number < low:
-        notes.refused(path, f"it is {number}, and has to be at least {low}")
+        notes.refused(path, f"it is {number}, and has to be at least {low}", remedy=f"give {low} or more")
         return None
     return number
+
+
+def _number_remedy(value: Any) -> str:
+    if isinstance(value, str) and NUMBERS.fullmatch(value):
+        return "give one number"
+    return "give a whole number, in digits"
+
+
+def _some_of(known: list[str]) -> str:
+    return f"known are {', '.join(known)}" if len(known) <= 20 else "leave it out"
 
 
 def truth(value: Any, path: Path, notes: Notes) -> bool:
@@ -68,7 +79,7 @@ def truth(value: Any, path: Path, notes: Notes) -> bool:
         return bool(value)
     found = _WORDS.get(value.lower()) if isinstance(value, str) else None
     if found is None:
-        notes.refused(path, f"it is neither true nor false, but {shown(value)}")
+        notes.refused(path, f"it is neither true nor false, but {shown(value)}", remedy="give true or false")
     return bool(found)
 
 
@@ -76,7 +87,9 @@ def mapping(value: Any, path: Path, notes: Notes) -> Mapping[str, Any] | None:
     """Return a mapping; None, with a note, for anything else."""
     if isinstance(value, Mapping):
         return value
-    notes.refused(path, f"it is not a mapping, but {shown(value)}")
+    notes.refused(
+        path, f"it is not a mapping, but {shown(value)}", remedy="write key: value on lines below it"
+    )
     return None
 
 
@@ -85,7 +98,8 @@ def only(data: Mapping[Any, Any], known: Iterable[str], path: Path, notes: Notes
     known = sorted(known)
     for key in data:
         if key not in known:
-            notes.refused((*path, str(key)), "it knows no such key", remedy=f"known are {', '.join(known)}")
+            remedy = did_you_mean(str(key), known, _some_of(known))
+            notes.refused((*path, str(key)), "it knows no such key", remedy=remedy)
 
 
 def shown(value: Any) -> str:

@@ -9,10 +9,11 @@ from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import VARIABLES, Given, read, refusal
 from capture_planner.engines.vllm.managers import managers
+from capture_planner.engines.vllm.places import in_its_file
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
 from capture_planner.environment import Environment
-from capture_planner.errors import InvalidValue
+from capture_planner.errors import FlagError, InvalidValue
 from capture_planner.model import Method, Speculative
 from capture_planner.spec import Limits, Lora, Parallel
 
@@ -63,7 +64,10 @@ def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSetti
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     """Return what vLLM does with the words behind ``vllm serve`` on a machine; raises ``FlagError``."""
-    settings, configuration = resolve(command, environment)
+    try:
+        settings, configuration = resolve(command, environment)
+    except FlagError as error:
+        raise in_its_file(error, command) from None
     if settings.sizes and settings.sizes[0] < 1:
         raise refusal(
             "--cudagraph-capture-sizes",

@@ -15,13 +15,13 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import attrs
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from capture_planner.errors import FlagError, Problem
+from capture_planner.engines.parsing import Parser, not_json
+from capture_planner.engines.yaml_files import read_yaml, refused_file
+from capture_planner.errors import FlagError, InvalidDocument, Problem
 
 VARIABLES = {
     "VLLM_USE_V2_MODEL_RUNNER": "1 or 0: which model runner drives the graphs",
@@ -142,15 +142,24 @@ def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _load(path: str) -> list[str]:
-    reader = YAML(typ="safe", pure=True)
-    reader.version = (1, 1)
     try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123
-            content = reader.load(file)
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise refusal("--config", f"vLLM cannot read {path}: {error}", "give a readable YAML file") from error
+        content = read_yaml(path)
+    except InvalidDocument as error:
+        says, remedy = "vLLM cannot read it", "name a YAML file of flags"
+        raise refused_file(error, "--config", says, remedy) from None
     if not isinstance(content, dict):
-        raise refusal("--config", f"vLLM wants flags by name in {path}", "write one flag: value on each line")
+        wanted = "write one flag: value on each line, as in max-num-seqs: 64"
+        raise FlagError(
+            [
+                Problem(
+                    path=("--config",),
+                    file=path,
+                    line=1,
+                    message="vLLM wants flags by name in the file",
+                    remedy=wanted,
+                )
+            ]
+        )
     words: list[str] = []
     for name, value in content.items():
         flag = f"--{name}"
@@ -272,21 +281,27 @@ _READERS: dict[str, Any] = {
 
 _WANTED = {
     "text": ("text", "give a text"),
-    "int": ("whole number", "give a whole number"),
+    "int": ("whole number", "give a whole number, in digits"),
     "float": ("number", "give a number"),
-    "json": ("JSON", "give JSON in single quotes, as in '{\"a\": 1}', or dotted parts"),
-    "object": ("JSON object", "give JSON in single quotes, as in '{\"a\": 1}', or dotted parts"),
-    "count": ("number", "give a whole number, or one such as 8k or 8K; fractions go with k only"),
+    "json": ("JSON", ""),
+    "object": ("JSON object", "give a JSON object, as in '{\"a\": 1}', or dotted parts"),
+    "count": ("count", "give a whole number, or one such as 8k or 8K; fractions go with k only"),
     "length": ("length", "give auto, a whole number, or one such as 8k or 8K"),
     "name": ("name", "give one of its names"),
 }
+"""What each kind of value is called, and what to give where one is none."""
 
 
 def _reader(kind: str) -> Any:
     inner, optional = _READERS[kind.rstrip("?")], kind.endswith("?")
 
     def read_value(text: str) -> Any:
-        return None if optional and text in ("", "None") else inner(text)
+        if optional and text in ("", "None"):
+            return None
+        try:
+            return inner(text)
+        except json.JSONDecodeError as error:
+            raise not_json(text, error) from None
 
     # The parser names the function where a value is none that it takes.
     read_value.__name__ = _WANTED[kind.rstrip("?")][0]
@@ -302,21 +317,25 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.negatives)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        flag, _, reason = message.removeprefix("argument ").partition(": ")
-        if not reason:
-            flag, reason = "flags", message
-        if flag == "ambiguous option":
-            flag, _, reason = reason.partition(" ")
-        flag = flag.partition("/")[0]
-        kinds = [entry["kind"].rstrip("?") for entry in table().values() if flag in entry["names"]]
-        remedy = (
-            _WANTED.get(kinds[0], ("", ""))[1]
-            if kinds and "value" in reason
-            else "write it out, with its value"
-        )
-        raise refusal(flag, f"vLLM's parser refuses it: {reason}", "" if "choose from" in reason else remedy)
+class _Parser(Parser):
+    engine = "vLLM 0.33"
+    wanted: ClassVar = dict(_WANTED.values())
+    renamed: ClassVar = {
+        "--cuda-graph-sizes": "--cudagraph-capture-sizes",
+        "--speculative-model": "--speculative-config, with model in its JSON",
+        "--num-speculative-tokens": "--speculative-config, with num_speculative_tokens in its JSON",
+        # SGLang's names
+        "--max-running-requests": "--max-num-seqs",
+        "--chunked-prefill-size": "--max-num-batched-tokens",
+        "--context-length": "--max-model-len",
+        "--tp-size": "--tensor-parallel-size",
+        "--dp-size": "--data-parallel-size",
+        "--cuda-graph-bs-decode": "--cudagraph-capture-sizes, in tokens",
+        "--cuda-graph-max-bs-decode": "--max-cudagraph-capture-size, in tokens",
+    }
+
+    def _placing(self, word: str) -> str:
+        return "give one model, then flags; a switch takes no value"
 
 
 @cache
@@ -356,19 +375,5 @@ def _parser() -> _Parser:
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = _parser().parse_known_args(_undotted(_spelled(words)))
     if unknown:
-        raise FlagError(
-            [_unknown(word) for word in unknown if word.startswith("-")] or [_unknown(unknown[0])]
-        )
+        raise FlagError(_parser().strangers(unknown))
     return dict(vars(namespace))
-
-
-def _unknown(word: str) -> Problem:
-    name = word.partition("=")[0]
-    if not word.startswith("-"):
-        return Problem(
-            path=(word,), message="vLLM takes no further word", remedy="give one model, then flags"
-        )
-    known = [name for entry in table().values() for name in (*entry["names"], *entry.get("no", ()))]
-    near = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]}?" if near else "leave it out"
-    return Problem(path=(name,), message="vLLM 0.33 has no such flag", remedy=remedy)

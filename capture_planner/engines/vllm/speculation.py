@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model, read_model
 from capture_planner.engines.vllm.parts import Part, names
@@ -166,11 +167,26 @@ def check_schedule(schedule: tuple[tuple[int, int, int], ...]) -> None:
     if not schedule:
         raise refusal(FLAG, "vLLM wants at least one range", "give one, or leave the schedule out", key)
     previous = 0
-    for index, (first, last, tokens) in enumerate(sorted(schedule, key=lambda entry: entry[0])):
-        if first <= 0 or first > last or tokens < 0:
-            raise refusal(FLAG, f"vLLM refuses the range [{first}, {last}, {tokens}]", "", key, index)
-        if first <= previous or (index == 0 and first != 1):
-            raise refusal(FLAG, "vLLM wants ranges from 1 on, without overlap", "list them so", key, index)
+    for index, (first, last, tokens) in sorted(enumerate(schedule), key=lambda item: item[1][0]):
+        written, wrong, remedy = (
+            f"[{first}, {last}, {tokens}]",
+            "",
+            "give [first, last, K], as in [17, 256, 1]",
+        )
+        if first <= 0:
+            wrong, remedy = "it starts below 1 request", "start the first range at 1"
+        elif first > last:
+            wrong = f"it is reversed: it ends at {last}, before its start"
+            remedy = f"write [{last}, {first}, {tokens}]" if last > 0 else remedy
+        elif tokens < 0:
+            wrong, remedy = f"it drafts {tokens} tokens", "draft 0 or more"
+        elif previous == 0 and first != 1:
+            wrong, remedy = f"the first range starts at {first}", "start it at 1"
+        elif first <= previous:
+            wrong = f"it overlaps the range before it, which ends at {previous}"
+            remedy = f"start it at {previous + 1}"
+        if wrong:
+            raise refusal(FLAG, f"vLLM refuses the range {written}: {wrong}", remedy, key, index)
         previous = last
 
 
@@ -178,9 +194,8 @@ def _method(part: Part, target: Model, tokens: int | None) -> tuple[str, str | N
     """Return the method that the words name, and the draft model's name where it is not the target's."""
     method, model = part.text("method"), part.text("model")
     if method is not None and method not in names()["methods"]:
-        raise part.refuse(
-            "method", f"vLLM has no method {method!r}", f"one of {', '.join(names()['methods'][:7])}"
-        )
+        remedy = did_you_mean(method, names()["methods"], f"one of {', '.join(names()['methods'][:7])}")
+        raise part.refuse("method", f"vLLM has no method {method!r}", remedy)
     if method is None:
         dotted = model is not None and "/" not in model and len(model.split(".")) > 1
         if dotted and model is not None and all(word.isidentifier() for word in model.split(".")):
