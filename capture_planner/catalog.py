@@ -24,9 +24,14 @@ def shipped_environments() -> dict[str, Path]:
 def find_environment(name: str) -> Environment:
     """Return a shipped environment by its name, or any environment by its file.
 
-    Raises ``CapturePlannerError`` where it is neither, ``InvalidDocument`` where the file is wrong.
+    Raises ``CapturePlannerError`` where it is neither or empty, ``InvalidDocument`` where the file is wrong.
     """
     shipped = shipped_environments()
+    if not name.strip():
+        raise CapturePlannerError(
+            f"--environment {name!r} names no machine; shipped are {', '.join(shipped)}, and a path to a file "
+            "works too"
+        )
     if name in shipped:
         return codec.load_environment(shipped[name])
     if Path(name).suffix or Path(name).exists():

@@ -119,7 +119,7 @@ def environment_named(name: str | None, output: str | None = None) -> Environmen
     stated = catalog.environment_of_output(output)
     if name is not None and stated not in (None, name):
         click.echo(f"note: {output} is named for {stated}, and this is for {name}", err=True)
-    chosen = name or stated
+    chosen = stated if name is None else name
     if chosen is None:
         chosen = catalog.DEFAULT_ENVIRONMENT
         click.echo(f"note: no --environment was named, so this is for {chosen}", err=True)

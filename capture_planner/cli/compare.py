@@ -20,7 +20,9 @@ from capture_planner.codec import load_plan
 from capture_planner.engines import ENGINES, emulate
 from capture_planner.engines.compare import compare as side_by_side
 from capture_planner.engines.core import Emulation
+from capture_planner.engines.parsing import near
 from capture_planner.environment import Environment
+from capture_planner.errors import FlagError
 from capture_planner.plan import Plan
 from capture_planner.report.side_by_side import side_by_side_table
 
@@ -46,30 +48,55 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         from capture_planner.runtime.workload.trace import read_trace
 
         requests = read_trace(traffic)
-    plans = [None if _is_engine(each) or not is_plan_file(each) else load_plan(each) for each in (a, b)]
+    named = {"A": a, "B": b}
+    plans = [_plan(letter, each) for letter, each in named.items()]
     machine = next((plan.environment for plan in plans if plan is not None), None)
     if environment is not None or machine is None:
         machine = None if all(plans) else environment_named(environment)
     sides = [
-        plan if plan is not None else _deployed(each, machine)
-        for each, plan in zip((a, b), plans, strict=True)
+        plan if plan is not None else _deployed(letter, each, machine)
+        for (letter, each), plan in zip(named.items(), plans, strict=True)
     ]
     compared = side_by_side(sides[0], sides[1], requests, names=(a, b))
     emit(form, compared.data, partial(side_by_side_table, compared))
 
 
-def _is_engine(named: str) -> bool:
-    return named.strip().partition(" ")[0] in ENGINES
+def _engine(named: str) -> str | None:
+    """Return the engine whose command line is named, or None."""
+    first = named.split(maxsplit=1)[:1]
+    return first[0] if first and first[0] in ENGINES else None
 
 
-def _deployed(named: str, environment: Environment | None) -> Plan | Emulation:
+def _plan(letter: str, named: str) -> Plan | None:
+    """Read the plan that is named; None for a spec or an engine."""
+    if _engine(named) is not None:
+        return None
+    if not named.strip() or not Path(named).exists():
+        word = (named.split(maxsplit=1) or [""])[0]
+        found = near(word, ENGINES) or _PROGRAMS.get(word, "")
+        remedy = f"did you mean {found}? {letter} is" if found else f"{letter} can be"
+        raise click.UsageError(
+            f"{letter}: {named if named.strip() else repr(named)}: cannot be read: there is no such file; {remedy} a "
+            f"plan or spec file, or an engine's command line in quotes, beginning with one of {', '.join(ENGINES)}."
+        )
+    return load_plan(named) if is_plan_file(named) else None
+
+
+_PROGRAMS = {"trtllm-serve": "tensorrt-llm", "trtllm": "tensorrt-llm", "trt-llm": "tensorrt-llm"}
+"""What TensorRT-LLM is called too."""
+
+
+def _deployed(letter: str, named: str, environment: Environment | None) -> Plan | Emulation:
     """Emulate an engine's command line, or plan a spec, for a machine."""
     assert environment is not None, "a plan has one, or else one was named"
-    if not _is_engine(named):
+    name = _engine(named)
+    if name is None:
         return planned(named, environment)
-    name, _, flags = named.strip().partition(" ")
     try:
-        words = shlex.split(flags)
+        words = shlex.split(named)
     except ValueError as error:
-        raise click.UsageError(f"{named!r}: {error}; quote it as a shell would.") from None
-    return emulate(name, words, environment)
+        raise click.UsageError(f"{letter}: {named!r}: {error}; quote it as a shell would.") from None
+    try:
+        return emulate(name, words[1:], environment)
+    except FlagError as error:
+        raise FlagError(problem.under((letter,)) for problem in error.problems) from None

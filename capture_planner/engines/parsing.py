@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("ambiguous option: "):
             flag, _, fitting = message.removeprefix("ambiguous option: ").partition(" could match ")
             flag = flag.partition("=")[0]
-            says = f"{self.engine}'s parser stops: it is short for more than one flag, {fitting}"
+            says = f"{self.engine}'s parser stops: it is ambiguous, short for {fitting}"
             remedy = f"give {self.renamed[flag]}" if flag in self.renamed else "write one of them out"
             raise FlagError([Problem(path=(flag,), message=says, remedy=remedy)])
         flag, _, reason = message.removeprefix("argument ").partition(": ")

@@ -271,11 +271,16 @@ def test_wrong_files(refused, config, path, says):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("[1, 2]", "not a mapping"), ("a: [", "is not YAML"), ("max_batch_size: 1\nmax_batch_size: 2", "last")],
+    [("[1, 2]", "not a mapping"), ("a: [", "is not YAML")],
 )
 def test_wrong_yaml(refused, text, says):
     """A file that is no configuration at all."""
     assert says in refused(text=text).message
+
+
+def test_of_a_key_that_is_given_twice_the_last_holds(emulate):
+    """As in PyYAML, which the engine reads its file with."""
+    assert emulate(text="max_batch_size: 1\nmax_batch_size: 2").limits.max_num_reqs == 2
 
 
 def test_a_schedule_without_sizes_does_not_start(refused):
