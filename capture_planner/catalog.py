@@ -29,7 +29,7 @@ def find_environment(name: str) -> Environment:
     shipped = shipped_environments()
     if not name.strip():
         raise CapturePlannerError(
-            f"--environment {name!r} names no machine; shipped are {', '.join(shipped)}, and a path to a file "
+            f"the environment {name!r} names no machine; shipped are {', '.join(shipped)}, and a path to a file "
             "works too"
         )
     if name in shipped:

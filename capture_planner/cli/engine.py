@@ -21,6 +21,7 @@ from capture_planner.cli.common import (
 from capture_planner.codec import dumps_json
 from capture_planner.engines import ENGINES, emulate
 from capture_planner.engines.check import check
+from capture_planner.engines.sent import why_never_sent
 from capture_planner.lint import Severity
 from capture_planner.report import engine as shown
 
@@ -54,7 +55,9 @@ def engine(
     emulated = emulate(name, flags, environment_named(environment))
     if batches is not None:
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulated.modes)):
-            click.echo(json.dumps(answer_line(batch, emulated.dispatch(batch))))
+            never = why_never_sent(batch, emulated)
+            line = answer_line(batch, emulated.dispatch(batch))
+            click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return
     emit(form, emulated.data, partial(shown.emulation_table, emulated))
 

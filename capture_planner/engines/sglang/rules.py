@@ -119,6 +119,9 @@ def choose_attention(r: Resolution) -> None:
         raise refusal("--attention-backend", "SGLang does not speculate with flex_attention", "name another")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
     major = r.environment.device.sm[0]
+    if "fa3" in r.attention and major not in (8, 9):
+        says = f"SGLang's fa3 needs SM80 to SM90, and {r.environment.name} has SM{major}{r.environment.device.sm[1]}"
+        raise refusal("--attention-backend", says, "name another, such as flashinfer")
     if "trtllm_mha" in r.attention and major not in (9, 10, 12):
         says = "SGLang runs trtllm_mha on SM90, SM100 and SM120 only"
         raise refusal("--attention-backend", says, "name another, such as flashinfer or triton")

@@ -60,7 +60,10 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
             value = {} if value is None else value
             if isinstance(value, dict) and key in value:
                 raise refusal(
-                    FLAG, f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too", "", key
+                    FLAG,
+                    f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too",
+                    "drop one",
+                    key,
                 )
             value = {**value, key: given.get(flag)}
     if value is None:
@@ -250,7 +253,9 @@ def _check_draft(
             "draft_tensor_parallel_size", f"vLLM takes 1 or the target's {tensor}", "give one of both"
         )
     if draft.heads % (draft_tensor or tensor):
-        raise part.refuse("model", f"vLLM cannot split {draft.heads} heads over {draft_tensor or tensor}", "")
+        raise part.refuse(
+            "model", f"vLLM cannot split {draft.heads} heads over {draft_tensor or tensor}", "give a divisor"
+        )
 
 
 def _draft_length(part: Part, asked: int | None, draft: Model, max_len: int) -> int:

@@ -53,6 +53,7 @@ _ABSENT = (
 _MODULES = {
     "memory": "arg_groups.memory_hook",
     "attention": "layers.attention.flashattention_backend",
+    "registry": "layers.attention.attention_registry",
     "triton_attention": "layers.attention.triton_backend",
     "trtllm_attention": "layers.attention.trtllm_mha_backend",
     "lora_backends": "lora.backend.lora_registry",
@@ -118,6 +119,7 @@ class Sglang:
         memory = environment.device.memory / (1 << 20)
         self.m.memory.get_device_memory_capacity = lambda device: memory
         torch.cuda.get_device_capability = lambda *_: (major, minor)
+        self.m.registry.get_device_capability = lambda *_: (major, minor)
         facts = {
             "is_cuda": True,
             "is_hip": False,
