@@ -156,6 +156,82 @@ def test_a_plan_is_exported_and_the_engine_reads_it(call: Run, name: str, tmp_pa
     assert call("export", PLAN, "--to", name, "--strict").code == (0 if data["proof"]["exact"] else 2)
 
 
+T4 = str(ROOT / "plans" / "locked" / "llama-3.2-3b-eagle-t4.t4.yaml")
+TINY = str(ROOT / "plans" / "locked" / "tiny-reference-cpu.cpu.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("vllm", "it needs compute capability 8.0"), ("sglang", "needs SM80 to SM90")]
+)
+def test_a_backend_that_the_machine_cannot_run_is_not_exported(call: Run, name: str, reason: str) -> None:
+    """The flags are without it, are proved, and are those that the engine takes on that machine."""
+    data = call("export", T4, "--to", name, "--format", "json").data
+    assert "--attention-backend" not in data["flags"]
+    assert reason in {loss["name"]: loss["says"] for loss in data["losses"]}["backend"]
+    assert data["proof"]["batches"] > 0
+    assert data["unproved"] is None
+    assert call("engine", name, *data["flags"], "--environment", "t4").code == 0
+    said = call("export", T4, "--to", name)
+    assert said.code == 0
+    assert said.out.startswith("--model")
+    assert "not proved" not in said.out
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("strict", [(), ("--strict",)])
+def test_flags_are_written_where_nothing_can_be_proved(
+    call: Run, name: str, strict: tuple[str, ...], tmp_path: Path
+) -> None:
+    """No GPU, no proof: flags and file all the same, the reason in text and JSON, and exit code 2."""
+    file = tmp_path / "engine.yaml"
+    data = call("export", TINY, "--to", name, "--format", "json", "-o", str(file), *strict).document(2)
+    assert "--max" in " ".join(data["flags"])
+    assert data["proof"] is None
+    assert "cpu has no CUDA device" in data["unproved"]
+    assert file.read_text("utf-8") == data["file"]
+    said = call("export", TINY, "--to", name, *strict)
+    assert said.code == 2
+    assert said.out.startswith("--model")
+    assert "not proved" in said.out
+    assert "nothing of the plan is lost" not in said.out
+
+
+CAN_BE = (
+    "a plan or spec file, or an engine's command line in quotes, beginning with one of vllm, sglang, tensorrt"
+)
+
+
+@pytest.mark.parametrize(
+    ("sides", "which", "says"),
+    [
+        (("foo --a", "vllm"), "A: foo --a", CAN_BE),
+        (("", "vllm"), "A: ''", CAN_BE),
+        (("vllm", " "), "B: ' '", CAN_BE),
+        (("vllm", "vLLM --max-num-seqs 3"), "B: vLLM --max-num-seqs 3", "did you mean vllm?"),
+        (("trtllm-serve", "vllm"), "A: trtllm-serve", "did you mean tensorrt-llm?"),
+        (("vllm", "vllm --max-num-seqs x"), "B.--max-num-seqs", "give a whole number"),
+        (("vllm 'open", "vllm"), 'A: "vllm \'open"', "quote it as a shell would"),
+    ],
+)
+def test_a_side_that_is_none_is_named(call: Run, sides: tuple[str, str], which: str, says: str) -> None:
+    """Which of both it was, and what it can be."""
+    ran = call("compare", *sides, *H100)
+    assert ran.code == 1
+    assert f"{which}: " in ran.err
+    assert says in " ".join(ran.err.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("engine", "vllm"), ("check", "--engine", "sglang"), ("compare", "vllm", "vllm"), ("plan", SPEC)],
+)
+def test_an_empty_environment_is_none(call: Run, command: tuple[str, ...]) -> None:
+    """It is not the default one."""
+    ran = call(*command, "--environment", "")
+    assert ran.code == 1
+    assert "names no machine; shipped are a100" in ran.err
+
+
 def test_deployments_are_put_side_by_side(call: Run) -> None:
     """A plan and an engine; the engine runs on the plan's machine where no other is named."""
     ran = call("compare", PLAN, "vllm --max-num-seqs 256")

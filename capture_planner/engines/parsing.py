@@ -11,6 +11,9 @@ from typing import ClassVar, NoReturn
 
 from capture_planner.errors import FlagError, Problem
 
+REMEDY = "; "
+"""Parts what is wrong from what to give, in the ``ArgumentTypeError`` of a type of an engine's own."""
+
 NUMBERS = re.compile(r"[\[(]?\s*(-?\d+(?:[\s,;]+-?\d+)+)[\s,;]*[\])]?")
 """Several whole numbers in one word."""
 
@@ -72,7 +75,10 @@ class Parser(argparse.ArgumentParser):
         if not reason:
             raise FlagError([Problem(message=f"{self.engine}'s parser stops: {message}")])
         flag = next(part for part in flag.split("/") if part.startswith("--") or "--" not in flag)
-        says, remedy = f"{self.engine}'s parser stops: {reason}", self._remedy(flag, reason)
+        remedy = self._remedy(flag, reason)
+        if not remedy:
+            reason, _, remedy = reason.partition(REMEDY)
+        says = f"{self.engine}'s parser stops: {reason}"
         raise FlagError([Problem(path=(flag,), message=says, remedy=remedy)])
 
     def strangers(self, words: Sequence[str]) -> list[Problem]:

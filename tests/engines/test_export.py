@@ -15,7 +15,7 @@ from capture_planner.engines.export import EXPORTERS, Effect, compared, prove
 from capture_planner.engines.export.core import DRAFT_MODEL, graph_scope, words
 from capture_planner.engines.export.proof import effect, emulated
 from capture_planner.entry import Batch
-from capture_planner.errors import DispatchError
+from capture_planner.errors import DispatchError, FlagError, Problem
 from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Refresh, Role
 from capture_planner.plan import Kind
@@ -278,3 +278,57 @@ def test_a_backend_that_the_engine_has_not_is_a_loss():
         other = EXPORTERS[engine](attrs.evolve(planned, roles=(attrs.evolve(role, groups=groups),)))
         assert "--attention-backend" not in other.flags
         assert "no attention backend reference" in {loss.name: loss for loss in other.losses}["backend"].says
+
+
+def refusing(engine, *flags):
+    """Return the restated engine, which refuses a command line with any of these words."""
+
+    def emulate(words, machine):
+        if set(flags) & set(words):
+            path = ("--attention-backend",) if "--attention-backend" in flags else ("--environment",)
+            raise FlagError([Problem(path=path, message="it has no such kernel", remedy="buy another")])
+        return EMULATORS[engine](words, machine)
+
+    return emulate
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_backend_that_the_engine_refuses_is_left_out(engine):
+    """It is a loss with the engine's reason; flags and file are without it, and what is left is proved."""
+    planned = made()
+    export = EXPORTERS[engine](planned)
+    found = prove(export, planned, refusing(engine, "--attention-backend"))
+    assert found.backend is None
+    kept = tuple(word for word in export.flags if word not in ("--attention-backend", export.backend))
+    assert found.flags == kept
+    assert words(YAML(typ="safe", pure=True).load(found.file)) == found.flags
+    (lost,) = [loss for loss in found.losses if loss.name == "backend"]
+    assert "it has no such kernel" in lost.says
+    assert "h100" in lost.says
+    assert found.unproved is None
+    assert found.proof.batches == prove(export, planned, EMULATORS[engine]).proof.batches
+    assert lost.cost == found.proof.cost(lost.scope)
+
+
+@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+def test_flags_that_the_engine_refuses_are_not_proved(engine):
+    """They are there, with no proof, and the engine's reason in its place; losses have no cost."""
+    planned = made()
+    export = EXPORTERS[engine](planned)
+    found = prove(export, planned, refusing(engine, export.flags[0]))
+    assert found == attrs.evolve(export, unproved=found.unproved)
+    assert "it has no such kernel; buy another" in found.unproved
+    assert (found.data()["proof"], found.data()["unproved"]) == (None, found.unproved)
+
+
+def test_a_refused_file_has_the_name_it_is_written_under():
+    """Not that of the file that lay on disk for the proof."""
+    planned = made()
+
+    def emulate(command, machine):
+        path = command[command.index("--config") + 1]
+        raise FlagError([Problem(path=("--config",), file=path, line=3, message="no")])
+
+    found = prove(EXPORTERS["tensorrt-llm"](planned), planned, emulate)
+    assert found.unproved.endswith("tensorrt-llm.yaml:3: --config: no")
+    assert "/" not in found.unproved

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from ruamel.yaml.error import YAMLError
 
-from capture_planner.engines.parsing import Parser, not_json
+from capture_planner.engines.parsing import Parser, did_you_mean, not_json
 from capture_planner.engines.sglang.names import CHOICES, INERT, NOT_FOLLOWED
 from capture_planner.engines.yaml_files import located, read_yaml, refused_file
 from capture_planner.errors import FlagError, InvalidDocument, Problem
@@ -64,13 +64,15 @@ def count(text: str) -> int:
         try:
             return int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number, nor one with k or Ki") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no whole number; give one, or one with k or Ki"
+            ) from None
     number, suffix = found.groups()
     power = "KMGT".index(suffix[0].upper()) + 1
     if not suffix.endswith("i"):
         return int(Decimal(number) * (1000**power))
     if "." in number:
-        raise argparse.ArgumentTypeError(f"{text!r} has decimals, which a binary suffix does not take")
+        raise argparse.ArgumentTypeError(f"{text!r} has decimals before Ki; give a whole number")
     return int(number) << (10 * power)
 
 
@@ -81,20 +83,19 @@ def graph_config(text: str) -> dict[str, dict[str, Any]]:
     except json.JSONDecodeError as error:
         raise not_json(text, error) from None
     if not isinstance(parsed, dict):
-        raise argparse.ArgumentTypeError('not a JSON object, as in {"decode": {"bs": [1, 2]}}')
+        raise argparse.ArgumentTypeError('not a JSON object; write it as in {"decode": {"bs": [1, 2]}}')
     for phase, settings in parsed.items():
         if phase not in _PHASE_KEYS:
-            raise argparse.ArgumentTypeError(f"it has the phases decode and prefill, and not {phase!r}")
+            raise argparse.ArgumentTypeError(f"there is no phase {phase!r}; give decode and prefill")
         if not isinstance(settings, dict):
-            raise argparse.ArgumentTypeError(f"{phase} is not a JSON object")
+            raise argparse.ArgumentTypeError(f'{phase} is not a JSON object; write it as in {{"bs": [1, 2]}}')
         if settings.get("backend") == "tc_piecewise":
-            raise argparse.ArgumentTypeError(
-                "backend tc_piecewise is gone: breakable, full and disabled remain"
-            )
+            raise argparse.ArgumentTypeError("backend tc_piecewise is gone; give breakable, full or disabled")
+        keys = _PHASE_KEYS[phase]
         for key in settings:
-            if key not in _PHASE_KEYS[phase]:
-                keys = ", ".join(_PHASE_KEYS[phase])
-                raise argparse.ArgumentTypeError(f"{phase} has the keys {keys}, and not {key!r}")
+            if key not in keys:
+                remedy = did_you_mean(key, keys, f"give {', '.join(keys)}")
+                raise argparse.ArgumentTypeError(f"{phase} has no key {key!r}; {remedy}")
     return dict(parsed)
 
 
@@ -107,9 +108,11 @@ class _LoraPaths(argparse.Action):
                 try:
                     found = json.loads(text)
                 except json.JSONDecodeError as error:
-                    parser.error(f"argument --lora-paths: not JSON: {error}")
+                    parser.error(f"argument --lora-paths: {not_json(text, error)}")
                 if not {"lora_name", "lora_path"} <= set(found):
-                    parser.error("argument --lora-paths: an adapter needs lora_name and lora_path")
+                    parser.error(
+                        "argument --lora-paths: an adapter lacks its name or path; give lora_name and lora_path"
+                    )
         setattr(namespace, self.dest, list(values))
 
 

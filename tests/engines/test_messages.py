@@ -1,0 +1,254 @@
+"""What a person reads who typed something wrong: where it is, what was wrong, and what to give."""
+
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from capture_planner.catalog import find_environment
+from capture_planner.engines import ENGINES, emulate, find_engine
+from capture_planner.engines.parsing import near
+from capture_planner.engines.sglang import flags as sglang
+from capture_planner.engines.tensorrt_llm import flags as tensorrt_llm
+from capture_planner.engines.vllm import flags as vllm
+from capture_planner.engines.yaml_files import read_yaml
+from capture_planner.errors import FlagError, InvalidDocument
+
+H100 = find_environment("h100")
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+FRONT = {"vllm": ["m"], "sglang": [], "tensorrt-llm": []}
+KNOWN = {
+    "vllm": {name for entry in vllm.table().values() for name in (*entry["names"], *entry.get("no", ()))},
+    "sglang": set(sglang._PARSER._option_string_actions),
+    "tensorrt-llm": {*tensorrt_llm.FLAGS, *tensorrt_llm._IGNORED, *tensorrt_llm._SWITCHES},
+}
+"""Every flag that each engine takes."""
+RENAMED = {
+    "vllm": vllm._Parser.renamed,
+    "sglang": sglang._Parser.renamed,
+    "tensorrt-llm": tensorrt_llm._RENAMED,
+}
+
+
+def problems(engine, *words):
+    """Return what is wrong with a command line."""
+    with pytest.raises(FlagError) as error:
+        emulate(engine, words, H100)
+    return error.value.problems
+
+
+def drafts(**more):
+    """Return a vLLM drafter as JSON."""
+    return json.dumps({"method": "eagle3", "model": "x/y", "num_speculative_tokens": 2} | more)
+
+
+WRONG = [
+    ("vllm", "--max-num-sqs 4", "--max-num-sqs", "did you mean --max-num-seqs?"),
+    ("vllm", "--max-num-seqs", "--max-num-seqs", "give its value"),
+    ("vllm", "--max-num-seqs many", "--max-num-seqs", "give a whole number"),
+    ("vllm", "--max-num-seqs 1e3", "--max-num-seqs", "give a whole number"),
+    ("vllm", "--max-num-seqs -1", "--max-num-seqs", "give 1 or more"),
+    ("vllm", "--max-num-seqs 0", "--max-num-seqs", "give 1 or more"),
+    ("vllm", "--max-num-seqs 512 --max-num-batched-tokens 256", "--max-num-batched-tokens", "give 512"),
+    ("vllm", "--cudagraph-capture-sizes 1,2,4", "--cudagraph-capture-sizes", "give them apart: 1 2 4"),
+    ("vllm", "--cudagraph-capture-sizes [1,2,4]", "--cudagraph-capture-sizes", "give them apart: 1 2 4"),
+    ("vllm", ["--cudagraph-capture-sizes", "1 2 4"], "--cudagraph-capture-sizes", "apart: 1 2 4"),
+    ("vllm", ["--max-num-seqs", "6 4"], "--max-num-seqs", "give one number"),
+    ("vllm", "--cuda-graph-sizes 1 2", "--cuda-graph-sizes", "give --cudagraph-capture-sizes"),
+    ("vllm", "--tp-size 2", "--tp-size", "give --tensor-parallel-size"),
+    ("vllm", ["-sc", drafts(method="eagel3")], "method", "did you mean eagle3?"),
+    ("vllm", ["-sc", drafts(num_speculative_tokens=0)], "num_speculative_tokens", "give 1 or more"),
+    ("vllm", ["-sc", drafts(**{SCHEDULE: [[1, 16, 2], [32, 17, 1]]})], 1, "reversed"),
+    ("vllm", ["-sc", drafts(**{SCHEDULE: [[1, 16, 2], [32, 17, 1]]})], 1, "write [17, 32, 1]"),
+    ("vllm", ["-sc", drafts(**{SCHEDULE: [[1, 16, 2], [10, 20, 1]]})], 1, "which ends at 16; start it at 17"),
+    ("vllm", ["-sc", drafts(**{SCHEDULE: [[10, 20, 1], [1, 16, 2]]})], 0, "which ends at 16; start it at 17"),
+    ("vllm", ["-sc", drafts(**{SCHEDULE: [[2, 16, 2]]})], 0, "starts at 2; start it at 1"),
+    ("vllm", ["-sc", drafts(**{SCHEDULE: [[1, 16, -2]]})], 0, "draft 0 or more"),
+    ("vllm", ["-cc", '{"mode": 3'], "--compilation-config", "close its braces"),
+    ("vllm", ["-cc", "{'mode': 3}"], "--compilation-config", "double quotes inside"),
+    ("vllm", ["-cc", "{mode: 3}"], "--compilation-config", "character 2"),
+    ("vllm", "-sc {method: eagle3}", "--speculative-config", "the shell takes it apart"),
+    ("vllm", "--enforce-eager=true", "--enforce-eager", "without a value"),
+    ("vllm", "m --enforce-eager true", "true", "a switch takes no value"),
+    ("vllm", "m \u2013max-num-seqs 3", "\u2013max-num-seqs", "two plain dashes"),
+    ("vllm", "m max-num-seqs 3", "max-num-seqs", "two plain dashes"),
+    ("sglang", "--max-running-requets 4", "--max-running-requets", "did you mean --max-running-requests?"),
+    ("sglang", "--max_running_requests 4", "--max_running_requests", "did you mean --max-running-requests?"),
+    ("sglang", "--max-num-seqs 4", "--max-num-seqs", "give --max-running-requests"),
+    ("sglang", "--cuda-graph-bs 1 2", "--cuda-graph-bs", "give --cuda-graph-bs-decode"),
+    ("sglang", "--cuda-graph-bs 1 2", "--cuda-graph-bs", "or --cuda-graph-bs-prefill"),
+    ("sglang", "--cuda-graph-max-bs 8", "--cuda-graph-max-bs", "give --cuda-graph-max-bs-decode"),
+    ("sglang", "--cuda-graph-max-bs 8", "--cuda-graph-max-bs", "or --cuda-graph-max-bs-prefill"),
+    ("sglang", "--disable-piecewise-cuda-graph", "--disable-piecewise-cuda-graph", "--disable-prefill-cuda"),
+    ("sglang", "--cuda-graph-bs-decode 1,2,4", "--cuda-graph-bs-decode", "give them apart: 1 2 4"),
+    ("sglang", "--cuda-graph-max-bs-decode 0", "--cuda-graph-max-bs-decode", "give 1 or more"),
+    ("sglang", "--max-running-requests 0", "--max-running-requests", "give 1 or more"),
+    ("sglang", "--max-running-requests 1.5", "--max-running-requests", "give a whole number"),
+    ("sglang", "--attention-backend flash_infer", "--attention-backend", "did you mean flashinfer?"),
+    ("sglang", "--speculative-algorithm EAGEL", "--speculative-algorithm", "did you mean EAGLE?"),
+    ("sglang", ["--cuda-graph-config", '{"decode": '], "--cuda-graph-config", "close its braces"),
+    ("sglang", ["--cuda-graph-config", '{"decod": {}}'], "--cuda-graph-config", "decode and prefill"),
+    ("sglang", ["--cuda-graph-config", '{"decode": {"max_b": 3}}'], "--cuda-graph-config", "max_bs"),
+    ("sglang", ["--cuda-graph-config", '{"decode": {"bs": "1"}}'], "--cuda-graph-config", "as in [1, 2, 4]"),
+    ("sglang", ["--cuda-graph-config", '{"decode": {"bs": []}}'], "--cuda-graph-config", "leave bs out"),
+    ("sglang", "--page-size 0", "--page-size", "give 1 or more"),
+    ("sglang", "--tp-size 0", "--tp-size", "give 1 or more"),
+    ("sglang", "--tp-size 6 --attn-dp-size 4", "--attn-dp-size", "give a divisor of --tp-size 6"),
+    ("sglang", "--speculative-algorithm EAGLE --speculative-num-steps 3", "--speculative-eagle-topk", "give"),
+    ("sglang", "some/model", "some/model", "--model-path MODEL"),
+    ("sglang", "--disable-cuda-graph=true", "--disable-cuda-graph", "without a value"),
+    ("tensorrt-llm", "--max-batch-size 4", "--max-batch-size", "did you mean --max_batch_size?"),
+    ("tensorrt-llm", "--tp 4", "--tp", "did you mean --tp_size?"),
+    ("tensorrt-llm", "--max-num-seqs 4", "--max-num-seqs", "give --max_batch_size"),
+    ("tensorrt-llm", "--cuda_graph_config {}", "--cuda_graph_config", "give --config FILE"),
+    ("tensorrt-llm", "--max_batch_size", "--max_batch_size", "give its value"),
+    ("tensorrt-llm", "--max_batch_size 1,2", "--max_batch_size", "give one number"),
+    ("tensorrt-llm", "--max_batch_size 0", "--max_batch_size", "give 1 to 65536"),
+    ("tensorrt-llm", "--max_num_tokens 8k", "--max_num_tokens", "give a whole number"),
+    ("tensorrt-llm", "--trust_remote_code=true", "--trust_remote_code", "without one"),
+    ("tensorrt-llm", "--tp_size 4 --ep_size 3", "--ep_size", "give a divisor of 4"),
+]
+
+
+@pytest.mark.parametrize(("engine", "command", "where", "says"), WRONG)
+def test_a_wrong_command_line(engine, command, where, says):
+    """One problem: its path ends at the place, and text and remedy say what to do."""
+    (problem,) = problems(engine, *(command.split() if isinstance(command, str) else command))
+    assert problem.path[-1] == where
+    assert says in str(problem)
+    assert problem.remedy
+
+
+FILES = [
+    ("vllm", "max-num-seqs: 64\nmax-num-batched-toks: 3", 2, "did you mean --max-num-batched-tokens?"),
+    ("vllm", "seed: 1\nmax_num_seqs: many", 2, "give a whole number"),
+    ("vllm", "compilation-config:\n  mode: 3\n  cudagraph_mod: FULL", 3, "did you mean cudagraph_mode?"),
+    ("vllm", "max-num-seqs: 512\nmax-num-batched-tokens: 256", 2, "give 512 or more"),
+    ("vllm", "- a\n- b", 1, "flag: value on each line"),
+    ("vllm", "max-num-seqs: 64\n  seed: [1,", 2, "not YAML"),
+    ("sglang", "tp-size: 2\nmax-running-requets: 3", 2, "did you mean --max-running-requests?"),
+    ("sglang", "tp-size: 2\ncuda-graph-bs-decode: 1,2,4", 2, "give them apart: 1 2 4"),
+    ("sglang", "tp-size: 1\npage-size: 0", 2, "give 1 or more"),
+    ("sglang", "- a\n- b", 1, "flag: value on each line"),
+    ("sglang", "tp-size: 2\n  seed: [1,", 2, "not YAML"),
+    ("tensorrt-llm", "max_seq_len: 8\nmax_batch_siz: 4", 2, "did you mean max_batch_size?"),
+    ("tensorrt-llm", "cuda_graph_config:\n  enable_paddin: true", 2, "did you mean enable_padding?"),
+    ("tensorrt-llm", "cuda_graph_config:\n  batch_sizes:\n  - 1\n  - x", 4, "give a whole number"),
+    ("tensorrt-llm", "max_seq_len: 8\nmax_batch_size: 1e9", 2, "not a whole number, but '1e9'"),
+    ("tensorrt-llm", "speculative_config:\n  decoding_type: eagle3", 2, "did you mean Eagle3?"),
+    ("tensorrt-llm", "- a\n- b", 1, "option: value on each line"),
+    ("tensorrt-llm", "max_seq_len: 8\n  a: [1,", 2, "not YAML"),
+]
+
+
+@pytest.mark.parametrize(("engine", "text", "line", "says"), FILES)
+def test_a_wrong_file(engine, text, line, says, tmp_path):
+    """The file, the line and the flag that named it; nothing is printed beside the error."""
+    file = tmp_path / "flags.yaml"
+    for flag in ("--config", "--extra_llm_api_options") if engine == "tensorrt-llm" else ("--config",):
+        file.write_text(text, "utf-8")
+        (problem,) = problems(engine, *FRONT[engine], flag, str(file))[:1]
+        assert (problem.file, problem.line) == (str(file), line)
+        assert says in str(problem)
+        assert problem.remedy
+        if engine == "tensorrt-llm":
+            assert problem.path[0] == flag
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_that_is_not_there(engine, tmp_path):
+    """Its name and the system's reason, without numbers of errors."""
+    (problem,) = problems(engine, *FRONT[engine], "--config", str(tmp_path / "no.yaml"))
+    assert problem.file == str(tmp_path / "no.yaml")
+    assert "No such file" in problem.message
+    assert "Errno" not in str(problem)
+
+
+def test_the_command_line_is_not_said_to_be_in_the_file(tmp_path):
+    """A flag that stands in both is read from the command line, so that it has no line."""
+    file = tmp_path / "flags.yaml"
+    file.write_text("max-num-seqs: 8\ntensor-parallel-size: 2\n", "utf-8")
+    for words in (["--max-num-seqs", "x"], ["-tp", "x"]):
+        (problem,) = problems("vllm", "m", "--config", str(file), *words)
+        assert problem.file is None
+
+
+@given(
+    st.sampled_from(sorted((e, f) for e in ENGINES for f in find_engine(e).flags if f[:2] == "--")), st.data()
+)
+def test_a_slip_is_understood(drawn, data):
+    """Of a flag with a letter too few, twice, or two swapped, or the other dashes, a real one is named."""
+    engine, flag = drawn
+    at = data.draw(st.integers(2, len(flag) - 2))
+    slip = data.draw(
+        st.sampled_from(
+            [
+                flag[:at] + flag[at + 1 :],
+                flag[:at] + flag[at] + flag[at:],
+                flag[:at] + flag[at + 1] + flag[at] + flag[at + 2 :],
+                "--" + flag[2:].translate(str.maketrans("-_", "_-")),
+            ]
+        )
+    )
+    begun = slip if engine == "tensorrt-llm" else slip.replace("_", "-") if engine == "vllm" else slip
+    assume(not any(name == begun or name.startswith(begun) for name in KNOWN[engine]))
+    found = near(slip, KNOWN[engine])
+    assert found in KNOWN[engine]
+    if slip.replace("_", "-") == flag.replace("_", "-"):
+        assert found.replace("_", "-") == flag.replace("_", "-")
+    (problem,) = problems(engine, f"{slip}=1")
+    assert problem.remedy in (f"did you mean {found}?", f"give {RENAMED[engine].get(slip)}")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_renamed_flags(engine):
+    """What is given in place of an old or foreign flag is one of the engine's, and the old one is not."""
+    for old, new in RENAMED[engine].items():
+        assert old not in KNOWN[engine]
+        named = [word.strip(",") for word in new.split() if word.startswith("--")]
+        assert named
+        assert set(named) <= KNOWN[engine]
+
+
+LETTERS = st.text("0123456789.eE+-_:xobnfyYsONalt", min_size=1, max_size=7)
+WORDS = st.sampled_from(
+    [
+        "yes",
+        "no",
+        "y",
+        "n",
+        "on",
+        "off",
+        "TRUE",
+        "1e9",
+        "1.0e9",
+        "1.e+3",
+        "0x1F",
+        "0o7",
+        "010",
+        "08",
+        "1:30",
+        "1_000",
+        ".5",
+        "-_",
+        "+.inf",
+        "~",
+    ]
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), LETTERS | WORDS), max_size=4))
+def test_files_are_read_as_the_engines_read_them(tmp_path_factory, lines):
+    """PyYAML's answer: kinds of scalars, and of a key given twice the last."""
+    yaml = pytest.importorskip("yaml")
+    file = tmp_path_factory.mktemp("yaml") / "a.yaml"
+    text = "".join(f"{key}: {value}\n" for key, value in lines)
+    file.write_text(text, "utf-8")
+    try:
+        expected = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        with pytest.raises(InvalidDocument):
+            read_yaml(str(file))
+        return
+    assert repr(read_yaml(str(file))) == repr(expected)
