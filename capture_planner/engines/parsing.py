@@ -14,7 +14,7 @@ from capture_planner.errors import FlagError, Problem
 REMEDY = "; "
 """Parts what is wrong from what to give, in the ``ArgumentTypeError`` of a type of an engine's own."""
 
-NUMBERS = re.compile(r"[\[(]?\s*(-?\d+(?:[\s,;]+-?\d+)+)[\s,;]*[\])]?")
+NUMBERS = re.compile(r"[\[(]?\s*-?\d+(?:[\s,;]+-?\d+)+[\s,;]*[\])]?")
 """Several whole numbers in one word."""
 
 
@@ -35,6 +35,20 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "leave it out
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_ ]+", "-", name).strip("-").lower()
+
+
+def number_remedy(text: str, *, several: bool = False) -> str:
+    """Return what to do about a text that was to be one number, or ``several``; empty where that says it all."""
+    if text == "=":
+        return "write it without spaces around ="
+    if NUMBERS.fullmatch(text) is None:
+        return ""
+    return f"give them apart: {' '.join(listed(text))}" if several else "give one number"
+
+
+def listed(text: str) -> list[str]:
+    """Return the whole numbers in a text."""
+    return re.findall(r"-?\d+", text)
 
 
 def json_remedy(text: str) -> str:
@@ -117,9 +131,5 @@ class Parser(argparse.ArgumentParser):
             found = near(given, map(str, action.choices))
             return f"did you mean {found}?" if found else "give one of them"
         kind, _, given = reason.removeprefix("invalid ").partition(" value: ")
-        numbers = NUMBERS.fullmatch(given[1:-1])
-        if numbers is not None:
-            listed = re.findall(r"-?\d+", numbers.group(1))
-            several = action is not None and action.nargs in ("+", "*")
-            return f"give them apart: {' '.join(listed)}" if several else "give one number"
-        return self.wanted.get(kind, "")
+        several = action is not None and action.nargs in ("+", "*")
+        return number_remedy(given[1:-1], several=several) or self.wanted.get(kind, "")

@@ -72,6 +72,10 @@ WRONG = [
     ("vllm", "--enforce-eager=true", "--enforce-eager", "without a value"),
     ("vllm", "m --enforce-eager true", "true", "a switch takes no value"),
     ("vllm", "m \u2013max-num-seqs 3", "\u2013max-num-seqs", "two plain dashes"),
+    ("vllm", ["--max-num-seqs 64"], "--max-num-seqs", "as two words"),
+    ("vllm", ["--max-num-seqs = 64"], "--max-num-seqs", "as two words"),
+    ("vllm", "--max-num-seqs = 64", "--max-num-seqs", "without spaces around ="),
+    ("vllm", "-cc.cudagraph_capture_sizes=1,2,4", "cudagraph_capture_sizes", "write [1, 2, 4]"),
     ("vllm", "m max-num-seqs 3", "max-num-seqs", "two plain dashes"),
     ("sglang", "--max-running-requets 4", "--max-running-requets", "did you mean --max-running-requests?"),
     ("sglang", "--max_running_requests 4", "--max_running_requests", "did you mean --max-running-requests?"),
@@ -92,6 +96,9 @@ WRONG = [
     ("sglang", ["--cuda-graph-config", '{"decode": {"max_b": 3}}'], "--cuda-graph-config", "max_bs"),
     ("sglang", ["--cuda-graph-config", '{"decode": {"bs": "1"}}'], "--cuda-graph-config", "as in [1, 2, 4]"),
     ("sglang", ["--cuda-graph-config", '{"decode": {"bs": []}}'], "--cuda-graph-config", "leave bs out"),
+    ("sglang", ["--speculative-algorithm", ""], "--speculative-algorithm", "'' is unknown"),
+    ("sglang", ["--tp 3"], "--tp", "did you mean --tp-size?"),
+    ("sglang", "--device cpu", "--device", "give cuda"),
     ("sglang", "--page-size 0", "--page-size", "give 1 or more"),
     ("sglang", "--tp-size 0", "--tp-size", "give 1 or more"),
     ("sglang", "--tp-size 6 --attn-dp-size 4", "--attn-dp-size", "give a divisor of --tp-size 6"),
@@ -104,6 +111,7 @@ WRONG = [
     ("tensorrt-llm", "--cuda_graph_config {}", "--cuda_graph_config", "give --config FILE"),
     ("tensorrt-llm", "--max_batch_size", "--max_batch_size", "give its value"),
     ("tensorrt-llm", "--max_batch_size 1,2", "--max_batch_size", "give one number"),
+    ("tensorrt-llm", "--max_batch_size = 64", "--max_batch_size", "without spaces around ="),
     ("tensorrt-llm", "--max_batch_size 0", "--max_batch_size", "give 1 to 65536"),
     ("tensorrt-llm", "--max_num_tokens 8k", "--max_num_tokens", "give a whole number"),
     ("tensorrt-llm", "--trust_remote_code=true", "--trust_remote_code", "without one"),
@@ -212,30 +220,8 @@ def test_renamed_flags(engine):
 
 
 LETTERS = st.text("0123456789.eE+-_:xobnfyYsONalt", min_size=1, max_size=7)
-WORDS = st.sampled_from(
-    [
-        "yes",
-        "no",
-        "y",
-        "n",
-        "on",
-        "off",
-        "TRUE",
-        "1e9",
-        "1.0e9",
-        "1.e+3",
-        "0x1F",
-        "0o7",
-        "010",
-        "08",
-        "1:30",
-        "1_000",
-        ".5",
-        "-_",
-        "+.inf",
-        "~",
-    ]
-)
+ODD = "yes no y n on off TRUE 1e9 1.0e9 1.e+3 0x1F 0o7 010 08 1:30 1_000 .5 -_ +.inf ~"
+WORDS = st.sampled_from(ODD.split())
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), LETTERS | WORDS), max_size=4))

@@ -30,8 +30,8 @@ def check_followed(r: Resolution) -> None:
     )
     for flag, value, known in wanted:
         if value not in known:
-            names = ", ".join(str(name) for name in known if name is not None)
-            raise refusal(flag, f"SGLang may take {value}, and its graphs are not emulated", f"{names} are")
+            names = " or ".join(str(name) for name in known if name is not None)
+            raise refusal(flag, f"SGLang may take {value}, and its graphs are not emulated", f"give {names}")
     for flag, given, other in (
         ("--load-format", args.load_format, "expert_pack"),
         ("--lora-backend", args.lora_backend, "ascend"),
@@ -51,7 +51,7 @@ def check_followed(r: Resolution) -> None:
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
         raise refusal(
             "--speculative-algorithm",
-            f"{algorithm} is unknown to SGLang, or its graphs are not emulated",
+            f"{algorithm!r} is unknown to SGLang, or its graphs are not emulated",
             did_you_mean(algorithm, _ALGORITHMS, f"{', '.join(_ALGORITHMS)} are"),
         )
 
@@ -248,10 +248,7 @@ def check_launch(r: Resolution) -> None:
         and (width is None or width < 1)
     ):
         says = "SGLang cannot capture a verification of no tokens"
-        remedy = (
-            f"give 1 or more; one branch of {args.speculative_num_steps} steps is verified as one token more"
-        )
-        raise refusal("--speculative-num-draft-tokens", says, remedy)
+        raise refusal("--speculative-num-draft-tokens", says, "give 1 or more, and as many steps")
     branches = args.speculative_eagle_topk
     drafts = args.speculative_algorithm in EAGLE_FAMILY and r.decode.backend != DISABLED
     if drafts and branches < 1 and args.speculative_num_steps > 1:

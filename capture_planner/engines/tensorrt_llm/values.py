@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.engines.parsing import NUMBERS, did_you_mean
+from capture_planner.engines.parsing import did_you_mean, number_remedy
 from capture_planner.errors import Problem
 
 Path = tuple[str | int, ...]
@@ -62,9 +62,7 @@ def integer(value: Any, path: Path, notes: Notes, *, low: int | None = None) -> 
 
 
 def _number_remedy(value: Any) -> str:
-    if isinstance(value, str) and NUMBERS.fullmatch(value):
-        return "give one number"
-    return "give a whole number, in digits"
+    return (number_remedy(value) if isinstance(value, str) else "") or "give a whole number, in digits"
 
 
 def _some_of(known: list[str]) -> str:

@@ -80,6 +80,9 @@ def read(command: Sequence[str]) -> Given:
     found = _parse([*words[:place], *from_file, *words[place:]])
     only_file = frozenset(_parse(from_file)) - frozenset(_parse(words)) if from_file else frozenset()
     tag = found.pop("model_tag", None)
+    if tag is not None and tag.startswith("-") and " " in tag:
+        says = "vLLM takes it for the model's name, as there is a space in it, and finds no such model"
+        raise refusal(re.split(r"[\s=]", tag)[0], says, "write flag and value as two words")
     objects = [name for name in found if table()[name]["kind"].startswith("object")]
     overridden = {name: found[name][:-1] for name in objects}
     return Given(

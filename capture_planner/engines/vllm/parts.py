@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from capture_planner.engines.parsing import NUMBERS, did_you_mean, listed
 from capture_planner.engines.vllm.flags import refusal
 
 MODES = ("NONE", "PIECEWISE", "FULL")
@@ -32,9 +32,7 @@ class Part:
         self.flag, self.given = flag, dict(value or {})
         for key in self.given:
             if key not in names()[kind]:
-                near = difflib.get_close_matches(key, names()[kind], n=1)
-                remedy = f"did you mean {near[0]}?" if near else "leave it out"
-                raise self.refuse(key, "vLLM 0.33 has no such field", remedy)
+                raise self.refuse(key, "vLLM 0.33 has no such field", did_you_mean(key, names()[kind]))
 
     def refuse(self, key: str, reason: str, remedy: str = "") -> Exception:
         return refusal(self.flag, reason, remedy, key)
@@ -67,7 +65,9 @@ class Part:
         value = self.given[key]
         found = [_integer(item) for item in value] if isinstance(value, list) else [None]
         if None in found:
-            raise self.refuse(key, f"vLLM wants a list of whole numbers, not {value!r}", "as in [1, 2, 4, 8]")
+            several = isinstance(value, str) and NUMBERS.fullmatch(value)
+            remedy = f"write [{', '.join(listed(value))}]" if several else "as in [1, 2, 4, 8]"
+            raise self.refuse(key, f"vLLM wants a list of whole numbers, not {value!r}", remedy)
         return [item for item in found if item is not None]
 
     def text(self, key: str) -> str | None:
