@@ -6,7 +6,6 @@ flags: each is asked of the whole admissible space, through the engine's own dis
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 
 import attrs
@@ -14,8 +13,8 @@ import attrs
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.export.mend import mend_vllm, target_decodes
 from capture_planner.engines.walk import Asked, Run, runs, walk
-from capture_planner.lint.core import BugClass, Severity
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.lint.core import BugClass, Charge, Checking, Severity, registering
+from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind
 from capture_planner.words import counted
 
@@ -41,22 +40,12 @@ class Seen:
 
 
 @attrs.frozen(kw_only=True)
-class EngineRule:
-    """One rule, with the public threads in which it was seen."""
+class EngineRule(Charge):
+    """A rule about engines."""
 
-    code: str
-    name: str
-    severity: Severity
-    bug_class: BugClass
-    threads: tuple[str, ...]
     mends: dict[str, str]
     """What to set, by the engine's name."""
     check: Callable[[Walked], Iterator[Seen]]
-
-    @property
-    def explanation(self) -> str:
-        """What the rule means, for people: the docstring of its check."""
-        return inspect.cleandoc(self.check.__doc__ or "")
 
 
 @attrs.frozen(kw_only=True)
@@ -75,8 +64,6 @@ class EngineFinding:
 ENGINE_RULES: dict[str, EngineRule] = {}
 """All rules by code."""
 
-Check = Callable[[Walked], Iterator[Seen]]
-
 
 def rule(
     code: str,
@@ -86,23 +73,11 @@ def rule(
     vllm: str,
     sglang: str,
     tensorrt_llm: str,
-) -> Callable[[Check], Check]:
-    """Register a check under a stable code; its name is the function's."""
-
-    def register(check: Check) -> Check:
-        assert code not in ENGINE_RULES, code
-        ENGINE_RULES[code] = EngineRule(
-            code=code,
-            name=check.__name__.replace("_", "-"),
-            severity=severity,
-            bug_class=bug_class,
-            threads=threads,
-            mends={"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm},
-            check=check,
-        )
-        return check
-
-    return register
+) -> Callable[[Checking], Checking]:
+    """Register a check of an emulation under a stable code, with what mends it by engine."""
+    mends = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}
+    facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
+    return registering(ENGINE_RULES, EngineRule, code, mends=mends, **facts)
 
 
 def check(emulation: Emulation) -> tuple[EngineFinding, ...]:
@@ -150,24 +125,14 @@ def decodes_without_graph(walked: Walked) -> Iterator[Seen]:
 
     At full load, when it matters most, every step then runs piecewise or eager.
     """
-
-    def slow(asked: Asked) -> bool:
-        mode = walked.emulation.modes[asked.batch.role]
-        return (
-            asked.kind is Kind.DECODE
-            and mode.decode_mode is GraphMode.FULL
-            and asked.best is None
-            and asked.answer.reason is not Reason.NOT_ADMISSIBLE
-        )
+    wanted = {role for role, mode in walked.emulation.modes.items() if mode.decode_mode is GraphMode.FULL}
 
     def without_full(asked: Asked) -> bool:
-        mode = walked.emulation.modes[asked.batch.role]
-        best = asked.best
-        full = best is not None and best.mode is GraphMode.FULL
-        return asked.kind is Kind.DECODE and mode.decode_mode is GraphMode.FULL and not full
+        full = asked.best is not None and asked.best.mode is GraphMode.FULL
+        return asked.kind is Kind.DECODE and asked.batch.role in wanted and not full
 
     for role, found in _by_role(walked, without_full):
-        eager = _count(runs(a for run in found for a in run.asked if slow(a)))
+        eager = _count(runs(a for run in found for a in run.asked if a.best is None))
         how = "eager" if eager == _count(found) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         yield Seen(
             role=role,
@@ -260,19 +225,17 @@ def sizes_rounded_away(walked: Walked) -> Iterator[Seen]:
     """Sizes of the list give no decode graph of their own: they are rounded to another, or dropped."""
     emulation = walked.emulation
     for manager in emulation.managers:
-        if manager.mode.decode_mode is not GraphMode.FULL or not manager.mode.is_separate:
-            continue
-        kept = {graph.entry.num_tokens for graph in manager.graphs if graph.entry.query_len is not None}
-        lens = {graph.entry.query_len for graph in manager.graphs if graph.entry.query_len is not None}
-        if emulation.engine != "vllm" or not kept or lens == {1}:
-            continue
+        decodes = [(g.entry.num_tokens, g.entry.query_len) for g in manager.graphs if g.entry.query_len]
+        widths = sorted({query_len for _, query_len in decodes})
+        kept = {num_tokens for num_tokens, _ in decodes}
         gone = [size for size in emulation.sizes if size not in kept]
-        if gone:
+        # The other engines count sizes in requests, and have no list but that of their graphs.
+        if emulation.engine == "vllm" and widths not in ([], [1]) and gone:
             shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
             yield Seen(
                 role=manager.role,
                 says=f"{manager.role}: {len(gone)} of {len(emulation.sizes)} sizes give no decode graph of their "
-                f"own at {' or '.join(str(n) for n in sorted(n for n in lens if n))} tokens a request: {shown}",
+                f"own at {' or '.join(map(str, widths))} tokens a request: {shown}",
                 count=len(gone),
             )
 

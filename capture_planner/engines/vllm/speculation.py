@@ -160,20 +160,6 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
     return tuple(found)
 
 
-def check_schedule(schedule: tuple[tuple[int, int, int], ...]) -> None:
-    """Raise ``FlagError`` where vLLM's scheduler would refuse the ranges at its start."""
-    key = "num_speculative_tokens_per_batch_size"
-    if not schedule:
-        raise refusal(FLAG, "vLLM wants at least one range", "give one, or leave the schedule out", key)
-    previous = 0
-    for index, (first, last, tokens) in enumerate(sorted(schedule, key=lambda entry: entry[0])):
-        if first <= 0 or first > last or tokens < 0:
-            raise refusal(FLAG, f"vLLM refuses the range [{first}, {last}, {tokens}]", "", key, index)
-        if first <= previous or (index == 0 and first != 1):
-            raise refusal(FLAG, "vLLM wants ranges from 1 on, without overlap", "list them so", key, index)
-        previous = last
-
-
 def _method(part: Part, target: Model, tokens: int | None) -> tuple[str, str | None]:
     """Return the method that the words name, and the draft model's name where it is not the target's."""
     method, model = part.text("method"), part.text("model")
