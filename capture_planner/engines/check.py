@@ -6,7 +6,7 @@ flags: each is asked of the whole admissible space, through the engine's own dis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -98,6 +98,10 @@ def _in_words(found: Iterable[Run], most: int = 3) -> str:
     return shown + (f"; and {left} more such ranges" if left > 0 else "")
 
 
+def _some(sizes: Sequence[int], most: int = 8) -> str:
+    return ", ".join(map(str, sizes[:most])) + (", ..." if len(sizes) > most else "")
+
+
 def _count(found: Iterable[Run]) -> int:
     return sum(run.last - run.first + 1 for run in found)
 
@@ -165,8 +169,17 @@ def compatible_graph_missed(walked: Walked) -> Iterator[Seen]:
             says=f"{role}: {_count(found)} batches miss a graph that is captured: {_in_words(found)}; "
             f"{one.batch.num_tokens} tokens run {one.answer.mode.value} beside {one.best}",
             count=_count(found),
-            mend=_sizes_for_vllm(walked.emulation, role),
+            mend=_prefills_of_sglang(walked.emulation, found) or _sizes_for_vllm(walked.emulation, role),
         )
+
+
+def _prefills_of_sglang(emulation: Emulation, found: Iterable[Run]) -> str:
+    """Return what mends prefills alone: SGLang takes no graph that pads one to more than twice its tokens."""
+    if emulation.engine != "sglang" or any(run.kind is Kind.DECODE for run in found):
+        return ""
+    return (
+        "list sizes in --cuda-graph-bs-prefill that are at most twice each batch, as far as ranks divide them"
+    )
 
 
 def _sizes_for_vllm(emulation: Emulation, role: Role) -> str:
@@ -224,6 +237,14 @@ def graphs_never_reached(walked: Walked) -> Iterator[Seen]:
 def sizes_rounded_away(walked: Walked) -> Iterator[Seen]:
     """Sizes of the list give no decode graph of their own: they are rounded to another, or dropped."""
     emulation = walked.emulation
+    dropped = [size for size in emulation.asked_sizes if size not in emulation.sizes]
+    if dropped and emulation.sizes:
+        yield Seen(
+            role=Role.TARGET,
+            says=f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} sizes that are asked for are not "
+            f"captured: {_some(dropped)}; captured are {_some(emulation.sizes)}",
+            count=len(dropped),
+        )
     for manager in emulation.managers:
         decodes = [(g.entry.num_tokens, g.entry.query_len) for g in manager.graphs if g.entry.query_len]
         widths = sorted({query_len for _, query_len in decodes})
@@ -231,11 +252,10 @@ def sizes_rounded_away(walked: Walked) -> Iterator[Seen]:
         gone = [size for size in emulation.sizes if size not in kept]
         # The other engines count sizes in requests, and have no list but that of their graphs.
         if emulation.engine == "vllm" and widths not in ([], [1]) and gone:
-            shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
             yield Seen(
                 role=manager.role,
                 says=f"{manager.role}: {len(gone)} of {len(emulation.sizes)} sizes give no decode graph of their "
-                f"own at {' or '.join(map(str, widths))} tokens a request: {shown}",
+                f"own at {' or '.join(map(str, widths))} tokens a request: {_some(gone)}",
                 count=len(gone),
             )
 

@@ -107,6 +107,8 @@ class Emulation:
     sizes: tuple[int, ...]
     """The engine's list of capture sizes, ascending, in the engine's unit: tokens for vLLM, requests for
     the decode graphs of SGLang and TensorRT-LLM."""
+    asked_sizes: tuple[int, ...] = ()
+    """The sizes that the flags list, as they do; empty where the list is the engine's own."""
     managers: tuple[Manager, ...]
     """One for each role that can have graphs, target first."""
     decisions: tuple[Decision, ...]

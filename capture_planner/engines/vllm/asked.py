@@ -73,6 +73,7 @@ class Asked:
             if value is not None:
                 setattr(self, key, value)
             self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        self.listed_sizes = tuple(self.asked_sizes or ())
         for value in (*given.overridden.get("attention_config", ()), given.get("attention_config")):
             self._attention(value)
         asked = given.get("attention_backend")
