@@ -169,4 +169,4 @@ class Engine:
     """From the engine's own command line and the machine it runs on. Raises ``FlagError`` with all
     that is wrong with the flags."""
     flags: Mapping[str, str]
-    """Each flag that is understood, with what it is for in a few words."""
+    """Each flag that graphs can depend on, with what it is for in a few words; others are read too."""
