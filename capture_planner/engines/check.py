@@ -169,27 +169,29 @@ def compatible_graph_missed(walked: Walked) -> Iterator[Seen]:
             says=f"{role}: {_count(found)} batches miss a graph that is captured: {_in_words(found)}; "
             f"{one.batch.num_tokens} tokens run {one.answer.mode.value} beside {one.best}",
             count=_count(found),
-            mend=_prefills_of_sglang(walked.emulation, found) or _sizes_for_vllm(walked.emulation, role),
+            mend=_of_missed(walked.emulation, role, found),
         )
 
 
-def _prefills_of_sglang(emulation: Emulation, found: Iterable[Run]) -> str:
-    """Return what mends prefills alone: SGLang takes no graph that pads one to more than twice its tokens."""
-    if emulation.engine != "sglang" or any(run.kind is Kind.DECODE for run in found):
+def _of_missed(emulation: Emulation, role: Role, found: Iterable[Run]) -> str:
+    """Return the very flags that mend missed graphs, where they can be worked out; else nothing."""
+    modes, decodes = emulation.modes, any(run.kind is Kind.DECODE for run in found)
+    if emulation.engine == "sglang" and not decodes:
+        # It takes no graph that pads a prefill to more than twice its tokens.
+        return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
+    if emulation.engine != "vllm" or not modes[role].is_separate:
         return ""
-    return (
-        "list sizes in --cuda-graph-bs-prefill that are at most twice each batch, as far as ranks divide them"
-    )
+    if role is Role.DRAFT_PREFILL and modes[role] is modes[Role.TARGET]:
+        return "the list of sizes that mends the target mends this too"
+    return _sizes_for_vllm(emulation) if role is Role.TARGET else ""
 
 
-def _sizes_for_vllm(emulation: Emulation, role: Role) -> str:
-    """Return the list of sizes with which no decode of vLLM's target misses a graph; of others, nothing.
+def _sizes_for_vllm(emulation: Emulation) -> str:
+    """Return the list of sizes with which no decode of vLLM's target misses a graph.
 
     It has no more FULL graphs than there are now, where such a list exists.
     """
-    if emulation.engine != "vllm" or role is not Role.TARGET or not emulation.modes[role].is_separate:
-        return ""
-    full = [graph.entry for graph in emulation.graphs if graph.role is role and graph.entry.query_len]
+    full = [graph.entry for graph in emulation.graphs if graph.role is Role.TARGET and graph.entry.query_len]
     made = mend_vllm(
         target_decodes(emulation),
         emulation.limits.max_num_reqs,

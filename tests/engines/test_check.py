@@ -1,5 +1,6 @@
 """The lint of engines: what it finds is there, counted batch by batch, and what is in order is left alone."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -104,6 +105,21 @@ def test_the_flag_that_is_named_mends_it(schedule):
     assert "EN002" not in by_code(check(after))
     full = [sum(graph.entry.query_len is not None for graph in each.graphs) for each in (before, after)]
     assert full[1] <= full[0]
+
+
+@pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
+def test_the_flag_mends_the_engine_with_its_drafter(schedule):
+    """The whole command line, with the list that is named: neither target nor drafter misses a graph."""
+    k = max(k for _, _, k in schedule)
+    drafter = {"method": "eagle3", "model": "d", "num_speculative_tokens": k}
+    drafter["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in schedule]
+    flags = ["m", "--max-num-seqs", str(SEQS), "--speculative-config", json.dumps(drafter)]
+    found = [f for f in check(emulate("vllm", flags, H100)) if f.rule.code == "EN002"]
+    assert [f.seen.role for f in found] == [Role.TARGET, Role.DRAFT_PREFILL]
+    assert found[0].seen.count == PUBLISHED[schedule][0]
+    mended = [word for word in found[0].mend.replace(",", " ").split() if word.isdigit()]
+    after = check(emulate("vllm", [*flags, "--cudagraph-capture-sizes", *mended], H100))
+    assert "EN002" not in by_code(after)
 
 
 @st.composite
