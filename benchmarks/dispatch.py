@@ -15,18 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
-from vllm_rule import SmallestGroup, Tier, emulate
+from vllm_rule import Candidates, emulate
 
 from capture_planner import planner, registry
 from capture_planner._record import replace
 from capture_planner.coverage import coverage
 from capture_planner.dispatch import Dispatcher
+from capture_planner.engines.core import Emulation
+from capture_planner.engines.walk import walk
 from capture_planner.entry import Batch
 from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Plan
+from capture_planner.plan import Kind, Plan
 from capture_planner.spec import Budget, Limits
 
+Tier = tuple[int, int, int]
 MAX_NUM_REQS = 256
 TARGET_RATIO = 0.8
 SCHEDULES: dict[str, tuple[Tier, ...]] = {
@@ -93,8 +96,8 @@ def unreachable(plan: Plan) -> tuple[int, int]:
     return sum(entry.mode is GraphMode.FULL for entry in idle), len(idle)
 
 
-def plans(tiers: tuple[Tier, ...]) -> tuple[Plan, Plan, SmallestGroup]:
-    """Return our plan of the schedule, the same with vLLM's graphs, and vLLM's rule over them."""
+def plans(tiers: tuple[Tier, ...]) -> tuple[Plan, Plan, Emulation]:
+    """Return our plan of the schedule, the same with vLLM's graphs, and vLLM itself."""
     k = max(k for *_, k in tiers)
     spec = replace(
         shipped_specs()["qwen3-8b-eagle3"],
@@ -103,17 +106,18 @@ def plans(tiers: tuple[Tier, ...]) -> tuple[Plan, Plan, SmallestGroup]:
         budget=Budget(),
     )
     own = planner.plan(spec, shipped_environments()["h100"], registry.load())
-    manager, _ = emulate(spec, GraphMode.FULL_AND_PIECEWISE, 512)
-    entries = tuple(graph.entry() for graph in manager.captured)
+    engine = emulate(spec, GraphMode.FULL_AND_PIECEWISE, 512)
+    entries = tuple(graph.entry for graph in engine.graphs)
     target, *drafters = own.roles
     same = replace(own, roles=(replace(target, entries=entries), *drafters))
-    return own, same, manager
+    return own, same, engine
 
 
 def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> dict[str, Any]:
     """Return everything about one schedule."""
-    own, same, manager = plans(tiers)
-    role, most = Role.TARGET, max(graph.num_tokens for graph in manager.captured)
+    own, same, engine = plans(tiers)
+    captured = [graph.entry for graph in engine.graphs]
+    role, most, manager = Role.TARGET, max(entry.num_tokens for entry in captured), Candidates(captured)
     uniform, mixed = decodes(tiers), mixed_batches(most)
     ours: dict[str, list[Call]] = {
         "decode": [(role, reqs, reqs * q, q, True, 0) for reqs, q in uniform],
@@ -148,15 +152,16 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
             }
             for label, values in times.items()
         }
-    reached = manager.reached(tiers, own.limits.max_num_tokens)
-    reached_full = sum(graph.mode is GraphMode.FULL for graph in reached)
+    asked = walk(engine)
+    full = {entry for entry in captured if entry.mode is GraphMode.FULL}
+    reached = {one.answer.entry for one in asked} - {None}
     found["vllm"] = {
-        "missed": sum(manager.misses(reqs, q) for reqs, q in uniform),
-        "full": len(manager.full),
-        "full_reachable": reached_full,
-        "full_unreachable": len(manager.full) - reached_full,
-        "graphs": len(manager.captured),
-        "unreachable": len(manager.captured) - len(reached),
+        "missed": sum(one.misses_full for one in asked if one.kind is Kind.DECODE),
+        "full": len(full),
+        "full_reachable": len(full & reached),
+        "full_unreachable": len(full - reached),
+        "graphs": len(captured),
+        "unreachable": len(captured) - len(reached),
         "as_reported": list(REPORTED[name]),
     }
     for label, plan in (("same graphs", same), ("own plan", own)):

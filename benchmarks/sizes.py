@@ -17,6 +17,7 @@ from vllm_rule import emulate
 from capture_planner import planner, registry
 from capture_planner.admissible import Domain
 from capture_planner.coverage import coverage
+from capture_planner.engines.walk import walk
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.sizing.minimax import worst_ratio
@@ -88,9 +89,9 @@ def reachability() -> list[dict[str, Any]]:
             platform_max = 1024 if environment.device.sm[0] == 10 else 512
             key = (name, mode, platform_max)
             if key not in emulated:
-                manager, tiers = emulate(spec, mode, platform_max)
-                reached = manager.reached(tiers, spec.limits.max_num_tokens)
-                emulated[key] = len(manager.captured), len(manager.captured) - len(reached)
+                engine = emulate(spec, mode, platform_max)
+                used = {one.answer.entry for one in walk(engine)} - {None}
+                emulated[key] = len(engine.graphs), len(engine.graphs) - len(used)
             captured, unreached = emulated[key]
             rows.append(
                 {

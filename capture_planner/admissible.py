@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import attrs
@@ -91,6 +91,14 @@ class Domain:
         """Return the part above ``count``."""
         kept = tuple((max(first, count + 1), last) for first, last in self.intervals if last > count)
         return Domain(kept, self.step)
+
+    def counts(self, least: int = 1, upto: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield each count from ``least`` on, twice; of those above ``upto`` each range's first and last."""
+        for first, last in self.intervals:
+            end = last if upto is None else min(last, upto)
+            yield from ((count, count) for count in range(max(first, least), end + 1))
+            if end < last and least <= last:
+                yield max(first, least, end + 1), last
 
     def needed(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """Return those sizes, rounded up to the step, that serve some count: ascending."""
@@ -176,6 +184,25 @@ def served_cases(cases: tuple[int, ...], num_reqs: int) -> tuple[int, ...]:
     exceeded by that many requests.
     """
     return cases[: 1 + bisect_left(cases, num_reqs)]
+
+
+def batches(role: Role, deployment: Deployment, *, upto: int | None = None) -> Iterator[tuple[Batch, int]]:
+    """Yield every admissible batch of a role: decodes by requests, mixed batches by tokens.
+
+    Of the mixed batches of as many tokens, the one with the most requests: with those it is hardest to
+    serve. Each comes with every number of adapters that can be active; rows without one count as one more
+    (vLLM 0.33). With ``upto``, the smallest above that many tokens stands for all that follow it: with a
+    batch comes the last count of requests or tokens that it stands for.
+    """
+    most_loras = 0 if deployment.lora is None or role.is_drafter else deployment.lora.max_active + 1
+    for loras in range(most_loras + 1):
+        for family in decode_families(role, deployment):
+            query_len = family.query_len
+            for num_reqs, last in family.requests.counts(loras, None if upto is None else upto // query_len):
+                yield Batch.decode(role, num_reqs, query_len, loras), last
+        for num_tokens, last in mixed_tokens(role, deployment).counts(loras, upto):
+            num_reqs = min(num_tokens, deployment.limits.max_num_reqs)
+            yield Batch.mixed(role, num_reqs, num_tokens, loras), last
 
 
 def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> int | None:

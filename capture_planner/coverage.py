@@ -89,13 +89,7 @@ def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[
         for first, last in _decode_ranges(role, family):
             for low, high in adapters:
                 if low <= last:
-                    batch = Batch(
-                        role=role.role,
-                        num_reqs=last,
-                        num_tokens=last * family.query_len,
-                        query_len=family.query_len,
-                        active_loras=low,
-                    )
+                    batch = Batch.decode(role.role, last, family.query_len, low)
                     yield _cell(dispatcher, batch, Kind.DECODE, first, first, high)
     mixed = [entry for entry in role.entries if entry.query_len is None]
     stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
@@ -104,9 +98,7 @@ def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[
         for low, high in adapters:
             fewest = max(low, 1)
             while fewest <= most:
-                batch = Batch(
-                    role=role.role, num_reqs=fewest, num_tokens=last, past_prompt=False, active_loras=low
-                )
+                batch = Batch.mixed(role.role, fewest, last, low)
                 # The cheapest entry for some requests is the cheapest for all that it has room for.
                 entry = dispatcher.answer(batch).entry
                 room = most if entry is None or entry.num_reqs is None else min(most, entry.num_reqs)
@@ -192,7 +184,7 @@ def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
         count = family.requests.after(0)
         while count is not None:
             tokens = count * family.query_len
-            batch = Batch(role=role, num_reqs=count, num_tokens=tokens, query_len=family.query_len)
+            batch = Batch.decode(role, count, family.query_len)
             nearest = bisect_left(sizes, tokens)
             near = by_tokens[sizes[nearest]] if nearest < len(sizes) else []
             seen = any(entry.rejection(batch, family.draft_steps) is None for entry in near)

@@ -27,6 +27,28 @@ class Batch:
     past_prompt: bool = True
     active_loras: int = 0
 
+    @classmethod
+    def decode(cls, role: Role, num_reqs: int, query_len: int, active_loras: int = 0) -> Batch:
+        """Return a uniform decode."""
+        return cls(
+            role=role,
+            num_reqs=num_reqs,
+            num_tokens=num_reqs * query_len,
+            query_len=query_len,
+            active_loras=active_loras,
+        )
+
+    @classmethod
+    def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:
+        """Return a batch with prompts in it."""
+        return cls(
+            role=role,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            past_prompt=False,
+            active_loras=active_loras,
+        )
+
     @property
     def uniform_query_len(self) -> int | None:
         """The query length if this is a uniform decode batch, else None.

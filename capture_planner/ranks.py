@@ -228,7 +228,7 @@ def _stand_in(plan: Plan, joint: Batch) -> Batch:
     if plan.speculative is not None and joint.role is not Role.DRAFT_DECODE:
         k = plan.speculative.draft_tokens(joint.num_reqs)
     query_len = joint.query_len or min(1 + k, joint.num_tokens)
-    return Batch(role=joint.role, num_reqs=1, num_tokens=query_len, query_len=query_len)
+    return Batch.decode(joint.role, 1, query_len)
 
 
 def _answer(common: Dispatch, batch: Batch) -> Answer:

@@ -1,9 +1,10 @@
-"""What tests of the commands share: what one did, and a spec that is executed in a moment."""
+"""What tests of the commands share: what one did, names of shipped files, and a spec that runs in a moment."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -29,6 +30,21 @@ class Ran:
 
 
 Run = Callable[..., Ran]
+
+SPEC = "plans/specs/qwen3-8b-eagle3.yaml"
+PLAN = "plans/locked/qwen3-8b-eagle3.h100.yaml"
+TINY = "plans/specs/tiny-reference-cpu.yaml"
+TINY_PLAN = "plans/locked/tiny-reference-cpu.cpu.yaml"
+
+
+def edited(name: str, source: str, *changes: tuple[str, str]) -> str:
+    """Write a copy of a file in which each text is replaced, and return its name."""
+    text = Path(source).read_text("utf-8")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    Path(name).write_text(text, "utf-8")
+    return name
 
 
 def spec_for(num_reqs: int) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -83,6 +84,21 @@ def call(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[by
         return Ran(end.value.code, out, err)
 
     return called
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with the repository's plans, which is the current one."""
+    plans = Path(__file__).parent.parent / "plans"
+    shutil.copytree(plans, tmp_path / "plans", ignore=shutil.ignore_patterns("*.py", "*.pyc"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path, call: Run) -> Run:
+    """Return a function that runs a command there, in this process, as ``main`` does."""
+    return call
 
 
 @pytest.fixture

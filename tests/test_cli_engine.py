@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capture_planner import catalog, codec
 from capture_planner.cli.common import split_words
-from capture_planner.engines import ENGINES, emulate
+from capture_planner.engines import ENGINES, emulate, find_engine
 from capture_planner.entry import Batch
 from capture_planner.modes import Role
 
@@ -27,6 +27,17 @@ FLAGS = {
     "sglang": ("--max-running-requests", "64"),
     "tensorrt-llm": ("--max_batch_size", "64"),
 }
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_help_lists_the_flags_of_the_engine_that_is_named(call: Run, name: str) -> None:
+    """Each flag that graphs can depend on, and none of another engine's; without a name, how to ask."""
+    ran = call("engine", name, "--help")
+    assert ran.code == 0
+    assert f"Flags of {name} " in ran.out
+    listed = {line.split()[0] for line in ran.out.partition("Flags of ")[2].splitlines() if line[2:3].strip()}
+    assert set(find_engine(name).flags) <= listed
+    assert f"engine {ENGINES[0]} --help" in call("engine", "--help").out
 
 
 @pytest.mark.parametrize("name", ENGINES)

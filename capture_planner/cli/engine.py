@@ -19,7 +19,7 @@ from capture_planner.cli.common import (
     show_text,
 )
 from capture_planner.codec import dumps_json
-from capture_planner.engines import ENGINES, emulate
+from capture_planner.engines import ENGINES, emulate, find_engine
 from capture_planner.engines.check import check
 from capture_planner.engines.sent import why_never_sent
 from capture_planner.lint import Severity
@@ -33,12 +33,31 @@ class OrEngine(OwnOptions):
         return any(word.partition("=")[0] == "--engine" for word in args)
 
 
+class OfAnEngine(OwnOptions):
+    """A command about one engine; its help lists the flags of the engine that is named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_NAMED] = next((word for word in args if word in ENGINES), None)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        name = ctx.meta[_NAMED]
+        if name is None:
+            with formatter.section("Flags of an engine"):
+                formatter.write_text(f"capture-planner {ctx.info_name} {ENGINES[0]} --help lists them.")
+            return
+        with formatter.section(f"Flags of {name} that graphs depend on; its others are read too"):
+            formatter.write_dl(list(find_engine(name).flags.items()))
+
+
+_NAMED = f"{__name__}.named"
+
 environment_option = click.option(
     "--environment", metavar="NAME|FILE", help="The machine: a shipped environment or a file."
 )
 
 
-@click.command(cls=OwnOptions)
+@click.command(cls=OfAnEngine)
 @click.argument("name", metavar="|".join(ENGINES), type=click.Choice(list(ENGINES)))
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--batches", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")

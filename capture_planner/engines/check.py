@@ -6,16 +6,15 @@ flags: each is asked of the whole admissible space, through the engine's own dis
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.export.mend import mend_vllm, target_decodes
 from capture_planner.engines.walk import Asked, Run, runs, walk
-from capture_planner.lint.core import BugClass, Severity
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.lint.core import BugClass, Charge, Checking, Severity, registering
+from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind
 from capture_planner.words import counted
 
@@ -41,22 +40,12 @@ class Seen:
 
 
 @attrs.frozen(kw_only=True)
-class EngineRule:
-    """One rule, with the public threads in which it was seen."""
+class EngineRule(Charge):
+    """A rule about engines."""
 
-    code: str
-    name: str
-    severity: Severity
-    bug_class: BugClass
-    threads: tuple[str, ...]
     mends: dict[str, str]
     """What to set, by the engine's name."""
     check: Callable[[Walked], Iterator[Seen]]
-
-    @property
-    def explanation(self) -> str:
-        """What the rule means, for people: the docstring of its check."""
-        return inspect.cleandoc(self.check.__doc__ or "")
 
 
 @attrs.frozen(kw_only=True)
@@ -75,8 +64,6 @@ class EngineFinding:
 ENGINE_RULES: dict[str, EngineRule] = {}
 """All rules by code."""
 
-Check = Callable[[Walked], Iterator[Seen]]
-
 
 def rule(
     code: str,
@@ -86,23 +73,11 @@ def rule(
     vllm: str,
     sglang: str,
     tensorrt_llm: str,
-) -> Callable[[Check], Check]:
-    """Register a check under a stable code; its name is the function's."""
-
-    def register(check: Check) -> Check:
-        assert code not in ENGINE_RULES, code
-        ENGINE_RULES[code] = EngineRule(
-            code=code,
-            name=check.__name__.replace("_", "-"),
-            severity=severity,
-            bug_class=bug_class,
-            threads=threads,
-            mends={"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm},
-            check=check,
-        )
-        return check
-
-    return register
+) -> Callable[[Checking], Checking]:
+    """Register a check of an emulation under a stable code, with what mends it by engine."""
+    mends = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}
+    facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
+    return registering(ENGINE_RULES, EngineRule, code, mends=mends, **facts)
 
 
 def check(emulation: Emulation) -> tuple[EngineFinding, ...]:
@@ -121,6 +96,10 @@ def _in_words(found: Iterable[Run], most: int = 3) -> str:
     shown = "; ".join(map(str, listed[:most]))
     left = len(listed) - most
     return shown + (f"; and {left} more such ranges" if left > 0 else "")
+
+
+def _some(sizes: Sequence[int], most: int = 8) -> str:
+    return ", ".join(map(str, sizes[:most])) + (", ..." if len(sizes) > most else "")
 
 
 def _count(found: Iterable[Run]) -> int:
@@ -150,24 +129,14 @@ def decodes_without_graph(walked: Walked) -> Iterator[Seen]:
 
     At full load, when it matters most, every step then runs piecewise or eager.
     """
-
-    def slow(asked: Asked) -> bool:
-        mode = walked.emulation.modes[asked.batch.role]
-        return (
-            asked.kind is Kind.DECODE
-            and mode.decode_mode is GraphMode.FULL
-            and asked.best is None
-            and asked.answer.reason is not Reason.NOT_ADMISSIBLE
-        )
+    wanted = {role for role, mode in walked.emulation.modes.items() if mode.decode_mode is GraphMode.FULL}
 
     def without_full(asked: Asked) -> bool:
-        mode = walked.emulation.modes[asked.batch.role]
-        best = asked.best
-        full = best is not None and best.mode is GraphMode.FULL
-        return asked.kind is Kind.DECODE and mode.decode_mode is GraphMode.FULL and not full
+        full = asked.best is not None and asked.best.mode is GraphMode.FULL
+        return asked.kind is Kind.DECODE and asked.batch.role in wanted and not full
 
     for role, found in _by_role(walked, without_full):
-        eager = _count(runs(a for run in found for a in run.asked if slow(a)))
+        eager = _count(runs(a for run in found for a in run.asked if a.best is None))
         how = "eager" if eager == _count(found) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         yield Seen(
             role=role,
@@ -200,18 +169,29 @@ def compatible_graph_missed(walked: Walked) -> Iterator[Seen]:
             says=f"{role}: {_count(found)} batches miss a graph that is captured: {_in_words(found)}; "
             f"{one.batch.num_tokens} tokens run {one.answer.mode.value} beside {one.best}",
             count=_count(found),
-            mend=_sizes_for_vllm(walked.emulation, role),
+            mend=_of_missed(walked.emulation, role, found),
         )
 
 
-def _sizes_for_vllm(emulation: Emulation, role: Role) -> str:
-    """Return the list of sizes with which no decode of vLLM's target misses a graph; of others, nothing.
+def _of_missed(emulation: Emulation, role: Role, found: Iterable[Run]) -> str:
+    """Return the very flags that mend missed graphs, where they can be worked out; else nothing."""
+    modes, decodes = emulation.modes, any(run.kind is Kind.DECODE for run in found)
+    if emulation.engine == "sglang" and not decodes:
+        # It takes no graph that pads a prefill to more than twice its tokens.
+        return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
+    if emulation.engine != "vllm" or not modes[role].is_separate:
+        return ""
+    if role is Role.DRAFT_PREFILL and modes[role] is modes[Role.TARGET]:
+        return "the list of sizes that mends the target mends this too"
+    return _sizes_for_vllm(emulation) if role is Role.TARGET else ""
+
+
+def _sizes_for_vllm(emulation: Emulation) -> str:
+    """Return the list of sizes with which no decode of vLLM's target misses a graph.
 
     It has no more FULL graphs than there are now, where such a list exists.
     """
-    if emulation.engine != "vllm" or role is not Role.TARGET or not emulation.modes[role].is_separate:
-        return ""
-    full = [graph.entry for graph in emulation.graphs if graph.role is role and graph.entry.query_len]
+    full = [graph.entry for graph in emulation.graphs if graph.role is Role.TARGET and graph.entry.query_len]
     made = mend_vllm(
         target_decodes(emulation),
         emulation.limits.max_num_reqs,
@@ -259,20 +239,25 @@ def graphs_never_reached(walked: Walked) -> Iterator[Seen]:
 def sizes_rounded_away(walked: Walked) -> Iterator[Seen]:
     """Sizes of the list give no decode graph of their own: they are rounded to another, or dropped."""
     emulation = walked.emulation
+    dropped = [size for size in emulation.asked_sizes if size not in emulation.sizes]
+    if dropped and emulation.sizes:
+        yield Seen(
+            role=Role.TARGET,
+            says=f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} sizes that are asked for are not "
+            f"captured: {_some(dropped)}; captured are {_some(emulation.sizes)}",
+            count=len(dropped),
+        )
     for manager in emulation.managers:
-        if manager.mode.decode_mode is not GraphMode.FULL or not manager.mode.is_separate:
-            continue
-        kept = {graph.entry.num_tokens for graph in manager.graphs if graph.entry.query_len is not None}
-        lens = {graph.entry.query_len for graph in manager.graphs if graph.entry.query_len is not None}
-        if emulation.engine != "vllm" or not kept or lens == {1}:
-            continue
+        decodes = [(g.entry.num_tokens, g.entry.query_len) for g in manager.graphs if g.entry.query_len]
+        widths = sorted({query_len for _, query_len in decodes})
+        kept = {num_tokens for num_tokens, _ in decodes}
         gone = [size for size in emulation.sizes if size not in kept]
-        if gone:
-            shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
+        # The other engines count sizes in requests, and have no list but that of their graphs.
+        if emulation.engine == "vllm" and widths not in ([], [1]) and gone:
             yield Seen(
                 role=manager.role,
                 says=f"{manager.role}: {len(gone)} of {len(emulation.sizes)} sizes give no decode graph of their "
-                f"own at {' or '.join(str(n) for n in sorted(n for n in lens if n))} tokens a request: {shown}",
+                f"own at {' or '.join(map(str, widths))} tokens a request: {_some(gone)}",
                 count=len(gone),
             )
 

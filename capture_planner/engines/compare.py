@@ -13,14 +13,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.admissible import (
-    Deployment,
-    decode_families,
-    kind_of,
-    lora_cases,
-    mixed_tokens,
-    served_cases,
-)
+from capture_planner.admissible import Deployment, batches, decode_families, kind_of
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.traffic import Arrival, batches_of, for_role
@@ -185,7 +178,10 @@ def compare(
     both. ``names`` is what the sides are called, where not as they call themselves.
     """
     requests = None if traffic is None else tuple(traffic)
-    left, right = _Side(a, requests), _Side(b, requests)
+    left, right = _Side(a), _Side(b)
+    largest = {role: max(side.largest(role) for side in (left, right)) for role in Role}
+    for side in (left, right):
+        side.ask(requests, largest)
     families = sorted({*left.answers, *right.answers}, key=_order)
     called = (left.name, right.name) if names is None else names
     return SideBySide(
@@ -230,68 +226,49 @@ _Key = tuple[int, int, Batch | None]
 class _Side:
     """One deployment with all its answers, by family."""
 
-    def __init__(self, given: Plan | Emulation, requests: tuple[Arrival, ...] | None) -> None:
-        deployment: Deployment = given
-        dispatch: Callable[[Batch], Dispatch]
-        entries: dict[Role, tuple[Entry, ...]]
+    def __init__(self, given: Plan | Emulation) -> None:
+        self.deployment: Deployment = given
+        self.dispatch: Callable[[Batch], Dispatch]
+        self.entries: Mapping[Role, tuple[Entry, ...]]
         if isinstance(given, Plan):
             self.name = f"{given.model.name} on {given.environment.name}"
             self.modes = {role.role: role.mode for role in given.roles}
-            entries = {role.role: role.entries for role in given.roles}
-            dispatch = Dispatcher(given).answer
+            self.entries = {role.role: role.entries for role in given.roles}
+            self.dispatch = Dispatcher(given).answer
         else:
             self.name = f"{given.engine} {given.version}"
             self.modes = dict(given.modes)
-            entries = {m.role: tuple(graph.entry for graph in m.graphs) for m in given.managers}
-            dispatch = given.dispatch
-        self.entries: Mapping[Role, tuple[Entry, ...]] = entries
+            self.entries = {m.role: tuple(graph.entry for graph in m.graphs) for m in given.managers}
+            self.dispatch = given.dispatch
         self.answers: dict[Family, dict[_Key, _Answer]] = {}
-        met = None if requests is None else batches_of(requests, deployment)
+
+    def largest(self, role: Role) -> int:
+        """Return the tokens of the role's largest graph."""
+        return max((entry.num_tokens for entry in self.entries.get(role, ())), default=0)
+
+    def ask(self, requests: tuple[Arrival, ...] | None, largest: Mapping[Role, int]) -> None:
+        """Answer the batches of a trace, or all there are: above ``largest`` one stands for all."""
+        met = None if requests is None else batches_of(requests, self.deployment)
         for role in self.modes:
-            families = decode_families(role, deployment)
             if met is None:
-                asked: Iterable[tuple[Batch, int]] = ((batch, 1) for batch in admissible(role, deployment))
+                for batch, last in batches(role, self.deployment, upto=largest[role]):
+                    kind = Kind.MIXED if batch.query_len is None else Kind.DECODE
+                    self._answer(batch, kind, 1 + last - _extent(batch, kind))
             else:
-                asked = for_role(met, role, deployment).items()
-            for batch, times in asked:
-                kind = kind_of(batch, families)
-                decode = kind is Kind.DECODE
-                family = Family(role=role, kind=kind, query_len=batch.query_len if decode else None)
-                extent = batch.num_reqs if decode else batch.num_tokens
-                key = (extent, batch.active_loras, None if met is None else batch)
-                self.answers.setdefault(family, {})[key] = _Answer(batch, times, dispatch(batch))
+                families = decode_families(role, self.deployment)
+                for batch, times in for_role(met, role, self.deployment).items():
+                    self._answer(batch, kind_of(batch, families), times, batch)
+
+    def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
+        query_len = batch.query_len if kind is Kind.DECODE else None
+        family = Family(role=batch.role, kind=kind, query_len=query_len)
+        key = (_extent(batch, kind), batch.active_loras, whole)
+        self.answers.setdefault(family, {})[key] = _Answer(batch, times, self.dispatch(batch))
 
 
-def admissible(role: Role, deployment: Deployment) -> Iterator[Batch]:
-    """Yield a batch for each number of requests of each decode, and each number of tokens of mixed ones.
-
-    Each comes once for every adapter case that it can need. A mixed batch has a prompt in it, and the most
-    requests that its tokens allow: with those it is hardest to serve.
-    """
-    cases = lora_cases(role, deployment)
-    for family in decode_families(role, deployment):
-        for first, last in family.requests.intervals:
-            for num_reqs in range(first, last + 1):
-                for case in served_cases(cases, num_reqs):
-                    yield Batch(
-                        role=role,
-                        num_reqs=num_reqs,
-                        num_tokens=num_reqs * family.query_len,
-                        query_len=family.query_len,
-                        active_loras=min(case, num_reqs),
-                    )
-    for first, last in mixed_tokens(role, deployment).intervals:
-        for num_tokens in range(first, last + 1):
-            num_reqs = max(1, min(deployment.limits.max_num_reqs, num_tokens - 1))
-            for case in served_cases(cases, num_reqs):
-                yield Batch(
-                    role=role,
-                    num_reqs=num_reqs,
-                    num_tokens=num_tokens,
-                    query_len=num_tokens if num_reqs == 1 else None,
-                    past_prompt=False,
-                    active_loras=min(case, num_reqs),
-                )
+def _extent(batch: Batch, kind: Kind) -> int:
+    """Return the requests of a decode, the tokens of a mixed batch."""
+    return batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
 
 
 def _captured(left: _Side, right: _Side) -> Iterator[Captured]:

@@ -107,6 +107,8 @@ class Emulation:
     sizes: tuple[int, ...]
     """The engine's list of capture sizes, ascending, in the engine's unit: tokens for vLLM, requests for
     the decode graphs of SGLang and TensorRT-LLM."""
+    asked_sizes: tuple[int, ...] = ()
+    """The sizes that the flags list, as they do; empty where the list is the engine's own."""
     managers: tuple[Manager, ...]
     """One for each role that can have graphs, target first."""
     decisions: tuple[Decision, ...]
@@ -167,4 +169,4 @@ class Engine:
     """From the engine's own command line and the machine it runs on. Raises ``FlagError`` with all
     that is wrong with the flags."""
     flags: Mapping[str, str]
-    """Each flag that is understood, with what it is for in a few words."""
+    """Each flag that graphs can depend on, with what it is for in a few words; others are read too."""

@@ -128,6 +128,6 @@ def for_role(met: Counter[Batch], role: Role, deployment: Deployment) -> Counter
         k = 0 if deployment.speculative is None else deployment.speculative.draft_tokens(batch.num_reqs)
         if k > 1:
             num_reqs = batch.num_reqs
-            decode = Batch(role=role, num_reqs=num_reqs, num_tokens=num_reqs, query_len=1)
+            decode = Batch.decode(role, num_reqs, 1)
             drafted[decode] += count * (k - 1)
     return drafted

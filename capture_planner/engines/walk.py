@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from capture_planner.admissible import Domain, decode_families, draft_steps, mixed_tokens
+from capture_planner.admissible import batches, draft_steps
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.core import Emulation, Graph, Manager
 from capture_planner.entry import Batch, Entry, Rejection
@@ -23,13 +23,17 @@ from capture_planner.plan import Kind
 class Asked:
     """One batch, what the engine answers, and the graph of its own that would serve it best."""
 
-    kind: Kind
     batch: Batch
     answer: Dispatch
     best: Entry | None
     """The cheapest compatible graph that is captured; None where there is none."""
     last: int
     """The extent up to which larger batches are answered alike; its own, but beyond the largest graph."""
+
+    @property
+    def kind(self) -> Kind:
+        """A decode, or mixed."""
+        return Kind.MIXED if self.batch.query_len is None else Kind.DECODE
 
     @property
     def extent(self) -> int:
@@ -70,10 +74,9 @@ class Run:
 
 
 def walk(emulation: Emulation) -> tuple[Asked, ...]:
-    """Ask about every admissible batch of every role: decodes by requests, mixed batches by tokens.
+    """Ask about every admissible batch of every role, as ``admissible.batches`` has them.
 
-    Of mixed batches the one with most requests is asked. Beyond the largest graph nothing is captured, so
-    that one batch stands for all.
+    Beyond the largest graph nothing is captured, so that one batch stands for all.
     """
     return tuple(asked for manager in emulation.managers for asked in _role(emulation, manager))
 
@@ -81,9 +84,9 @@ def walk(emulation: Emulation) -> tuple[Asked, ...]:
 def _role(emulation: Emulation, manager: Manager) -> Iterator[Asked]:
     role, graphs = manager.role, _Graphs(manager.graphs)
     largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
-    for kind, batch, last in _batches(emulation, role, largest):
+    for batch, last in batches(role, emulation, upto=largest):
         best = graphs.best(batch, draft_steps(role, batch.num_reqs, emulation.speculative))
-        yield Asked(kind=kind, batch=batch, answer=manager.dispatch(batch), best=best, last=last)
+        yield Asked(batch=batch, answer=manager.dispatch(batch), best=best, last=last)
 
 
 class _Graphs:
@@ -112,43 +115,6 @@ class _Graphs:
             if rejection is not Rejection.REQUESTS:
                 return None  # What is larger in a row is wrong in the same way.
         return None
-
-
-def _batches(emulation: Emulation, role: Role, largest: int) -> Iterator[tuple[Kind, Batch, int]]:
-    for loras in _adapters(emulation, role):
-        for family in decode_families(role, emulation):
-            query_len = family.query_len
-            for num_reqs, last in _counts(family.requests, largest // query_len, loras):
-                batch = Batch(
-                    role=role,
-                    num_reqs=num_reqs,
-                    num_tokens=num_reqs * query_len,
-                    query_len=query_len,
-                    active_loras=loras,
-                )
-                yield Kind.DECODE, batch, last
-        for num_tokens, last in _counts(mixed_tokens(role, emulation), largest, loras):
-            num_reqs = min(num_tokens, emulation.limits.max_num_reqs)
-            batch = Batch(
-                role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=loras
-            )
-            yield Kind.MIXED, batch, last
-
-
-def _counts(domain: Domain, largest: int, least: int) -> Iterator[tuple[int, int]]:
-    """Yield each count from ``least`` on up to ``largest``, and the first beyond it with the last there is."""
-    for first, last in domain.intervals:
-        for count in range(max(first, least), min(last, largest) + 1):
-            yield count, count
-        if last > largest:
-            yield max(first, least, largest + 1), last
-
-
-def _adapters(emulation: Emulation, role: Role) -> range:
-    """Return the counts of active adapters: rows without one count as one more (vLLM 0.33)."""
-    if emulation.lora is None or role.is_drafter:
-        return range(1)
-    return range(emulation.lora.max_active + 2)
 
 
 def runs(asked: Iterable[Asked]) -> Iterator[Run]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import attrs
 
@@ -71,8 +72,8 @@ class Found:
 
 
 @attrs.frozen(kw_only=True)
-class Rule:
-    """One lint rule: a stable code, the bugs it comes from, and the check."""
+class Charge:
+    """What every lint rule has, whatever it looks at: a stable code, and the bugs it comes from."""
 
     code: str
     name: str
@@ -80,16 +81,40 @@ class Rule:
     bug_class: BugClass
     threads: tuple[str, ...]
     """Public threads in which the bug was seen."""
-    remedy: str
-    """What to do about it."""
-    mend: tuple[str, ...]
-    """Where in a spec to look when a plan made of it has this finding."""
-    check: Callable[[Coverage], Iterator[Found]]
+    check: Callable[..., Iterator[Any]]
 
     @property
     def explanation(self) -> str:
         """What the rule means, for people: the docstring of its check."""
         return inspect.cleandoc(self.check.__doc__ or "")
+
+
+R = TypeVar("R", bound=Charge)
+Checking = TypeVar("Checking", bound=Callable[..., Iterator[Any]])
+
+
+def registering(
+    rules: dict[str, R], kind: type[R], code: str, **facts: Any
+) -> Callable[[Checking], Checking]:
+    """Return a decorator that enters a check in ``rules`` under its code; its name is the function's."""
+
+    def register(check: Checking) -> Checking:
+        assert code not in rules, code
+        rules[code] = kind(code=code, name=check.__name__.replace("_", "-"), check=check, **facts)
+        return check
+
+    return register
+
+
+@attrs.frozen(kw_only=True)
+class Rule(Charge):
+    """A rule about plans."""
+
+    remedy: str
+    """What to do about it."""
+    mend: tuple[str, ...]
+    """Where in a spec to look when a plan made of it has this finding."""
+    check: Callable[[Coverage], Iterator[Found]]
 
 
 @attrs.frozen(kw_only=True)
@@ -119,24 +144,10 @@ def rule(
     *threads: str,
     remedy: str,
     mend: tuple[str, ...] = (),
-) -> Callable[[Callable[[Coverage], Iterator[Found]]], Callable[[Coverage], Iterator[Found]]]:
-    """Register a check under a stable code; its name is the function's."""
-
-    def register(check: Callable[[Coverage], Iterator[Found]]) -> Callable[[Coverage], Iterator[Found]]:
-        assert code not in RULES, code
-        RULES[code] = Rule(
-            code=code,
-            name=check.__name__.replace("_", "-"),
-            severity=severity,
-            bug_class=bug_class,
-            threads=threads,
-            remedy=remedy,
-            mend=mend,
-            check=check,
-        )
-        return check
-
-    return register
+) -> Callable[[Checking], Checking]:
+    """Register a check of plans under a stable code."""
+    facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
+    return registering(RULES, Rule, code, remedy=remedy, mend=mend, **facts)
 
 
 def lint(plan: Plan) -> tuple[Finding, ...]:

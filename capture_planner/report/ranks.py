@@ -49,19 +49,11 @@ def cases(plan: Plan, role: Role, num_ranks: int) -> tuple[Case, ...]:
     middle = min(lengths, key=lambda count: (abs(count - most // 2), count))
 
     def decode(count: int, active_loras: int = 0) -> Submission:
-        return Submission(
-            batch=Batch(
-                role=role,
-                num_reqs=count,
-                num_tokens=count * lengths[count],
-                query_len=lengths[count],
-                active_loras=active_loras,
-            )
-        )
+        return Submission(batch=Batch.decode(role, count, lengths[count], active_loras))
 
     def prompt(tokens: int) -> Submission:
         limited = min(tokens, plan.limits.max_num_tokens)
-        return Submission(batch=Batch(role=role, num_reqs=1, num_tokens=limited, past_prompt=False))
+        return Submission(batch=Batch.mixed(role, 1, limited))
 
     usual, few = decode(middle), decode(min(lengths))
     others = (usual,) * (num_ranks - 1)

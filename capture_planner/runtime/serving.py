@@ -376,5 +376,4 @@ def _batch(role: Role, scheduled: Scheduled) -> Batch:
 
 
 def _decodes(scheduled: Scheduled) -> Batch:
-    reqs = scheduled.num_reqs
-    return Batch(role=Role.DRAFT_DECODE, num_reqs=reqs, num_tokens=reqs, query_len=1)
+    return Batch.decode(Role.DRAFT_DECODE, scheduled.num_reqs, 1)

@@ -12,7 +12,7 @@ from capture_planner.entry import Batch
 from capture_planner.modes import Role
 from capture_planner.plan import Plan
 from capture_planner.ranks import Submission, Vector
-from capture_planner.testing.strategies import batches
+from capture_planner.testing.strategies.plans import batches
 
 MAX_RANKS = 16
 

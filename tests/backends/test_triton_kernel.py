@@ -1,6 +1,5 @@
 """The Triton kernels, under Triton's interpreter, against a loop over tokens and heads."""
 
-import importlib.util
 import math
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,21 +20,14 @@ from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Scoring
 from capture_planner.spec import Limits
+from capture_planner.testing.files import module_at
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")
 tl = triton.language
 
 
-def load(name, path):
-    """Run a file as a module of its own, so that nobody who imported it before or after matters."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 EXECUTOR = Path(capture_planner_triton.__file__).with_name("executor.py")
-laws = load("reference_laws", Path(__file__).with_name("test_reference_executor.py"))
+laws = module_at(Path(__file__).with_name("test_reference_executor.py"), "reference_laws")
 KINDS = {torch.float32: DataType.FLOAT32, torch.float16: DataType.FLOAT16}
 """The interpreter multiplies bfloat16 as if it were integers: tests/gpu has that."""
 FEWER = settings(max_examples=max(settings.default.max_examples // 6, 5))
@@ -46,7 +38,7 @@ def interpreted():
     """The module, interpreted: Triton looks at the variable where a kernel is defined, not later."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        return load("interpreted_executor", EXECUTOR)
+        return module_at(EXECUTOR, "interpreted_executor")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,7 @@ def compiled():
     """The module as it is on a machine with a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        return load("compiled_executor", EXECUTOR)
+        return module_at(EXECUTOR, "compiled_executor")
 
 
 @attrs.frozen(kw_only=True)

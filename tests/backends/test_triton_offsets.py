@@ -1,6 +1,5 @@
 """The Triton kernels where offsets need more than 32 bits, under Triton's interpreter."""
 
-import importlib.util
 from pathlib import Path
 
 import attrs
@@ -12,19 +11,12 @@ from capture_planner_triton.geometry import partial_bytes
 
 from capture_planner.model import DataType
 from capture_planner.runtime.contract import LayerCache, Metadata, Scoring
+from capture_planner.testing.files import module_at
 
 pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")
 
 
-def load(name, path):
-    """Run a file as a module of its own."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel = load("triton_kernel_laws", Path(__file__).with_name("test_triton_kernel.py"))
+kernel = module_at(Path(__file__).with_name("test_triton_kernel.py"), "triton_kernel_laws")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +24,7 @@ def interpreted():
     """The executor's module, interpreted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        return load("far_executor", Path(capture_planner_triton.__file__).with_name("executor.py"))
+        return module_at(Path(capture_planner_triton.__file__).with_name("executor.py"), "far_executor")
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 8], ids=["whole", "split"])

@@ -8,7 +8,6 @@ each with what the engine's functions answered, as ``shortened`` has it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 from capture_planner.testing.engines import sglang as drawing
 from capture_planner.testing.engines import sglang_answers as answers
+from capture_planner.testing.files import module_at
 
 COUNT, BATCHES, RANKS = 400, 12, 3
 SELDOM = (
@@ -30,18 +30,8 @@ SELDOM = (
 _HERE = Path(__file__).parent
 
 
-def load_oracle(wheel: Path) -> Any:
-    """Load the oracle by its file, under a name that is not the engine's."""
-    spec = importlib.util.spec_from_file_location("oracle_of_sglang", _HERE / "oracle" / "sglang.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Sglang(wheel)
-
-
 def main() -> None:
-    oracle = load_oracle(Path(sys.argv[1]))
+    oracle = module_at(_HERE / "oracle" / "sglang.py").Sglang(Path(sys.argv[1]))
     cases: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(COUNT + len(SELDOM)):

@@ -9,22 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from capture_planner.testing.engines import tensorrt_llm as drawn
+from capture_planner.testing.files import module_at
 
 HERE = Path(__file__).parent
 SEED, COUNT = 2026, 400
-
-
-def load(path):
-    """Import a file by its path."""
-    spec = spec_from_file_location(f"oracle_{path.stem}", path)
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def runs(values):
@@ -59,7 +50,7 @@ def recorded(oracle, sources, case):
 
 def main(folder):
     """Record ``COUNT`` cases."""
-    oracle = load(HERE / "oracle" / "tensorrt_llm.py")
+    oracle = module_at(HERE / "oracle" / "tensorrt_llm.py")
     sources = oracle.Sources(folder)
     answers = [recorded(oracle, sources, case) for case in itertools.islice(drawn.cases(SEED), COUNT)]
     lines = ",\n".join(json.dumps(answer, separators=(",", ":")) for answer in answers)

@@ -7,13 +7,13 @@ Writes ``capture_planner/engines/vllm/flags.json`` (the flags by name and kind) 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from capture_planner.testing.files import module_at
 
 HERE = Path(__file__).parent
 FLAGS = HERE.parent.parent / "capture_planner" / "engines" / "vllm" / "flags.json"
@@ -29,17 +29,6 @@ KINDS = {
     "parse_reasoning_parser": "text",
     "<lambda>": "text",
 }
-
-
-def load_oracle() -> ModuleType:
-    """Return the module that runs the engine's own code."""
-    path = HERE / "oracle" / "vllm_config.py"
-    spec = importlib.util.spec_from_file_location("oracle_vllm_config", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _kind(function: Any) -> str:
@@ -122,7 +111,7 @@ def _flat(part: Any) -> list[str]:
     return [part] if isinstance(part, str) else [name for inner in get_args(part) for name in _flat(inner)]
 
 
-def record_configurations(module: ModuleType, oracle: Any, count: int, seed: int) -> None:
+def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> None:
     """Write ``count`` command lines with the engine's answers."""
     from capture_planner.catalog import find_environment
     from capture_planner.testing.engines import vllm
@@ -150,7 +139,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=33)
     parser.add_argument("--flags-only", action="store_true")
     options = parser.parse_args()
-    module = load_oracle()
+    module = module_at(HERE / "oracle" / "vllm_config.py")
     oracle = module.VllmOracle(options.wheel)
     record_flags(oracle)
     with module.stubs.installed(options.wheel, "vllm"):

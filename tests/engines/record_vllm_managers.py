@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from capture_planner.testing.engines import vllm_managers as cases
-from capture_planner.testing.engines.files import module_at
+from capture_planner.testing.files import module_at
 
 HERE = Path(__file__).parent
 SEED, COUNT = 33, 400

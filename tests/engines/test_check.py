@@ -1,10 +1,16 @@
 """The lint of engines: what it finds is there, counted batch by batch, and what is in order is left alone."""
 
+import json
+import tempfile
+from pathlib import Path
+
 import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner.catalog import find_environment
+from capture_planner.engines import emulate
 from capture_planner.engines.check import ENGINE_RULES, check
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized, query_lens
@@ -18,6 +24,7 @@ from capture_planner.plan import Kind
 from capture_planner.sizing.engines import vllm_tokens
 from capture_planner.spec import Limits
 
+H100 = find_environment("h100")
 SEQS = 256
 PUBLISHED = {
     ((1, 16, 2), (17, 256, 1)): (20, 102, 53),
@@ -98,6 +105,21 @@ def test_the_flag_that_is_named_mends_it(schedule):
     assert "EN002" not in by_code(check(after))
     full = [sum(graph.entry.query_len is not None for graph in each.graphs) for each in (before, after)]
     assert full[1] <= full[0]
+
+
+@pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
+def test_the_flag_mends_the_engine_with_its_drafter(schedule):
+    """The whole command line, with the list that is named: neither target nor drafter misses a graph."""
+    k = max(k for _, _, k in schedule)
+    drafter = {"method": "eagle3", "model": "d", "num_speculative_tokens": k}
+    drafter["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in schedule]
+    flags = ["m", "--max-num-seqs", str(SEQS), "--speculative-config", json.dumps(drafter)]
+    found = [f for f in check(emulate("vllm", flags, H100)) if f.rule.code == "EN002"]
+    assert [f.seen.role for f in found] == [Role.TARGET, Role.DRAFT_PREFILL]
+    assert found[0].seen.count == PUBLISHED[schedule][0]
+    mended = [word for word in found[0].mend.replace(",", " ").split() if word.isdigit()]
+    after = check(emulate("vllm", [*flags, "--cudagraph-capture-sizes", *mended], H100))
+    assert "EN002" not in by_code(after)
 
 
 @st.composite
@@ -196,6 +218,36 @@ def test_runs_join_what_follows_each_other():
     asked = [a for a in walk(emulation((), (8,), seqs=8, tokens=8)) if a.kind is Kind.DECODE]
     joined = [(run.first, run.last) for run in runs(asked[:3] + asked[5:])]
     assert joined == [(1, 3), (6, 8)]
+
+
+ASKED = {
+    "vllm": ("m --max-num-batched-tokens 256 --max-num-seqs 8 --cudagraph-capture-sizes", 257),
+    "sglang": (
+        "--model-path m --tp-size 8 --attn-dp-size 4 --max-running-requests 64 --cuda-graph-bs-decode",
+        3,
+    ),
+    "tensorrt-llm": ("m --max_batch_size 16 --max_num_tokens 64 --config", 17),
+}
+"""Flags with room for some sizes, and one that is dropped."""
+
+
+@pytest.mark.parametrize("engine", ASKED)
+@given(st.lists(st.sampled_from([4, 8, 16]), min_size=1, max_size=3, unique=True), st.booleans())
+def test_a_size_that_is_asked_for_and_not_captured_is_named(engine, sizes, beyond):
+    """Of a list each size that is dropped is counted, whichever engine drops it; of a whole list none."""
+    words, dropped = ASKED[engine]
+    asked = sorted([*sizes, dropped] if beyond else sizes)
+    flags = [*words.split(), *map(str, asked)]
+    with tempfile.TemporaryDirectory() as folder:
+        if engine == "tensorrt-llm":
+            file = Path(folder, "options.yaml")
+            file.write_text(f"cuda_graph_config: {{enable_padding: false, batch_sizes: {asked}}}\n")
+            flags = [*words.split(), str(file)]
+        emulated = emulate(engine, flags, H100)
+    lost = set(asked) - set(emulated.sizes)
+    assert (dropped in lost) == beyond
+    found = [f.seen.count for f in check(emulated) if f.rule.code == "EN004" and "asked for" in f.seen.says]
+    assert found == ([len(lost)] if lost and emulated.sizes else [])
 
 
 def test_a_list_that_serves_everything_has_no_finding():

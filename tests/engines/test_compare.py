@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from capture_planner._record import replace
-from capture_planner.admissible import decode_families, is_admissible
+from capture_planner.admissible import batches, decode_families, is_admissible
 from capture_planner.dispatch import Dispatcher
 from capture_planner.engines import traffic
-from capture_planner.engines.compare import admissible, compare
+from capture_planner.engines.compare import compare
 from capture_planner.engines.core import Emulation, Graph
 from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Role
@@ -133,7 +133,7 @@ def test_figures_by_brute_force(plan):
         role, served = plan.role(pair.family.role), pair.a
         families = decode_families(role.role, plan)
         ratios, modes = [], Counter()
-        for batch in admissible(role.role, plan):
+        for batch, _ in batches(role.role, plan):
             decode = pair.family.kind is Kind.DECODE
             if (batch.uniform_query_len if decode else batch.past_prompt) != (pair.family.query_len or False):
                 continue
@@ -168,7 +168,7 @@ def test_holes_are_what_lost_its_graph(plan, seed):
     compared = compare(fewer, plan)
     lost = Counter()
     for role in plan.roles:
-        for batch in admissible(role.role, plan):
+        for batch, _ in batches(role.role, plan):
             if Dispatcher(fewer).answer(batch).entry is None and Dispatcher(plan).answer(batch).entry:
                 lost[role.role] += 1
     found = Counter()

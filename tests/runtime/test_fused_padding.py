@@ -1,6 +1,5 @@
 """The fused kernel, under Triton's interpreter: the same bytes as padding in torch, everywhere."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +13,13 @@ from capture_planner.contract import COMMON_FIELDS, SPECULATIVE_FIELDS, Axis, Fi
 from capture_planner.errors import RunError
 from capture_planner.runtime.fields import Extents, FieldBuffer, Fields
 from capture_planner.runtime.padding import Write, apply, table
+from capture_planner.testing.files import module_at
 
 triton = pytest.importorskip("triton", reason="the fused padding kernel needs triton, which is not installed")
 
 
-def load(name, path):
-    """Run a file as a module of its own, so that nobody who imported it before or after matters."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 FUSED = Path(capture_planner.__file__).parent / "runtime" / "fused.py"
-laws = load("padding_laws", Path(__file__).with_name("test_padding.py"))
+laws = module_at(Path(__file__).with_name("test_padding.py"), "padding_laws")
 CPU = torch.device("cpu")
 
 
@@ -36,7 +28,7 @@ def fused():
     """The module, interpreted: Triton looks at the variable where a kernel is defined, not later."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        return load("interpreted_fused", FUSED)
+        return module_at(FUSED, "interpreted_fused")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +36,7 @@ def compiled():
     """The module as it is on a machine with a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        return load("compiled_fused", FUSED)
+        return module_at(FUSED, "compiled_fused")
 
 
 def same(ones, others):

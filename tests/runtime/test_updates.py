@@ -1,7 +1,5 @@
 """The updates of a forward: torch against the host's arithmetic, and each kernel against torch."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +17,13 @@ from capture_planner.runtime.fields import Extents, FieldBuffer
 from capture_planner.runtime.speculative import settle
 from capture_planner.runtime.step import draft_decode_values, draft_prefill_values, target_values
 from capture_planner.runtime.updates import DraftState, Moving, TorchUpdates, Verified
+from capture_planner.testing.files import module_at
 
 CPU = torch.device("cpu")
 TORCH = TorchUpdates()
 
 
-def load(name, path):
-    """Run a file as a module of its own."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-steps = load("step_laws", Path(__file__).with_name("test_step.py"))
+steps = module_at(Path(__file__).with_name("test_step.py"), "step_laws")
 KV_LENS = MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
 
 
@@ -44,7 +34,7 @@ def fused():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         path = Path(capture_planner.__file__).parent / "runtime" / "fused_updates.py"
-        return load("interpreted_fused_updates", path).FusedUpdates()
+        return module_at(path, "interpreted_fused_updates").FusedUpdates()
 
 
 class Held(dict):

@@ -1,12 +1,11 @@
 """Re-emulation: what the engine makes of an export, compared with the plan it came from.
 
-Every admissible decode is asked for by itself. Mixed batches are walked in cells between the sizes
-of both sides; where the ends of a cell disagree, it is split until they agree.
+Every admissible batch is asked of both: decodes by requests, mixed batches by tokens, each with the
+most requests and the fewest adapters of a range in which neither side has a size that ends.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,76 +138,32 @@ class _Comparison:
 
     def role(self, role: Role) -> None:
         entries = [*self.plan.role(role).entries, *(g.entry for g in self.emulation.graphs if g.role is role)]
-        adapters = list(_lora_ranges(role, self.plan, entries))
-        for family in decode_families(role, self.plan):
-            for low, high in adapters:
-                count = family.requests.after(low - 1 if low else 0)
-                while count is not None:
-                    self._ask(
-                        Batch(
-                            role=role,
-                            num_reqs=count,
-                            num_tokens=count * family.query_len,
-                            query_len=family.query_len,
-                            active_loras=low,
-                        ),
-                        Kind.DECODE,
-                        count,
-                        min(high, count),
-                    )
-                    count = family.requests.after(count)
-        tokens = mixed_tokens(role, self.plan)
-        if not tokens:
-            return
-        most = self.plan.limits.max_num_tokens
-        for low, high in adapters:
-            for fewest, largest in _req_ranges(self.plan, entries):
+        rooms = list(_req_ranges(self.plan, entries))
+        for low, high in _lora_ranges(role, self.plan, entries):
+            for family in decode_families(role, self.plan):
+                for count, _ in family.requests.counts(low):
+                    self._ask(Batch.decode(role, count, family.query_len, low), min(high, count))
+            for fewest, most in rooms:
                 fewest = max(fewest, low)
-                first = max(fewest, 1)
-                stops = _token_stops(entries, largest)
-                for stop in sorted({stop for stop in stops if first <= stop < most} | {most}):
-                    if first <= stop and fewest <= largest:
-                        self._mixed(role, first, stop, fewest, largest, low, high)
-                        first = stop + 1
+                for tokens, _ in mixed_tokens(role, self.plan).counts(fewest) if fewest <= most else ():
+                    self._ask(Batch.mixed(role, min(most, tokens), tokens, low), high, fewest)
 
-    def _mixed(
-        self, role: Role, first: int, last: int, fewest: int, largest: int, low: int, high: int
-    ) -> None:
-        def batch(tokens: int, reqs: int) -> Batch:
-            return Batch(
-                role=role, num_reqs=min(reqs, tokens), num_tokens=tokens, past_prompt=False, active_loras=low
-            )
-
-        ends = {
-            tuple(answer.entry for answer in self._answers(batch(tokens, reqs)))
-            for tokens in (first, last)
-            for reqs in (fewest, largest)
-        }
-        if len(ends) > 1 and first < last:
-            middle = (first + last) // 2
-            self._mixed(role, first, middle, fewest, largest, low, high)
-            self._mixed(role, middle + 1, last, fewest, largest, low, high)
-        else:
-            self._ask(batch(last, largest), Kind.MIXED, first, high, fewest)
-
-    def _answers(self, batch: Batch) -> tuple[Dispatch, Dispatch]:
-        return self.dispatcher.answer(batch), self.emulation.dispatch(batch)
-
-    def _ask(self, batch: Batch, kind: Kind, first: int, max_loras: int, min_reqs: int | None = None) -> None:
+    def _ask(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
         """Ask both sides, and put what differs beside the difference before it, where it is like it."""
-        planned, emulated = self._answers(batch)
-        last = batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
-        count = (last - first + 1) * (max_loras - batch.active_loras + 1)
+        planned, emulated = self.dispatcher.answer(batch), self.emulation.dispatch(batch)
+        decode = batch.query_len is not None
+        extent = batch.num_reqs if decode else batch.num_tokens
+        count = max_loras - batch.active_loras + 1
         self.batches += count
         found = effect(planned, emulated)
         if found is None:
             return
         new = Difference(
             role=batch.role,
-            kind=kind,
+            kind=Kind.DECODE if decode else Kind.MIXED,
             query_len=batch.query_len,
-            first=first,
-            last=last,
+            first=extent,
+            last=extent,
             min_reqs=batch.num_reqs if min_reqs is None else min_reqs,
             max_reqs=batch.num_reqs,
             min_loras=batch.active_loras,
@@ -253,12 +208,3 @@ def _req_ranges(plan: Plan, entries: Iterable[Entry]) -> Iterator[tuple[int, int
     for stop in sorted({room for room in rooms if 0 < room < most} | {most}):
         yield low, stop
         low = stop + 1
-
-
-def _token_stops(entries: Iterable[Entry], largest: int) -> set[int]:
-    """Return the token counts after which an answer can change: sizes, and halves of sizes.
-
-    SGLang refuses a graph that pads to more than twice the batch.
-    """
-    sizes = {entry.num_tokens for entry in entries}
-    return sizes | {math.ceil(size / 2) - 1 for size in sizes} | {largest - 1}

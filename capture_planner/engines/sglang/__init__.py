@@ -20,7 +20,7 @@ from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.sglang import capture, graph_rules, rules
 from capture_planner.engines.sglang.flags import FLAGS, in_its_file, parse, refusal
 from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
-from capture_planner.engines.sglang.resolution import Resolution, checkpoint
+from capture_planner.engines.sglang.resolution import DECODE, Resolution, checkpoint
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.errors import FlagError
 from capture_planner.model import Method, Speculative
@@ -97,6 +97,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         command=tuple(command),
         settings=_settings(r, pool),
         sizes=decodes.sizes if decodes else (),
+        asked_sizes=tuple(r.decode.bs) if (DECODE, "bs") in r.locked else (),
         managers=found,
         decisions=tuple(r.decisions),
         limits=Limits(max_num_reqs=pool, max_num_tokens=tokens),

@@ -236,8 +236,8 @@ FLAGS: dict[str, str] = {
     name: says if name == names.split()[0] else f"as {names.split()[0]}"
     for names, _, says in _ROWS
     for name in names.split()
-} | dict.fromkeys((name for row in INERT.values() for name in row), "changes nothing about graphs")
-"""Each flag that is understood, with what it is for."""
+}
+"""Each flag that graphs can depend on, with what it is for."""
 
 _NO_YAML = {"--lora-paths", "--disable-cuda-graph", "--enable-dp-attention"}
 """Flags that SGLang does not take from a YAML file, besides those that have a --no- form."""

@@ -40,6 +40,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         command=tuple(command),
         settings=tuple(_settings(resolved, graphs)),
         sizes=graphs.sizes,
+        asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
         managers=(graphs,),
         decisions=tuple(steps.taken),
         limits=Limits(max_num_reqs=resolved.max_batch_size, max_num_tokens=resolved.max_num_tokens),

@@ -80,6 +80,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         command=tuple(command),
         settings=_shown(settings, configuration),
         sizes=settings.sizes,
+        asked_sizes=configuration.listed_sizes,
         managers=managers(settings),
         decisions=tuple(configuration.decisions),
         limits=Limits(max_num_reqs=settings.max_num_seqs, max_num_tokens=settings.max_num_batched_tokens),

@@ -13,6 +13,7 @@ from capture_planner.engines.vllm.speculation import speculation
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Decision
+from capture_planner.spec import Lora
 
 GiB = 1 << 30
 COMPILATION = "--compilation-config"
@@ -72,6 +73,7 @@ class Asked:
             if value is not None:
                 setattr(self, key, value)
             self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        self.listed_sizes = tuple(self.asked_sizes or ())
         for value in (*given.overridden.get("attention_config", ()), given.get("attention_config")):
             self._attention(value)
         asked = given.get("attention_backend")
@@ -247,8 +249,6 @@ class Asked:
                 f"with adapters vLLM wants 1 + K tokens for each of {self.seqs} requests, got {self.tokens}",
                 f"give {self.seqs * (self.spec.tokens + 1)} or more, or fewer draft tokens",
             )
-        top = self.max_loras + 1
         self.separate_lora = self.specialize
         self.specialize = self.specialize and bool(given.get("specialize_active_lora", False))
-        powers = [1 << n for n in range(top.bit_length()) if 1 << n < top] if self.specialize else []
-        self.lora_cases = (0, *powers, top)
+        self.lora_cases = Lora(max_active=self.max_loras, specialize=self.specialize).cases()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from capture_planner.engines.vllm.asked import COMPILATION, Asked
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.parts import COMPILE, names
+from capture_planner.engines.vllm.schedule import draft_tokens, normalized
 from capture_planner.engines.vllm.settings import Runner
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
-from capture_planner.engines.vllm.speculation import check_schedule
 from capture_planner.environment import Environment
 from capture_planner.modes import GraphMode
 from capture_planner.sizing.engines import vllm_tokens
@@ -27,6 +27,8 @@ class Configuration(Asked):
     sizes: tuple[int, ...]
     max_size: int
     schedule: tuple[tuple[int, int, int], ...] | None
+    drafted: tuple[int, ...] = ()
+    """K by batch size, from 0 on; empty without a schedule."""
 
     def __init__(self, given: Given, environment: Environment) -> None:
         super().__init__(given, environment)
@@ -142,9 +144,10 @@ class Configuration(Asked):
                     "schedule", "schedule", f"K = {spec.tokens}", f"{why}, so K is {spec.tokens} throughout"
                 )
                 self.schedule = None
-        if self.schedule is None:
+        if spec is None or self.schedule is None:
             return
-        check_schedule(self.schedule)
+        tiers = normalized([*self.schedule])
+        self.drafted = draft_tokens(tiers, max_num_reqs=self.seqs, num_speculative=spec.tokens)
         if self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
             self.set_mode(
                 "schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule"
@@ -232,20 +235,8 @@ class Configuration(Asked):
             self.note("sizes-beyond-budget", len(set(asked or ())), len(self.sizes), says)
         return None
 
-    def dense_schedule(self) -> list[int] | None:
-        """Return K by batch size from 0 on, gaps and tail carried forward, or None without a schedule."""
-        if self.schedule is None or self.spec is None:
-            return None
-        found, last = [0], 0
-        tiers = sorted(self.schedule)
-        for size in range(1, self.seqs + 1):
-            last = next((k for first, end, k in tiers if first <= size <= end), last)
-            found.append(min(self.spec.tokens, last))
-        return found
-
     def _tiers(self) -> list[tuple[int, int]]:
-        dense = self.dense_schedule()
-        widest = {1 + k: size for size, k in enumerate(dense or ()) if size}
+        widest = {1 + k: size for size, k in enumerate(self.drafted) if size}
         return list(widest.items())
 
     def _last_rewrites(self) -> None:

@@ -33,14 +33,7 @@ class Agreement:
 
 def idle(target: TableManager) -> Batch:
     """Return what a rank without work runs beside the others: one decode of the largest width."""
-    width = target.query_len
-    return Batch(
-        role=Role.TARGET,
-        num_reqs=1,
-        num_tokens=width,
-        query_len=width,
-        active_loras=target.lora_cases[-1],
-    )
+    return Batch.decode(Role.TARGET, 1, target.query_len, target.lora_cases[-1])
 
 
 def agree(target: TableManager, batches: Sequence[Batch]) -> tuple[tuple[Dispatch, ...], Agreement | None]:

@@ -59,7 +59,7 @@ def resolved(config: Configuration) -> VllmSettings:
     )
     mode = ladder.resolve(config.mode)
     if config.runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and tokens:
-        _round(config, 1 + tokens)
+        _round(config, 1 + tokens, mode)
     prefill, decode = _draft_modes(config, mode)
     return VllmSettings(
         runner=config.runner,
@@ -77,7 +77,7 @@ def resolved(config: Configuration) -> VllmSettings:
         method=spec.method if spec is not None else None,
         num_speculative_tokens=tokens,
         schedule=config.schedule,
-        decode_query_lens=tuple(sorted({1 + k for k in (config.dense_schedule() or [0, tokens])[1:]})),
+        decode_query_lens=tuple(sorted({1 + k for k in config.drafted[1:] or (tokens,)})),
         draft_fused=fused,
         lora_cases=_lora_cases(config),
         varlen=varlen,
@@ -123,21 +123,10 @@ def _draft_modes(config: Configuration, mode: GraphMode) -> tuple[GraphMode | No
     return mode, decode
 
 
-def _round(config: Configuration, query_len: int) -> None:
+def _round(config: Configuration, query_len: int, mode: GraphMode) -> None:
     """Round sizes up to whole requests, as the V1 runner does; those beyond the largest go."""
-    if not config.sizes:
-        return
-    rounded = {-(-size // query_len) * query_len for size in config.sizes}
-    kept = sorted(size for size in rounded if size <= config.max_size)
-    if not kept and query_len <= config.max_size:
-        kept = [query_len]
-    if not kept:
-        raise refusal(
-            "--cudagraph-capture-sizes",
-            f"vLLM's V1 runner finds no multiple of {query_len} up to {config.max_size}",
-            f"give {query_len} or more",
-        )
-    config.note(
-        "whole-requests", len(config.sizes), len(kept), f"sizes are rounded up to multiples of {query_len}"
-    )
-    config.sizes, config.max_size = tuple(kept), kept[-1]
+    if config.sizes:
+        kept = legacy.speculative_sizes(config.sizes, config.max_size, query_len=query_len, mode=mode)
+        says = f"sizes are rounded up to multiples of {query_len}"
+        config.note("whole-requests", len(config.sizes), len(kept), says)
+        config.sizes, config.max_size = kept, kept[-1]

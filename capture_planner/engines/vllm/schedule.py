@@ -11,6 +11,7 @@ Tier = tuple[int, int, int]
 """First and last batch size, in requests, and the draft tokens between them."""
 
 FLAG = ("--speculative-config", "num_speculative_tokens_per_batch_size")
+_ALL = "give ranges of batch sizes from 1 on, without overlap, as in [[1, 16, 3], [17, 256, 1]]"
 
 
 def normalized(schedule: Any) -> tuple[Tier, ...]:
@@ -19,20 +20,19 @@ def normalized(schedule: Any) -> tuple[Tier, ...]:
     Every number goes through ``int``, as in the engine, so that ``2.9`` counts as 2.
     """
     if not isinstance(schedule, list):
-        raise _refused("not a list of [first, last, draft tokens]")
+        raise _refused("not a list of [first, last, draft tokens]", _ALL)
     if not schedule:
-        raise _refused("the schedule is empty")
-    tiers = sorted((_tier(index, entry) for index, entry in enumerate(schedule)), key=lambda tier: tier[0])
+        raise _refused("the schedule is empty", "give one range, or leave the schedule out")
+    found = sorted(enumerate(map(_tier, range(len(schedule)), schedule)), key=lambda item: item[1][0])
     previous = 0
-    for first, last, _ in tiers:
+    for index, (first, last, k) in found:
+        if previous == 0 and first != 1:
+            raise _refused(f"the first range starts at {first}", "start it at 1", index)
         if first <= previous:
-            raise _refused(
-                f"the range {first} to {last} overlaps the one before it, which ends at {previous}"
-            )
+            reason = f"the range [{first}, {last}, {k}] overlaps the one before it, which ends at {previous}"
+            raise _refused(reason, f"start it at {previous + 1}", index)
         previous = last
-    if tiers[0][0] != 1:
-        raise _refused(f"the first range starts at {tiers[0][0]}, and must start at 1")
-    return tuple(tiers)
+    return tuple(tier for _, tier in found)
 
 
 def draft_tokens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative: int) -> tuple[int, ...]:
@@ -61,20 +61,22 @@ def query_lens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative: i
 
 def _tier(index: int, entry: Any) -> Tier:
     if not isinstance(entry, list | tuple) or len(entry) != 3:
-        raise _refused("not [first, last, draft tokens]", index)
+        raise _refused("not [first, last, draft tokens]", _ALL, index)
     try:
         first, last, k = (int(number) for number in entry)
     except (TypeError, ValueError) as error:
-        raise _refused("not three whole numbers", index) from error
+        raise _refused("not three whole numbers", _ALL, index) from error
+    written = f"the range [{first}, {last}, {k}]"
     if first <= 0 or last <= 0:
-        raise _refused(f"the range {first} to {last} is not positive", index)
+        raise _refused(f"{written} is not positive", "start the first range at 1", index)
     if first > last:
-        raise _refused(f"the range {first} to {last} is empty", index)
+        reason = f"{written} is reversed: it ends at {last}, before its start"
+        raise _refused(reason, f"write [{last}, {first}, {k}]", index)
     if k < 0:
-        raise _refused(f"{k} draft tokens", index)
+        raise _refused(f"{written} drafts {k} tokens", "draft 0 or more", index)
     return first, last, k
 
 
-def _refused(message: str, *path: int) -> FlagError:
-    remedy = "give ranges of batch sizes from 1 on, without overlap, as in [[1, 16, 3], [17, 256, 1]]"
+def _refused(reason: str, remedy: str, *path: int) -> FlagError:
+    message = f"vLLM refuses the schedule: {reason}"
     return FlagError([Problem(path=(*FLAG, *path), message=message, remedy=remedy)])

@@ -164,35 +164,6 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
     return tuple(found)
 
 
-def check_schedule(schedule: tuple[tuple[int, int, int], ...]) -> None:
-    """Raise ``FlagError`` where vLLM's scheduler would refuse the ranges at its start."""
-    key = "num_speculative_tokens_per_batch_size"
-    if not schedule:
-        raise refusal(FLAG, "vLLM wants at least one range", "give one, or leave the schedule out", key)
-    previous = 0
-    for index, (first, last, tokens) in sorted(enumerate(schedule), key=lambda item: item[1][0]):
-        written, wrong, remedy = (
-            f"[{first}, {last}, {tokens}]",
-            "",
-            "give [first, last, K], as in [17, 256, 1]",
-        )
-        if first <= 0:
-            wrong, remedy = "it starts below 1 request", "start the first range at 1"
-        elif first > last:
-            wrong = f"it is reversed: it ends at {last}, before its start"
-            remedy = f"write [{last}, {first}, {tokens}]" if last > 0 else remedy
-        elif tokens < 0:
-            wrong, remedy = f"it drafts {tokens} tokens", "draft 0 or more"
-        elif previous == 0 and first != 1:
-            wrong, remedy = f"the first range starts at {first}", "start it at 1"
-        elif first <= previous:
-            wrong = f"it overlaps the range before it, which ends at {previous}"
-            remedy = f"start it at {previous + 1}"
-        if wrong:
-            raise refusal(FLAG, f"vLLM refuses the range {written}: {wrong}", remedy, key, index)
-        previous = last
-
-
 def _method(part: Part, target: Model, tokens: int | None) -> tuple[str, str | None]:
     """Return the method that the words name, and the draft model's name where it is not the target's."""
     method, model = part.text("method"), part.text("model")

@@ -29,7 +29,7 @@ from capture_planner.spec import Limits, Lora, Spec
 from capture_planner.testing.conformance.drawing import drawn
 from capture_planner.testing.dispatching import cheapest
 from capture_planner.testing.ranks import vectors as any_vectors
-from capture_planner.testing.strategies import FakeBackend
+from capture_planner.testing.strategies.machines import FakeBackend
 
 Agree = Callable[[Dispatcher, Vector], Agreement]
 """What decides for all ranks, as ``ranks.agree`` does."""

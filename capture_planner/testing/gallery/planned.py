@@ -19,7 +19,7 @@ from capture_planner.plan import Plan, RolePlan
 from capture_planner.registry import Registered, Registry
 from capture_planner.spec import Limits, Sizes, Spec
 from capture_planner.testing.gallery.core import Mutant
-from capture_planner.testing.strategies import FakeBackend
+from capture_planner.testing.strategies.machines import FakeBackend
 
 MODEL = Model(name="m", num_layers=93, num_heads=32, num_kv_heads=8, head_dim=128, max_model_len=32768)
 

@@ -27,19 +27,12 @@ import transformers  # noqa: F401  (loaded before the finder: it looks for optio
 
 from capture_planner.entry import Batch
 from capture_planner.environment import Environment
+from capture_planner.testing.files import module_at
+
+_HERE = Path(__file__).parent
 
 
-def _sibling(name: str) -> Any:
-    """Load a file beside this one: the folder is on no import path, or it would shadow the engine."""
-    spec = importlib.util.spec_from_file_location(f"oracle_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-stubs, launching = _sibling("stubs"), _sibling("sglang_launch")
+stubs, launching = module_at(_HERE / "stubs.py"), module_at(_HERE / "sglang_launch.py")
 
 _ABSENT = (
     "sglang.kernels",

@@ -10,31 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
-import importlib.util
 import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 
 from capture_planner.environment import Environment
+from capture_planner.testing.files import module_at
+
+_HERE = Path(__file__).parent
 
 
-def _sibling(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"oracle_{name}", Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-stubs, parts = _sibling("stubs"), _sibling("vllm_parts")
+stubs, parts = module_at(_HERE / "stubs.py"), module_at(_HERE / "vllm_parts.py")
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "CRITICAL",

@@ -1,4 +1,4 @@
-"""Load a Python file by its path, for oracles and recorders that lie outside of any package."""
+"""Load a Python file by its path: oracles, recorders and tests that lie outside of any package."""
 
 import importlib.util
 from pathlib import Path

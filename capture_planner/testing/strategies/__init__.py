@@ -1,0 +1,34 @@
+"""Strategies: specs, machines, backends, plans, batches and files, small but with their extremes.
+
+What a strategy gives is always valid, unless its name says otherwise. A field that joins a record
+joins its strategy here; ``tests/test_strategies.py`` fails until it does.
+"""
+
+from capture_planner.testing.strategies.files import Document, documents
+from capture_planner.testing.strategies.machines import (
+    Deployment,
+    FakeBackend,
+    backends,
+    deployments,
+    environments,
+    padding_contracts,
+    registries,
+)
+from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
+from capture_planner.testing.strategies.specs import specs
+
+__all__ = [
+    "Deployment",
+    "Document",
+    "FakeBackend",
+    "arbitrary_plans",
+    "backends",
+    "batches",
+    "deployments",
+    "documents",
+    "environments",
+    "padding_contracts",
+    "plans",
+    "registries",
+    "specs",
+]

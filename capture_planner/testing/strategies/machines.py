@@ -1,0 +1,181 @@
+"""Machines, and backends that only plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from capture_planner._record import replace
+from capture_planner.contract import (
+    Attention,
+    Axis,
+    Bound,
+    Fill,
+    Lifetime,
+    MetadataField,
+    PaddingContract,
+    Support,
+    Where,
+    Workspace,
+)
+from capture_planner.entry import Entry
+from capture_planner.environment import Device, DeviceKind, Environment
+from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.plan import Plan
+from capture_planner.planner import plan
+from capture_planner.registry import Registered, Registry
+from capture_planner.spec import (
+    Limits,
+    Spec,
+)
+from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.values import (
+    BACKENDS,
+    any_names,
+    any_text,
+    byte_counts,
+    counts,
+    maybe,
+    versions,
+)
+
+
+@st.composite
+def environments(draw: DrawFn) -> Environment:
+    """Return machines: CPUs and GPUs of every generation, with any packages."""
+    cuda = draw(st.booleans())
+    capabilities = st.sampled_from(("7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "12.0"))
+    device = Device(
+        kind=DeviceKind.CUDA if cuda else DeviceKind.CPU,
+        name=draw(any_names()),
+        capability=draw(capabilities) if cuda else None,
+        memory=draw(st.sampled_from((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | byte_counts()),
+        multiprocessors=draw(st.integers(1, 200)) if cuda else None,
+    )
+    return Environment(
+        name=draw(any_names()),
+        device=device,
+        driver=draw(maybe(versions())),
+        cuda=draw(maybe(versions())),
+        packages=draw(st.dictionaries(any_names(), versions(), max_size=3)),
+    )
+
+
+def supports() -> SearchStrategy[Support]:
+    return st.builds(
+        Support,
+        level=st.sampled_from(GraphSupport),
+        reason=any_text(),
+        max_num_reqs=st.none() | st.none() | counts(),
+        max_graphs=st.none() | st.none() | counts(),
+    )
+
+
+@st.composite
+def _fields(draw: DrawFn) -> MetadataField:
+    fill = draw(st.sampled_from(Fill))
+    counts = fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
+    dtypes = ("int32", "int64") if counts else ("int32", "int64", "uint8", "bool", "float32")
+    dtype = draw(st.sampled_from(dtypes))
+    low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-(1 << 31), (1 << 31) - 1))
+    return MetadataField(
+        name=draw(st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)),
+        axis=draw(st.sampled_from(Axis)),
+        inner=None if counts else draw(maybe(st.sampled_from(Axis))),
+        dtype=dtype,
+        fill=fill,
+        value=draw(st.integers(low, high)) if fill is Fill.CONSTANT else None,
+        lifetime=draw(st.sampled_from(Lifetime)),
+        indexes=draw(maybe(st.sampled_from(Bound))),
+        where=draw(st.sampled_from(Where)),
+        offset=draw(st.sampled_from((0, 1, 4096))),
+        scale=draw(st.sampled_from((1, 8))),
+        align=draw(st.sampled_from((1, 128))),
+    )
+
+
+def padding_contracts() -> SearchStrategy[PaddingContract]:
+    """Return contracts of any few fields."""
+    fields = st.lists(_fields(), max_size=3, unique_by=lambda field: field.name)
+    return fields.map(lambda drawn: PaddingContract(fields=tuple(drawn)))
+
+
+@attrs.frozen(kw_only=True)
+class FakeBackend:
+    """A backend that answers what it was told to, and is pure as a real one must be."""
+
+    name: str
+    supports: Mapping[Role, Support]
+    windowed: GraphSupport = GraphSupport.ALWAYS
+    """At most this much for groups with a sliding window."""
+    refreshes: Refresh = Refresh.HOST
+    contract: PaddingContract = attrs.field(factory=PaddingContract)
+    bytes_per_token: int = 0
+
+    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        """Answer the support of the role, less for a sliding window."""
+        told = self.supports[role]
+        return told if model.window is None else replace(told, level=min(told.level, self.windowed))
+
+    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
+        """Answer one contract for all."""
+        return self.contract
+
+    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
+        """Answer one refresh for all."""
+        return self.refreshes
+
+    def workspace(
+        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
+    ) -> Workspace:
+        """Answer bytes for the largest entry."""
+        tokens = max((entry.num_tokens for entry in entries), default=0)
+        return Workspace(device=tokens * self.bytes_per_token, pinned=limits.max_num_reqs, formula="tokens")
+
+
+@st.composite
+def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
+    """Return backends of any support by role, caps, refresh and padding contract."""
+    return FakeBackend(
+        name=draw(any_names()) if name is None else name,
+        supports={role: draw(supports()) for role in Role},
+        windowed=draw(st.sampled_from(GraphSupport)),
+        refreshes=draw(st.sampled_from(Refresh)),
+        contract=draw(padding_contracts()),
+        bytes_per_token=draw(st.integers(0, 4096)),
+    )
+
+
+@st.composite
+def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
+    """Return registries with one backend of each name."""
+    return Registry(
+        Registered(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(versions()))
+        for name in names
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Deployment:
+    """A spec, the machine it is for, and the backends it names: all that ``plan`` takes."""
+
+    spec: Spec
+    environment: Environment
+    registry: Registry
+
+    def plan(self) -> Plan:
+        """Return the plan; raises ``PlanningError`` where there is none."""
+        return plan(self.spec, self.environment, self.registry)
+
+
+def deployments(*, max_reqs: int = 512, max_tokens: int = 4096) -> SearchStrategy[Deployment]:
+    """Return specs with an environment and a registry that has every backend they name."""
+    return st.builds(
+        Deployment,
+        spec=specs(max_reqs=max_reqs, max_tokens=max_tokens),
+        environment=environments(),
+        registry=registries(),
+    )

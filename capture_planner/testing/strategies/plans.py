@@ -1,0 +1,163 @@
+"""Plans, as the planner makes them or as nobody would, and the batches that they admit."""
+
+from __future__ import annotations
+
+import attrs
+from hypothesis import assume, reject
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from capture_planner._record import digest
+from capture_planner.admissible import decode_families
+from capture_planner.contract import (
+    Workspace,
+)
+from capture_planner.entry import Batch, Entry
+from capture_planner.errors import PlanningError
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.plan import Decision, GroupPlan, Kind, Plan, RolePlan, Waiver
+from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
+from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.values import (
+    BACKENDS,
+    any_names,
+    any_text,
+    byte_counts,
+    counts,
+    maybe,
+)
+
+
+@st.composite
+def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096) -> Plan:
+    """Return plans that the planner made."""
+    try:
+        return draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens)).plan()
+    except PlanningError:
+        reject()
+
+
+def _entries(lora: bool) -> SearchStrategy[Entry]:
+    """Return graphs as no planner would make them: any extents beside each other."""
+    shapes = {
+        "num_tokens": counts(),
+        "query_len": maybe(st.sampled_from((1, 2, 3, 4))),
+        "active_loras": st.sampled_from((0, 1, 2, 4, 5)) if lora else st.just(0),
+        "draft_steps": st.none() | st.integers(1, 3),
+    }
+    anything = st.builds(
+        Entry,
+        mode=st.sampled_from((GraphMode.FULL, GraphMode.PIECEWISE)),
+        num_reqs=maybe(counts()),
+        **shapes,
+    )
+    return anything | anything.map(
+        lambda e: attrs.evolve(e, num_reqs=e.num_tokens, num_tokens=e.num_tokens * (e.query_len or 1))
+    )
+
+
+@st.composite
+def _waivers(draw: DrawFn) -> Waiver:
+    first = draw(st.integers(0, 64))
+    return Waiver(
+        kind=draw(st.sampled_from(Kind)),
+        query_len=draw(maybe(st.integers(1, 4))),
+        first=first,
+        last=first + draw(st.integers(0, 64)),
+        min_loras=draw(st.integers(0, 2)),
+        max_loras=draw(st.integers(0, 6)),
+        reason=draw(st.sampled_from(Reason)),
+        says=draw(any_text()),
+    )
+
+
+@st.composite
+def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
+    group = st.builds(
+        GroupPlan,
+        name=any_names(),
+        layers=st.integers(0, 6),
+        window=maybe(st.integers(0, 4096)),
+        backend=st.sampled_from(BACKENDS),
+        distribution=any_names(),
+        version=any_text(),
+        support=supports(),
+        workspace=st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text()),
+        padding=padding_contracts(),
+    )
+    decision = st.builds(
+        Decision,
+        rule=st.from_regex(r"[a-z][a-z0-9-]{0,9}", fullmatch=True),
+        before=any_text(),
+        after=any_text(),
+        role=st.sampled_from(Role),
+        backend=maybe(any_text()),
+        group=maybe(any_text()),
+        says=any_text(),
+    )
+    return RolePlan(
+        role=role,
+        requested=draw(st.sampled_from(GraphMode)),
+        mode=draw(st.sampled_from(GraphMode)),
+        groups=tuple(draw(st.lists(group, max_size=2))),
+        decisions=tuple(draw(st.lists(decision, max_size=2))),
+        entries=tuple(draw(st.lists(_entries(lora), max_size=12))),
+        waivers=tuple(draw(st.lists(_waivers(), max_size=2))),
+        inputs=draw(padding_contracts()).fields,
+    )
+
+
+@st.composite
+def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
+    """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
+    spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
+    roles = draw(st.lists(st.sampled_from(Role), min_size=1, unique=True))
+    return Plan(
+        spec=digest(spec),
+        environment=draw(environments()),
+        model=spec.model,
+        limits=spec.limits,
+        speculative=spec.speculative,
+        lora=spec.lora,
+        parallel=spec.parallel,
+        piecewise=spec.piecewise,
+        budget=spec.budget,
+        pool=spec.pool,
+        roles=tuple(draw(_role_plans(role, spec.lora is not None)) for role in roles),
+    )
+
+
+@st.composite
+def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
+    """Return batches for a plan: admissible ones and others, biased to the edges of its sizes.
+
+    Of one role where it is given, else of any that the plan has.
+    """
+    assume(plan.roles)
+    planned = draw(st.sampled_from(plan.roles)) if role is None else plan.role(role)
+    families = decode_families(planned.role, plan)
+    edges = {1, plan.limits.max_num_reqs} | {entry.num_reqs or entry.num_tokens for entry in planned.entries}
+    for family in families:
+        edges |= {edge for interval in family.requests.intervals for edge in interval}
+    near = st.sampled_from([edge + shift for edge in sorted(edges) for shift in (-1, 0, 1)])
+    num_reqs = draw(near | st.integers(-1, plan.limits.max_num_reqs + 2))
+    lengths = (
+        {1}
+        | {family.query_len for family in families}
+        | {e.query_len for e in planned.entries if e.query_len}
+    )
+    query_len = draw(st.none() | st.sampled_from(sorted(lengths)) | st.integers(0, 5))
+    totals = {plan.limits.max_num_tokens} | {entry.num_tokens for entry in planned.entries}
+    any_total = st.sampled_from([total + shift for total in sorted(totals) for shift in (-1, 0, 1)])
+    total: SearchStrategy[int] = any_total | st.integers(num_reqs, num_reqs + 64)
+    if query_len is not None:
+        total = st.just(num_reqs * query_len) | st.just(num_reqs * query_len) | total
+    most_loras = 0 if plan.lora is None else plan.lora.max_active + 1
+    return Batch(
+        role=planned.role,
+        num_reqs=num_reqs,
+        num_tokens=draw(total),
+        query_len=query_len,
+        past_prompt=draw(st.booleans()),
+        active_loras=draw(st.just(0) | st.integers(0, most_loras) | st.integers(-1, most_loras + 1)),
+    )
