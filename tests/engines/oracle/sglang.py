@@ -145,6 +145,19 @@ class Sglang:
                 raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
         return record
 
+    def _create_attention(self, record: Any) -> None:
+        """Run SGLang's creator of fa3 where it is one of the launch's backends: it may refuse the device."""
+        view = self.m.memory.resolving_view(record)
+        halves = (view.prefill_attention_backend, view.decode_attention_backend)
+        if "fa3" not in {half or view.attention_backend for half in halves}:
+            return
+        whole, attention = self.m.attention.FlashAttentionBackend, self.m.attention
+        attention.FlashAttentionBackend = lambda runner: None
+        try:
+            self.m.registry.create_flashattention_v3_backend(types.SimpleNamespace(use_mla_backend=False))
+        finally:
+            attention.FlashAttentionBackend = whole
+
     def ask(
         self,
         command: Sequence[str],
@@ -159,6 +172,7 @@ class Sglang:
         try:
             record = self.resolve(command, environment)
             with self._machine(environment):
+                self._create_attention(record)
                 launch = launching.Launch(self.m, record)
                 return launch.answers(batches) | {"buckets": launch.buckets(ranks)}
         except Exception as error:

@@ -27,7 +27,6 @@ class Launch:
         self.context = m.memory.model_config_of(record).context_len
         self.pool = self._pool()
         self.lora = self._lora_manager()
-        self._create_attention()
         with self.parallel.override(tp_group=None):
             self.runners = self._capture()
 
@@ -86,19 +85,6 @@ class Launch:
             get_cuda_graph_layers=lambda _: ([], [], [], None, []),
         )
         return runner
-
-    def _create_attention(self) -> None:
-        """Run SGLang's creator of fa3 where it is one of the launch's backends: it may refuse the device."""
-        view = self.view
-        halves = (view.prefill_attention_backend, view.decode_attention_backend)
-        if "fa3" not in {half or view.attention_backend for half in halves}:
-            return
-        whole, attention = self.m.attention.FlashAttentionBackend, self.m.attention
-        attention.FlashAttentionBackend = lambda runner: None
-        try:
-            self.m.registry.create_flashattention_v3_backend(types.SimpleNamespace(use_mla_backend=False))
-        finally:
-            attention.FlashAttentionBackend = whole
 
     def _capture(self) -> dict[tuple[Role, str], Any]:
         """Run SGLang's own choice of runners, with runners that write shapes down."""
