@@ -15,6 +15,7 @@ from capture_planner.engines.core import Graph
 from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind, Plan, RolePlan
+from capture_planner.words import counted
 
 DRAFT_MODEL = "DRAFT_MODEL"
 """Stands where an engine wants the drafter's path, which a plan does not know: to be replaced."""
@@ -272,6 +273,23 @@ def all_scopes(plan: Plan) -> tuple[Scope, ...]:
 def planned(plan: Plan, role: Role) -> RolePlan | None:
     """Return the plan of a role, or None where there is none."""
     return next((found for found in plan.roles if found.role is role), None)
+
+
+def drafters(plan: Plan) -> tuple[RolePlan, ...]:
+    """Return the plans of the drafter's roles."""
+    return tuple(found for found in plan.roles if found.role.is_drafter)
+
+
+def drafter_losses(plan: Plan, name: str, says: str) -> list[Loss]:
+    """Return a loss of each drafter's role, with the role and its number of graphs put into ``says``."""
+    return [
+        Loss(
+            name=f"{drafter.role.value.replace('_', '-')}-{name}",
+            says=says.format(role=drafter.role.value, graphs=counted(len(drafter.entries), "graph")),
+            scope=both(drafter.role),
+        )
+        for drafter in drafters(plan)
+    ]
 
 
 def longest_draft(plan: Plan) -> int:

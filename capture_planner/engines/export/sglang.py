@@ -11,10 +11,9 @@ from capture_planner.engines.export.core import (
     Loss,
     all_scopes,
     backend_setting,
-    both,
+    drafter_losses,
     fallback_loss,
     longest_draft,
-    planned,
     words,
     yaml_text,
 )
@@ -111,12 +110,9 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
             "another width run eager"
         )
         losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
-    for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE):
-        drafter = planned(plan, role)
-        if drafter is not None:
-            says = f"the {role.value} captures the target's decode sizes, not its own {len(drafter.entries)} graphs"
-            name = f"{role.value.replace('_', '-')}-sizes"
-            losses.append(Loss(name=name, says=says, scope=both(role)))
+    losses += drafter_losses(
+        plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}"
+    )
     if plan.lora is not None:
         says = (
             "SGLang has no graphs by the number of adapters; it wants their rank, which a plan does not know: "

@@ -11,10 +11,9 @@ from capture_planner.engines.export.core import (
     Export,
     Loss,
     all_scopes,
-    both,
+    drafter_losses,
     fallback_loss,
     longest_draft,
-    planned,
     words,
     yaml_text,
 )
@@ -108,12 +107,9 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> li
                 scope=(_DECODES, _MIXED),
             )
         )
-    for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE):
-        drafter = planned(plan, role)
-        if drafter is not None:
-            says = f"the {role.value} runs inside the target's graphs; its own {len(drafter.entries)} graphs are gone"
-            name = f"{role.value.replace('_', '-')}-inside"
-            losses.append(Loss(name=name, says=says, scope=both(role)))
+    losses += drafter_losses(
+        plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone"
+    )
     if speculative is not None:
         if len(decode_tiers(plan)) > 1 and schedule is None:
             says = (

@@ -15,6 +15,8 @@ from capture_planner.engines.export.core import (
     all_scopes,
     backend_setting,
     both,
+    drafter_losses,
+    drafters,
     planned,
     words,
     yaml_text,
@@ -189,27 +191,13 @@ def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
 
 
 def _other_losses(plan: Plan, target: RolePlan) -> list[Loss]:
-    losses = []
-    wanted = {
-        Role.DRAFT_PREFILL: target.mode,
-        Role.DRAFT_DECODE: (
-            GraphMode.FULL_DECODE_ONLY if target.mode.decode_mode is GraphMode.FULL else GraphMode.NONE
-        ),
-    }
-    for role, mode in wanted.items():
-        drafter = planned(plan, role)
-        if drafter is None:
-            continue
-        losses.append(
-            Loss(
-                name=f"{role.value.replace('_', '-')}-sizes",
-                says=f"the {role.value} captures the target's sizes, not its own {len(drafter.entries)} graphs",
-                scope=both(role),
-            )
-        )
+    losses = drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
+    decodes = GraphMode.FULL_DECODE_ONLY if target.mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+    for drafter in drafters(plan):
+        role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
         if drafter.mode is not mode:
-            says = f"vLLM runs the {role.value} in {mode.value}, after the target; planned is {drafter.mode.value}"
-            losses.append(Loss(name=f"{role.value.replace('_', '-')}-mode", says=says, scope=both(role)))
+            says = f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
+            losses.append(Loss(name=f"{role.replace('_', '-')}-mode", says=says, scope=both(drafter.role)))
     speculative = plan.speculative
     if speculative is not None:
         if speculative.schedule and plan.parallel.data > 1:
