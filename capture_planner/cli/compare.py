@@ -10,6 +10,7 @@ import click
 
 from capture_planner.cli.common import (
     emit,
+    emulated,
     environment_named,
     environment_option,
     format_option,
@@ -17,7 +18,7 @@ from capture_planner.cli.common import (
     planned,
 )
 from capture_planner.codec import load_plan
-from capture_planner.engines import ENGINES, emulate
+from capture_planner.engines import ENGINES
 from capture_planner.engines.compare import compare as side_by_side
 from capture_planner.engines.core import Emulation
 from capture_planner.environment import Environment
@@ -72,4 +73,4 @@ def _deployed(named: str, environment: Environment | None) -> Plan | Emulation:
         words = shlex.split(flags)
     except ValueError as error:
         raise click.UsageError(f"{named!r}: {error}; quote it as a shell would.") from None
-    return emulate(name, words, environment)
+    return emulated(name, words, environment)

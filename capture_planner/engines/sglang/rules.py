@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from capture_planner.engines import checkpoints
 from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS, refusal
-from capture_planner.engines.sglang.resolution import DECODE, DISABLED, PREFILL, Resolution
+from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Resolution
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
+_SINKS = "GptOssForCausalLM"
+_SINK_ATTENTION = ("triton", "trtllm_mha", "fa3", "fa4")
 _ALGORITHMS = (*EAGLE_FAMILY, "NEXTN", "NGRAM")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
@@ -43,7 +46,8 @@ def check_followed(r: Resolution) -> None:
         raise refusal("--context-length", says, "give less, or change the model's config.json")
     if r.model.latent or r.model.multimodal:
         what = "latent attention" if r.model.latent else "more than text"
-        raise refusal("--model-path", f"the model has {what}, whose rules for graphs are not emulated")
+        reason = f"{args.model_path} has {what}, whose rules for graphs are not emulated"
+        raise refusal("--model-path", reason, "emulate a model of text with heads of its own")
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
         raise refusal(
@@ -110,6 +114,9 @@ def choose_attention(r: Resolution) -> None:
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
         raise refusal("--attention-backend", "SGLang does not speculate with flex_attention")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
+    if r.model.architecture == _SINKS and not set(r.attention) <= set(_SINK_ATTENTION):
+        names = ", ".join(_SINK_ATTENTION)
+        raise refusal("--attention-backend", f"SGLang runs {_SINKS} with one of {names} only", "give one")
     major = r.environment.device.sm[0]
     if "trtllm_mha" in r.attention and major not in (9, 10, 12):
         raise refusal("--attention-backend", "SGLang runs trtllm_mha on SM90, SM100 and SM120 only")
@@ -121,6 +128,11 @@ def choose_attention(r: Resolution) -> None:
 def _default_attention(r: Resolution) -> str:
     args, major = r.args, r.environment.device.sm[0]
     topk = args.speculative_eagle_topk
+    if (
+        r.model.architecture == _SINKS
+        and args.prefill_attention_backend is args.decode_attention_backend is None
+    ):
+        return {9: "fa3", 10: "trtllm_mha"}.get(major, "triton")
     linear = topk is None or (topk == 1 and args.page_size in (1, None))
     if major == 9 and linear:
         return "fa3"
@@ -176,8 +188,10 @@ def _resolve_eagle(r: Resolution) -> None:
         if args.speculative_algorithm != "STANDALONE" and r.model.architecture is None:
             raise refusal(
                 "--speculative-num-steps",
-                "SGLang chooses by the model's architecture, and its config.json is not here",
-                "give --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens",
+                f"{checkpoints.assumption(r.named, COUNTS_AS)}; SGLang chooses by the architecture, "
+                "which its config.json says",
+                "name a folder with its config.json, or give --speculative-num-steps, --speculative-eagle-topk "
+                "and --speculative-num-draft-tokens",
             )
         wide = args.speculative_algorithm != "STANDALONE" and r.model.architecture in _LLAMA_DRAFT
         steps, topk, tokens = (5, 4, 8) if wide else (3, 1, 4)
