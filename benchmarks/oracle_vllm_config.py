@@ -3,8 +3,9 @@
     python benchmarks/oracle_vllm_config.py --wheel WHEEL --count 20000 --seed 1
 
 Every command line goes through vLLM's argument parser, its engine
-configuration, its choice of attention backends and its mode resolution, and through ours. Prints how many
-were compared and every difference; exits 1 where there is one.
+configuration, its choice of attention backends and its mode resolution, and through ours; so do the models that
+are known by name, which vLLM is given as folders. Prints how many were compared and every difference; exits 1
+where there is one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import json
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ from typing import Any
 from _oracle import ended, options, oracle, say, sources
 
 from capture_planner.catalog import find_environment
+from capture_planner.engines.checkpoints import known
 from capture_planner.engines.vllm import resolve
 from capture_planner.engines.vllm.flags import read, table
 from capture_planner.errors import FlagError
@@ -59,8 +62,43 @@ def main() -> int:
             if found:
                 differences += 1
                 say(f"{case.data()}\n  {found}")
-    counts = {"single flags": flags, "command lines": arguments.count, **dict(outcomes.most_common())}
+        models, wrong = _known_models(module, engine, folder)
+        differences += wrong
+    counts = {
+        "single flags": flags,
+        "known models": models,
+        "command lines": arguments.count,
+        **dict(outcomes.most_common()),
+    }
     return ended(arguments, counts, differences, time.monotonic() - start)
+
+
+def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, int]:
+    """Give vLLM each known model's facts as a folder; return how many command lines, and how many differ."""
+    compared = differences = 0
+    for name, facts in known().items():
+        config = dict(facts)
+        if "rope_scaling" in config:
+            # The factors of a long rope are not kept: no rule reads them, but Transformers wants them.
+            ones = [1.0] * (config["hidden_size"] // config["num_attention_heads"] // 2)
+            config["rope_scaling"] = {**config["rope_scaling"], "short_factor": ones, "long_factor": ones}
+        place = folder / name
+        place.mkdir(parents=True)
+        (place / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+        for machine in ("h100", "b200"):
+            environment = find_environment(machine)
+            for flags in ([], ["--no-enable-chunked-prefill"], ["-tp", "8"]):
+                theirs: Any = engine.answer([str(place), *flags], environment, {})
+                try:
+                    ours: Any = answer_of(resolve([name, *flags], environment)[0])
+                except FlagError as error:
+                    ours = error
+                compared += 1
+                found = _difference(ours, theirs, isinstance(theirs, module.Refused))
+                if found:
+                    differences += 1
+                    say(f"{name} {' '.join(flags)} on {machine}\n  {found}")
+    return compared, differences
 
 
 def _parsers(module: ModuleType, engine: Any, wheel: Path) -> tuple[int, int]:

@@ -300,3 +300,26 @@ def test_a_locked_plan_is_not_written_over(call: Run, tmp_path: Path) -> None:
     file.write_text(Path(PLAN).read_text("utf-8"), "utf-8")
     assert call("export", str(file), "--to", "vllm", "-o", str(file)).code == 1
     assert codec.load_plan(file) == codec.load_plan(PLAN)
+
+
+@pytest.mark.parametrize(("name", "flag"), [("vllm", "--model"), ("sglang", "--model-path")])
+def test_what_is_assumed_of_a_model_goes_to_standard_error(call: Run, name: str, flag: str) -> None:
+    """One line on what rests on it and what to do, in every command; documents stay documents."""
+    command = (name, flag, "some/model")
+    shown = call("engine", *command, *H100, "--format", "json")
+    (note,) = shown.data["notes"]
+    assert shown.err == f"note: {note}\n"
+    assert "folder with its config.json" in note
+    checked = call("check", "--engine", *command, *H100, "--format", "json")
+    assert (checked.err, list(json.loads(checked.out))) == (shown.err, ["findings"])
+    assert f"note: {note}" not in call("engine", *command, *H100).out
+    sides = call("compare", " ".join(command), f"{name} {flag} Qwen/Qwen3-8B", *H100, "--format", "json")
+    assert sides.err == shown.err
+    assert sides.data
+
+
+@pytest.mark.parametrize("command", [("vllm", "Qwen/Qwen3-8B"), ("vllm",), ("tensorrt-llm", "some/model")])
+def test_nothing_is_said_where_nothing_is_assumed(call: Run, command: tuple[str, ...]) -> None:
+    """A known model, the one that vLLM takes by itself, and an engine whose graphs no model decides."""
+    ran = call("engine", *command, *H100, "--format", "json")
+    assert (ran.err, ran.data["notes"]) == ("", [])

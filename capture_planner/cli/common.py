@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console, RenderableType
 
-from capture_planner import catalog, codec, registry
+from capture_planner import catalog, codec, engines, registry
 from capture_planner.codec import dumps_json
+from capture_planner.engines.core import Emulation
 from capture_planner.environment import Environment
 from capture_planner.errors import InvalidDocument, PlanningError
 from capture_planner.plan import Plan
@@ -124,6 +125,14 @@ def environment_named(name: str | None, output: str | None = None) -> Environmen
         chosen = catalog.DEFAULT_ENVIRONMENT
         click.echo(f"note: no --environment was named, so this is for {chosen}", err=True)
     return catalog.find_environment(chosen)
+
+
+def emulated(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
+    """Emulate an engine, and say what the emulation had to assume."""
+    found = engines.emulate(name, flags, environment)
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    return found
 
 
 def plan_of(path: str, environment: str | None) -> Plan:

@@ -10,6 +10,7 @@ import click
 
 from capture_planner.cli.common import (
     emit,
+    emulated,
     environment_named,
     environment_option,
     format_option,
@@ -17,7 +18,7 @@ from capture_planner.cli.common import (
     planned,
 )
 from capture_planner.codec import load_plan
-from capture_planner.engines import ENGINES, emulate
+from capture_planner.engines import ENGINES
 from capture_planner.engines.compare import compare as side_by_side
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.parsing import near
@@ -97,6 +98,6 @@ def _deployed(letter: str, named: str, environment: Environment | None) -> Plan 
     except ValueError as error:
         raise click.UsageError(f"{letter}: {named!r}: {error}; quote it as a shell would.") from None
     try:
-        return emulate(name, words[1:], environment)
+        return emulated(name, words[1:], environment)
     except FlagError as error:
         raise FlagError(problem.under((letter,)) for problem in error.problems) from None

@@ -14,12 +14,13 @@ from capture_planner.cli.common import (
     FINDINGS,
     OwnOptions,
     emit,
+    emulated,
     environment_named,
     format_option,
     show_text,
 )
 from capture_planner.codec import dumps_json
-from capture_planner.engines import ENGINES, emulate, find_engine
+from capture_planner.engines import ENGINES, find_engine
 from capture_planner.engines.check import check
 from capture_planner.engines.sent import why_never_sent
 from capture_planner.lint import Severity
@@ -71,24 +72,24 @@ def engine(
     FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. A line of
     --batches and its answer are as those of explain: what the engine's own dispatcher would say.
     """
-    emulated = emulate(name, flags, environment_named(environment))
+    emulation = emulated(name, flags, environment_named(environment))
     if batches is not None:
-        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulated.modes)):
-            never = why_never_sent(batch, emulated)
-            line = answer_line(batch, emulated.dispatch(batch))
+        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
+            never = why_never_sent(batch, emulation)
+            line = answer_line(batch, emulation.dispatch(batch))
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return
-    emit(form, emulated.data, partial(shown.emulation_table, emulated))
+    emit(form, emulation.data, partial(shown.emulation_table, emulation))
 
 
 def check_engine(name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool) -> None:
     """Lint what an engine makes of its flags; exit code 2 where there are findings."""
-    emulated = emulate(name, flags, environment_named(environment))
-    found = check(emulated)
+    emulation = emulated(name, flags, environment_named(environment))
+    found = check(emulation)
     if form == "json":
         click.echo(dumps_json({"findings": [shown.finding_data(each) for each in found]}))
     elif form == "text":
-        show_text(shown.findings_text(emulated, found))
+        show_text(shown.findings_text(emulation, found))
     else:
         raise click.UsageError(f"--format {form} is for files; with --engine give text or json.")
     if any(strict or each.rule.severity is not Severity.NOTE for each in found):

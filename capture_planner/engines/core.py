@@ -67,7 +67,8 @@ class Setting:
     value: Any
     """Plain data: a number, a text, a list, None."""
     source: str
-    """``flag``, ``file``, ``default``, or the rule that rewrote it."""
+    """``flag``, ``file``, ``default``, or the rule that rewrote it; of what the model decides, where its facts
+    come from: ``model``, ``known`` or ``assumed``."""
 
 
 class Manager(Protocol):
@@ -117,6 +118,8 @@ class Emulation:
     speculative: Speculative | None = None
     lora: Lora | None = None
     parallel: Parallel = attrs.Factory(Parallel)
+    notes: tuple[str, ...] = ()
+    """What is assumed, which results rest on it, and what to do: a sentence for each model without facts."""
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -155,6 +158,7 @@ class Emulation:
                 for decision in self.decisions
             ],
             "settings": {s.name: {"value": s.value, "source": s.source} for s in self.settings},
+            "notes": list(self.notes),
         }
 
 

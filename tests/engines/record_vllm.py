@@ -7,9 +7,12 @@ Writes ``capture_planner/engines/vllm/flags.json`` (the flags by name and kind) 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +102,20 @@ def record_names() -> None:
         "methods": [name for part in get_args(speculative.SpeculativeMethod) for name in _flat(part)],
         "mtp_types": list(get_args(speculative.MTPModelTypes)),
         "breakable_architectures": sorted(vllm.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES),
+        "latent_types": _latent_types(),
     }
     lines = [f'"{name}": {json.dumps(values)}' for name, values in names.items()]
     NAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     sys.stdout.write(f"{NAMES.name}: {sum(map(len, names.values()))} names\n")
+
+
+def _latent_types() -> list[str]:
+    """Return the types of model that may have MLA: the first tuple that vLLM compares a type with."""
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    source = textwrap.dedent(inspect.getsource(ModelArchConfigConvertorBase.is_deepseek_mla))
+    found = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Tuple))
+    return list(ast.literal_eval(found))
 
 
 def _flat(part: Any) -> list[str]:

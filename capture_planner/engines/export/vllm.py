@@ -40,6 +40,12 @@ FILE_NAME = "vllm.yaml"
 
 BACKENDS = {"flash_attention": "FLASH_ATTN", "flashinfer": "FLASHINFER", "triton": "TRITON_ATTN"}
 """Our backends' names in vLLM."""
+LATENT_BACKENDS = {
+    "flash_attention": "FLASH_ATTN_MLA",
+    "flashinfer": "FLASHINFER_MLA",
+    "triton": "TRITON_MLA",
+}
+"""The same for models with latent attention."""
 
 _WORST = Fraction(3, 2)
 """A mended list pads decodes no further than this, however far the plan's own sizes do."""
@@ -59,7 +65,8 @@ def export_vllm(plan: Plan) -> Export:
         "max-num-seqs": plan.limits.max_num_reqs,
         "max-num-batched-tokens": plan.limits.max_num_tokens,
     }
-    backend, unnamed = backend_setting(plan, BACKENDS, "vLLM")
+    named = BACKENDS if plan.model.latent is None else LATENT_BACKENDS
+    backend, unnamed = backend_setting(plan, named, "vLLM")
     if backend is not None:
         settings["attention-backend"] = backend
     for name, count in (

@@ -1,8 +1,8 @@
 """SGLang 0.5.23: what it captures and how it dispatches, from its own flags.
 
 The model is an ordinary text decoder: heads of its own, no latent attention. Where ``--model-path`` is a
-folder, its ``config.json`` says the architecture and the longest sequence. The KV pool is taken to hold what
-the flags allow.
+folder or a known model, its ``config.json`` says the architecture and the longest sequence. The KV pool is
+taken to hold what the flags allow.
 
     flags       the command line and its YAML file
     resolution  the values that the rules work on
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from capture_planner.engines import checkpoints
+from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.sglang import capture, graph_rules, rules
 from capture_planner.engines.sglang.flags import FLAGS, in_its_file, parse, refusal
 from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
-from capture_planner.engines.sglang.resolution import DECODE, Resolution, checkpoint
+from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, Resolution, checkpoint
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.errors import FlagError
 from capture_planner.model import Method, Speculative
@@ -36,7 +38,6 @@ _SHOWN = (
     "chunked_prefill_size",
     "max_prefill_tokens",
     "page_size",
-    "context_length",
     "tp_size",
     "pp_size",
     "dp_size",
@@ -104,7 +105,16 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         speculative=_speculative(r, found),
         lora=Lora(max_active=args.max_loras_per_batch) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
+        notes=_notes(r),
     )
+
+
+def _notes(r: Resolution) -> tuple[str, ...]:
+    """What is assumed of the model, where its facts are not here."""
+    if r.model.source != ASSUMED:
+        return ()
+    rest = "attention_backend" if r.args.context_length else "context_length, attention_backend"
+    return (checkpoints.note(r.named, COUNTS_AS, f"{rest} and which graphs there are rest on it"),)
 
 
 def _speculative(r: Resolution, found: tuple[SglangManager, ...]) -> Speculative | None:
@@ -117,8 +127,15 @@ def _speculative(r: Resolution, found: tuple[SglangManager, ...]) -> Speculative
 
 
 def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
+    facts = checkpoints.says(r.model.source, "an ordinary text decoder")
     shown = [
-        Setting(name="model_path", value=r.args.model_path, source=r.sources.get("model_path", "assumed"))
+        Setting(name="model_path", value=r.args.model_path, source=r.sources.get("model_path", ASSUMED)),
+        Setting(name="model_facts", value=facts, source=r.model.source),
+        Setting(
+            name="context_length",
+            value=capture.context(r),
+            source=r.sources.get("context_length", r.model.source),
+        ),
     ]
     shown += [
         Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default"))

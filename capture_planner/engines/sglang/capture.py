@@ -12,14 +12,19 @@ from capture_planner.engines.sglang.managers import (
     decode_sizes,
     prefill_sizes,
 )
-from capture_planner.engines.sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, Resolution
+from capture_planner.engines.sglang.resolution import (
+    ASSUMED_CONTEXT,
+    BREAKABLE,
+    DECODE,
+    DISABLED,
+    FULL,
+    Resolution,
+)
 from capture_planner.engines.sglang.rules import EAGLE_FAMILY
 from capture_planner.modes import GraphMode, Role
 
 _POOL_LEAST, _POOL_MOST = 2048, 4096
 _NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
-_CONTEXT = 1 << 17
-"""Longest sequence where nothing says it; it only bounds prefill graphs of very small request pools."""
 
 
 def request_pool(r: Resolution) -> int:
@@ -51,7 +56,7 @@ def request_pool(r: Resolution) -> int:
 
 def context(r: Resolution) -> int:
     """Return the longest sequence, in tokens."""
-    return int(r.args.context_length or r.model.context or _CONTEXT)
+    return int(r.args.context_length or r.model.context or ASSUMED_CONTEXT)
 
 
 def alignment(r: Resolution) -> int:

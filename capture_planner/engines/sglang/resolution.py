@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
+from capture_planner.engines import checkpoints
+from capture_planner.engines.checkpoints import ASSUMED
+from capture_planner.engines.sglang.flags import refusal
 from capture_planner.environment import Environment
 from capture_planner.modes import Role
 from capture_planner.plan import Decision
@@ -32,10 +34,18 @@ class Phase:
     full_prefill_prefix_chunk_tokens: Any = None
 
 
+ASSUMED_CONTEXT = 1 << 17
+"""Longest sequence where nothing says it; it only bounds prefill graphs of very small request pools."""
+COUNTS_AS = f"an ordinary text decoder of {ASSUMED_CONTEXT} tokens"
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+_LENGTH_LEFT_OUT = 2048
+
+
 @attrs.frozen
 class Checkpoint:
     """What is known of the served model: an ordinary text decoder, and what its config.json says."""
 
+    source: str = ASSUMED
     architecture: str | None = None
     context: int | None = None
     """Longest sequence, in tokens."""
@@ -45,19 +55,36 @@ class Checkpoint:
 
 
 def checkpoint(path: str) -> Checkpoint:
-    """Read a model folder's config.json; a name on a hub leaves everything unknown."""
-    file = Path(path) / "config.json"
+    """Read a model's config.json by folder or name; a name that is not known leaves everything unknown.
+
+    Raises ``FlagError`` for a folder without one that can be read.
+    """
     try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return Checkpoint()
-    names = data.get("architectures") or [None]
-    return Checkpoint(
-        architecture=names[0],
-        context=data.get("max_position_embeddings"),
-        latent="kv_lora_rank" in data,
-        multimodal="vision_config" in data,
+        found = checkpoints.find(path)
+        names = found.config.get("architectures") or [None]
+        return Checkpoint(
+            source=found.source,
+            architecture=names[0],
+            context=None if found.source == ASSUMED else _context(found.text, found.rope),
+            latent=found.text.get("kv_lora_rank") is not None,
+            multimodal="vision_config" in found.config,
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = f"SGLang cannot read the config.json in {path}: {error}"
+        raise refusal("--model-path", reason, "give a model's own folder") from error
+
+
+def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> int:
+    """Return the longest sequence: what is stated, times the factor of a rotary embedding it lacks."""
+    stated = next((text[key] for key in _LENGTHS if text.get(key) is not None), _LENGTH_LEFT_OUT)
+    rope = ropes[0] if len(ropes) == 1 else {}
+    # What has a length before scaling, its own or one that Transformers fills in, states the scaled one.
+    scaled = "original_max_position_embeddings" in rope or rope.get("rope_type") in (
+        "llama3",
+        "yarn",
+        "longrope",
     )
+    return int(stated if scaled else stated * rope.get("factor", 1))
 
 
 @attrs.define
@@ -75,6 +102,11 @@ class Resolution:
     attention: tuple[str, str] = ("", "")
     """Backends of prefills and decodes."""
     decisions: list[Decision] = attrs.Factory(list)
+
+    @property
+    def named(self) -> str | None:
+        """The model as the command names it."""
+        return self.args.model_path if "model_path" in self.sources else None
 
     def phase(self, name: str) -> Phase:
         return self.decode if name == DECODE else self.prefill

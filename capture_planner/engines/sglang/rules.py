@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from capture_planner.engines import checkpoints
 from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS, refusal
-from capture_planner.engines.sglang.resolution import DECODE, DISABLED, PREFILL, Resolution
+from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Resolution
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
+_SINKS = "GptOssForCausalLM"
+_SINK_ATTENTION = ("triton", "trtllm_mha", "fa3", "fa4")
 _ALGORITHMS = (*EAGLE_FAMILY, "NEXTN", "NGRAM")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
@@ -45,8 +48,8 @@ def check_followed(r: Resolution) -> None:
         raise refusal("--context-length", says, "give less, or change the model's config.json")
     if r.model.latent or r.model.multimodal:
         what = "latent attention" if r.model.latent else "more than text"
-        says = f"the model has {what}, whose rules for graphs are not emulated"
-        raise refusal("--model-path", says, "name an ordinary text decoder")
+        reason = f"{args.model_path} has {what}, whose rules for graphs are not emulated"
+        raise refusal("--model-path", reason, "name a model of text with heads of its own")
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
         raise refusal(
@@ -118,6 +121,9 @@ def choose_attention(r: Resolution) -> None:
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
         raise refusal("--attention-backend", "SGLang does not speculate with flex_attention", "name another")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
+    if r.model.architecture == _SINKS and not set(r.attention) <= set(_SINK_ATTENTION):
+        names = ", ".join(_SINK_ATTENTION)
+        raise refusal("--attention-backend", f"SGLang runs {_SINKS} with one of {names} only", "give one")
     major = r.environment.device.sm[0]
     if "fa3" in r.attention and major not in (8, 9):
         says = f"SGLang's fa3 needs SM80 to SM90, and {r.environment.name} has SM{major}{r.environment.device.sm[1]}"
@@ -134,6 +140,11 @@ def choose_attention(r: Resolution) -> None:
 def _default_attention(r: Resolution) -> str:
     args, major = r.args, r.environment.device.sm[0]
     topk = args.speculative_eagle_topk
+    if (
+        r.model.architecture == _SINKS
+        and args.prefill_attention_backend is args.decode_attention_backend is None
+    ):
+        return {9: "fa3", 10: "trtllm_mha"}.get(major, "triton")
     linear = topk is None or (topk == 1 and args.page_size in (1, None))
     if major == 9 and linear:
         return "fa3"
@@ -191,8 +202,10 @@ def _resolve_eagle(r: Resolution) -> None:
         if args.speculative_algorithm != "STANDALONE" and r.model.architecture is None:
             raise refusal(
                 "--speculative-num-steps",
-                "SGLang chooses by the model's architecture, and its config.json is not here",
-                "give --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens",
+                f"{checkpoints.assumption(r.named, COUNTS_AS)}; SGLang chooses by the architecture, "
+                "which its config.json says",
+                "name a folder with its config.json, or give --speculative-num-steps, --speculative-eagle-topk "
+                "and --speculative-num-draft-tokens",
             )
         wide = args.speculative_algorithm != "STANDALONE" and r.model.architecture in _LLAMA_DRAFT
         steps, topk, tokens = (5, 4, 8) if wide else (3, 1, 4)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from capture_planner.engines import checkpoints
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import VARIABLES, Given, read, refusal
 from capture_planner.engines.vllm.managers import managers
+from capture_planner.engines.vllm.model import COUNTS_AS
 from capture_planner.engines.vllm.places import in_its_file
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
@@ -91,7 +93,22 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
             tensor=settings.tensor_parallel_size,
             decode_context=configuration.decode_context,
         ),
+        notes=tuple(_notes(configuration)),
     )
+
+
+def _notes(configuration: Configuration) -> Iterator[str]:
+    """Yield what is assumed of the target and of its draft model, where their facts are not here."""
+    target, spec = configuration.model, configuration.spec
+    if not target.known:
+        given = configuration.given.get("max_model_len") not in (None, -1)
+        rest = "attention_backend" if given else "max_model_len, attention_backend"
+        yield checkpoints.note(
+            target.name, COUNTS_AS, f"{rest} and the modes that the backend leaves rest on it"
+        )
+    if spec is not None and spec.has_draft_cache and spec.model is not target and not spec.model.known:
+        rest = "the drafter's attention backend, and with it modes and draft chains, rests on it"
+        yield checkpoints.note(spec.model.name, "a dense decoder with the target's length", rest)
 
 
 def _speculative(settings: VllmSettings) -> Speculative | None:
@@ -118,7 +135,7 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
     values: dict[str, tuple[Any, str]] = {
         "model": (configuration.model.name, given.source("model") if given.model is None else "flag"),
         "model_facts": (
-            "config.json" if configuration.model.known else "a dense decoder",
+            checkpoints.says(configuration.model.source, "a dense decoder"),
             configuration.model.source,
         ),
         "model_runner": (settings.runner.value, "default"),
@@ -130,7 +147,7 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
         "cudagraph_capture_sizes": (list(settings.sizes), rules["cudagraph_capture_sizes"]),
         "max_cudagraph_capture_size": (settings.max_size, rules["max_cudagraph_capture_size"]),
         "compilation_mode": (settings.compilation, rules["compilation_mode"]),
-        "attention_backend": (settings.backend, given.source("attention_backend")),
+        "attention_backend": (settings.backend, _backend_source(configuration)),
         "async_scheduling": (settings.async_scheduling, given.source("async_scheduling")),
         "data_parallel_size": (settings.data_parallel_size, given.source("data_parallel_size")),
         "tensor_parallel_size": (settings.tensor_parallel_size, given.source("tensor_parallel_size")),
@@ -153,6 +170,14 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
     others = sorted(name for name in given.values if f"--{name.replace('_', '-')}" not in FLAGS)
     values["not_relevant"] = (others, "flag" if others else "default")
     return tuple(Setting(name=name, value=value, source=source) for name, (value, source) in values.items())
+
+
+def _backend_source(configuration: Configuration) -> str:
+    """Return the flag that names the backend, or else where the facts come from that chose it."""
+    if configuration.backend is None:
+        return configuration.model.source
+    given = configuration.given
+    return given.source("attention_backend" if "attention_backend" in given.values else "attention_config")
 
 
 ENGINE = Engine(name="vllm", version=VERSION, emulate=emulate, flags=FLAGS)

@@ -130,11 +130,11 @@ class Asked:
                 raise refusal(
                     "--max-model-len", f"vLLM wants a positive length, got {asked}", "give 1 or more"
                 )
-            if self.model.known and asked > self.model.max_len:
+            if self.model.known and asked > self.model.longest:
                 raise refusal(
                     "--max-model-len",
-                    f"vLLM refuses {asked}: the model is made for {self.model.max_len}",
-                    f"give at most {self.model.max_len}",
+                    f"vLLM refuses {asked}: the model is made for {self.model.longest}",
+                    f"give at most {self.model.longest}",
                 )
         self.max_model_len = self.model.max_len if asked in (None, -1) else asked
         self.sources["max_model_len"] = given.source("max_model_len") if asked else self.model.source
@@ -217,7 +217,9 @@ class Asked:
                 "--max-num-batched-tokens", f"vLLM wants at least 1, got {tokens}", "give 1 or more"
             )
         if tokens < self.max_model_len and (not chunked or self.model.encoder_decoder):
-            raise refusal(
+            # Only a length that no flag gives is the model's.
+            refuse = refusal if given.get("max_model_len") not in (None, -1) else self.model.refusal
+            raise refuse(
                 "--max-num-batched-tokens",
                 f"vLLM refuses {tokens} for prompts of {self.max_model_len} that are not chunked",
                 "give more tokens, a smaller --max-model-len, or leave chunked prefill on",

@@ -112,6 +112,8 @@ class Attention:
         fits, reason = needs.get(backend, (True, ""))
         if not fits:
             return reason
+        if self.model.head_size not in _HEAD_SIZES.get(backend, (self.model.head_size,)):
+            return f"it has no heads of {self.model.head_size}"
         if self.decode_context > 1 and backend in _NO_DCP:
             return "it has no decode context parallelism"
         on_device = major == 10 and self._trtllm_decode and self.decode_context == 1
@@ -126,9 +128,8 @@ class Attention:
                 raise refusal(flag, f"{asked} is not emulated", f"give one of {', '.join(EMULATED)}")
             reason = self.unusable(asked)
             if reason is not None:
-                raise refusal(
-                    flag, f"vLLM refuses {asked} here: {reason}", "leave the flag out, or give another"
-                )
+                remedy = "leave the flag out, or give another"
+                raise self.model.refusal(flag, f"vLLM refuses {asked} here: {reason}", remedy)
             return asked
         if self.model.mla:
             order: Sequence[str] = _MLA_ORDER.get(self.capability[0], _MLA_ELSE)
@@ -137,12 +138,12 @@ class Attention:
         for backend in order:
             if self.unusable(backend) is None:
                 return backend
-        raise refusal(
-            flag, "vLLM finds no attention backend for this machine and model", "use another machine"
-        )
+        reason = "vLLM finds no attention backend for this machine and model"
+        raise self.model.refusal(flag, reason, "use another machine")
 
 
 _NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN")
+_HEAD_SIZES = {"FLASHINFER": (64, 128, 256, 512)}
 
 
 def backend_name(flag: str, text: str | None) -> str | None:

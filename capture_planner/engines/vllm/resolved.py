@@ -39,7 +39,8 @@ def resolved(config: Configuration) -> VllmSettings:
     if varlen:
         if not attention.varies(backend):
             key = "enable_adaptive_verification"
-            raise refusal(SPECULATIVE, f"vLLM's {backend} graphs take one query length", "leave it out", key)
+            refuse = config.model.refusal if config.backend is None else refusal
+            raise refuse(SPECULATIVE, f"vLLM's {backend} graphs take one query length", "leave it out", key)
         if GraphMode.FULL not in config.mode.allowed:
             reason = f"vLLM needs FULL graphs for it, and {config.mode.value} is left"
             raise refusal(SPECULATIVE, reason, "leave it out", "enable_adaptive_verification")

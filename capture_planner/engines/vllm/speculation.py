@@ -97,7 +97,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
         raise part.refuse("method", f"vLLM has {method}; it is not emulated", "emulate EAGLE, MTP or n-gram")
-    longest = _draft_length(part, asked, draft, max_len) if method not in _MODEL_FREE else None
+    longest = _draft_length(part, asked, draft, target, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if adaptive and part.boolean("use_local_argmax_reduction", False):
         raise part.refuse(
@@ -229,13 +229,15 @@ def _check_draft(
         )
 
 
-def _draft_length(part: Part, asked: int | None, draft: Model, max_len: int) -> int:
+def _draft_length(part: Part, asked: int | None, draft: Model, target: Model, max_len: int) -> int:
     if asked is None:
         return min(draft.max_len, max_len) if draft.known else max_len
-    if asked > max_len or (draft.known and asked > draft.max_len):
-        raise part.refuse(
-            "max_model_len", f"vLLM refuses {asked}, beyond what a model is made for", "give less"
-        )
+    reason = f"vLLM refuses {asked}, beyond what a model is made for"
+    if draft.known and asked > draft.max_len:
+        raise part.refuse("max_model_len", reason, "give less")
+    if asked > max_len:
+        refuse = target.refusal if max_len == target.max_len else refusal
+        raise refuse(FLAG, reason, "give less", "max_model_len")
     return asked
 
 

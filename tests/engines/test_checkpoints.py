@@ -1,0 +1,241 @@
+"""What is known of a model: folders, known models, and what is said where nothing is known."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
+
+from capture_planner.catalog import find_environment, shipped_environments
+from capture_planner.engines import checkpoints, emulate
+from capture_planner.engines.vllm import resolve
+from capture_planner.engines.vllm.model import ASSUMED_LENGTH, read_model
+from capture_planner.engines.vllm.resolution import Attention
+from capture_planner.errors import FlagError
+
+KNOWN = sorted(checkpoints.known())
+EVERY = pytest.mark.parametrize("name", KNOWN)
+H100 = find_environment("h100")
+MACHINES = sorted(set(shipped_environments()) - {"cpu"})
+MODEL = {"vllm": "--model", "sglang": "--model-path"}
+SETTINGS = {"vllm": ("max_model_len", "attention_backend"), "sglang": ("context_length",)}
+TEXT = {"model_type": "llama", "num_attention_heads": 8, "hidden_size": 512, "max_position_embeddings": 1000}
+
+
+def settings(engine, name, *flags):
+    """Return the settings of an engine with a model, by name."""
+    return {s.name: s for s in emulate(engine, [MODEL[engine], str(name), *flags], H100).settings}
+
+
+def folder(place, **config):
+    """Write a model's folder."""
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+def problem(engine, name, *flags):
+    """Return the one problem of refused flags."""
+    with pytest.raises(FlagError) as caught:
+        emulate(engine, [MODEL[engine], str(name), *flags], H100)
+    (found,) = caught.value.problems
+    return found
+
+
+def test_every_known_model_has_its_source_and_the_facts_that_rules_read():
+    """Names are a hub's, in order; heads, widths, lengths and words are whole numbers; a source is named."""
+    text = (checkpoints.resources.files("capture_planner.engines") / "known_models.json").read_text()
+    entries = json.loads(text)
+    assert list(entries) == sorted(entries)
+    for name, entry in entries.items():
+        assert set(entry) == {"config", "source"}
+        assert name.count("/") == 1
+        assert entry["source"]
+        assert len(entry["config"]["architectures"]) == 1
+        counts = ("num_attention_heads", "hidden_size", "max_position_embeddings", "vocab_size")
+        assert all(entry["config"][key] > 0 for key in counts)
+    assert len({json.dumps(entry["config"]) for entry in entries.values()}) > len(entries) / 2
+
+
+@EVERY
+def test_known_facts_are_what_transformers_makes_of_them(name):
+    """Transformers' own configuration class, given the fields, has the numbers that vLLM is emulated with."""
+    config = dict(checkpoints.known()[name])
+    # Kimi K2 ships the code of its class, which is DeepSeek-V3's; the factors of a long rope are not kept.
+    kind = config.pop("model_type").replace("kimi_k2", "deepseek_v3")
+    long = config.pop("rope_scaling", None)
+    theirs, ours = CONFIG_MAPPING[kind](**config), read_model("m", name)
+    assert ours.source == "known"
+    assert (ours.heads, ours.vocabulary) == (theirs.num_attention_heads, theirs.vocab_size)
+    assert ours.longest == theirs.max_position_embeddings
+    latent = getattr(theirs, "kv_lora_rank", None)
+    assert ours.mla == (latent is not None)
+    if latent is None:
+        assert ours.kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+        head = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert ours.head_size == head
+    else:
+        assert (ours.kv_heads, ours.head_size) == (1, latent + theirs.qk_rope_head_dim)
+    experts = ("num_experts", "n_routed_experts", "num_local_experts")
+    assert ours.experts == next((getattr(theirs, key) for key in experts if getattr(theirs, key, None)), 0)
+    assert ours.max_len == (theirs.original_max_position_embeddings if long else ours.longest)
+
+
+@EVERY
+def test_every_known_model_is_emulated(name):
+    """Both engines take it with their default flags, SGLang but for latent attention; nothing is assumed."""
+    for engine, sourced in SETTINGS.items():
+        if engine == "sglang" and "kv_lora_rank" in checkpoints.known()[name]:
+            assert "latent attention" in problem(engine, name).message
+            continue
+        emulation = emulate(engine, [MODEL[engine], name], H100)
+        assert emulation.graphs
+        assert emulation.notes == ()
+        assert {s.source for s in emulation.settings if s.name in (*sourced, "model_facts")} == {"known"}
+
+
+@given(st.sampled_from(KNOWN), st.sampled_from(MACHINES))
+def test_a_folder_with_the_same_config_is_the_same_model(tmp_path_factory, name, machine):
+    """Only where the facts come from differs, on any machine."""
+    environment = find_environment(machine)
+    place = folder(tmp_path_factory.mktemp("m"), **checkpoints.known()[name])
+    (ours, ran), (theirs, _) = resolve([name], environment), resolve([place], environment)
+    assert ours == theirs
+    assert ran.model.source == "known"
+
+
+def test_a_folder_wins_over_a_known_model_of_its_name(tmp_path, monkeypatch):
+    """An engine looks for a folder first."""
+    (tmp_path / "Qwen").mkdir()
+    folder(tmp_path / "Qwen" / "Qwen3-8B", **TEXT)
+    monkeypatch.chdir(tmp_path)
+    for engine, sourced in SETTINGS.items():
+        found = settings(engine, "Qwen/Qwen3-8B")
+        assert (found[sourced[0]].value, found[sourced[0]].source) == (1000, "model")
+
+
+def test_deepseek_runs_with_a_backend_for_latent_attention():
+    """A known model with MLA takes FLASHMLA; a name without facts is refused, and told that it is assumed."""
+    found = settings("vllm", "deepseek-ai/DeepSeek-V3", "--attention-backend", "FLASHMLA")
+    assert (found["attention_backend"].value, found["attention_backend"].source) == ("FLASHMLA", "flag")
+    refused = problem("vllm", "some/model", "--attention-backend", "FLASHMLA")
+    assert "some/model is no local folder" in refused.message
+    assert "counts as a dense decoder" in refused.message
+    assert "it is for MLA models" in refused.message
+    assert "folder with its config.json" in refused.remedy
+
+
+def test_only_refusals_that_rest_on_the_assumption_say_so():
+    """A length that a flag gives is not the model's; a known model's length is no assumption."""
+    short = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "1000")
+    assert "counts as" in problem("vllm", "some/model", *short).message
+    assert "counts as" not in problem("vllm", "some/model", *short, "--max-model-len", "2000").message
+    assert "counts as" not in problem("vllm", "Qwen/Qwen3-8B", *short).message
+    eagle = ("--speculative-algorithm", "EAGLE")
+    assert "counts as an ordinary text decoder" in problem("sglang", "some/model", *eagle).message
+    assert settings("sglang", "Qwen/Qwen3-8B", *eagle)["speculative_num_steps"].value == 3
+
+
+def test_a_note_says_what_rests_on_an_assumption():
+    """It names the model, the settings that say assumed, and what to do; the drafter has one of its own."""
+    for engine, sourced in SETTINGS.items():
+        emulation = emulate(engine, [MODEL[engine], "some/model"], H100)
+        (note,) = emulation.notes
+        assumed = [s.name for s in emulation.settings if s.source == "assumed"]
+        assert set(sourced) <= set(assumed)
+        assert all(name in note for name in (*sourced, "some/model", "folder with its config.json"))
+    draft = json.dumps({"method": "eagle3", "model": "some/draft", "num_speculative_tokens": 2})
+    (note,) = emulate("vllm", ["Qwen/Qwen3-8B", "--speculative-config", draft], H100).notes
+    assert "some/draft" in note
+    assert "drafter" in note
+    (note,) = emulate("vllm", ["some/model", "--max-model-len", "500"], H100).notes
+    assert "max_model_len" not in note
+    assert emulate("vllm", [], H100).notes == ()
+    (note,) = emulate("sglang", [], H100).notes
+    assert note.startswith("no model was named")
+    assert emulate("tensorrt-llm", ["some/model"], H100).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "vllm", "asked", "sglang"),
+    [
+        ({}, 1000, 1000, 1000),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 4000, 4000, 4000),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 2000, 2000, 2000),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1000, 1000, 1000),
+        ({"rope_scaling": {"type": "yarn", "factor": 8.0}}, 1000, 1000, 1000),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 100}, 100, 1000, 1000),
+        ({"rope_scaling": {"type": "longrope"}}, 1000, 1000, 1000),
+        ({"rope_parameters": {"a": {"rope_type": "default"}, "b": {"rope_type": "linear", "factor": 2}}},
+         2000, 2000, 1000),
+        ({"rope_scaling": {"type": "linear", "factor": None}, "max_position_embeddings": 1000}, 1000, 1000, None),
+        ({"model_max_length": 700}, 700, 700, 700),
+        ({"model_max_length": 1700}, 1700, 1700, 1700),
+        ({"seq_length": 800}, 800, 800, 800),
+        ({"max_position_embeddings": None}, 2048, 2048, 2048),
+        ({"text_config": {"max_position_embeddings": 300, "num_attention_heads": 4}}, 300, 300, 300),
+        ({"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}}, 1000, 1000, 8000),
+    ],
+)  # fmt: skip
+def test_the_longest_sequence_is_derived_as_the_engine_does(tmp_path, config, vllm, asked, sglang):
+    """Scaled lengths are scaled once; vLLM stays within what a long rope was trained for unless asked."""
+    place = folder(tmp_path / "m", **{**TEXT, **config})
+    model = read_model("--model", place)
+    assert (model.max_len, model.longest) == (vllm, asked)
+    assert f"made for {asked}" in problem("vllm", place, "--max-model-len", str(asked + 1)).message
+    assert settings("vllm", place, "--max-model-len", str(asked))["max_model_len"].value == asked
+    if sglang is not None:
+        assert settings("sglang", place)["context_length"].value == sglang
+
+
+def test_latent_attention_goes_by_the_type_of_model(tmp_path):
+    """MLA is for the types that vLLM lists; another model with a latent rank has ordinary heads."""
+    latent = {**TEXT, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    model = read_model("--model", folder(tmp_path / "a", **{**latent, "model_type": "deepseek_v2"}))
+    assert (model.mla, model.head_size, model.kv_heads) == (True, 576, 1)
+    model = read_model("--model", folder(tmp_path / "b", **{**latent, "model_type": "minicpm3"}))
+    assert (model.mla, model.head_size, model.kv_heads) == (False, 64, 8)
+    assert not read_model("--model", folder(tmp_path / "c", **{**TEXT, "model_type": "deepseek_v2"})).mla
+
+
+def test_flashinfer_is_passed_over_where_it_lacks_the_head_size():
+    """On a B200, where it comes first, heads of 96 run on FlashAttention."""
+    b200 = find_environment("b200")
+    found = {name: resolve([name], b200)[0].backend for name in checkpoints.known()}
+    assert found["microsoft/Phi-3-mini-4k-instruct"] == "FLASH_ATTN"
+    assert found["microsoft/phi-4"] == found["facebook/opt-125m"] == "FLASHINFER"
+    asked = Attention(capability=(10, 0), model=read_model("m", "microsoft/Phi-3-mini-4k-instruct"))
+    with pytest.raises(FlagError, match="no heads of 96"):
+        asked.choose("--attention-backend", "FLASHINFER")
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen"), [("h100", "fa3"), ("b200", "trtllm_mha"), ("a100", "triton"), ("l40s", "triton")]
+)
+def test_sglang_runs_attention_sinks_on_what_has_them(machine, chosen):
+    """gpt-oss never runs on FlashInfer, which SGLang refuses."""
+    environment = find_environment(machine)
+    name = ["--model-path", "openai/gpt-oss-20b"]
+    found = {s.name: s.value for s in emulate("sglang", name, environment).settings}
+    assert found["attention_backend"] == chosen
+    with pytest.raises(FlagError, match="GptOssForCausalLM"):
+        emulate("sglang", [*name, "--attention-backend", "flashinfer"], environment)
+
+
+@pytest.mark.parametrize("engine", sorted(MODEL))
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", '{"num_attention_heads": {}, "max_position_embeddings": []}']
+)
+def test_a_broken_folder_is_refused(tmp_path, engine, text):
+    """Nothing falls back to an assumption where a folder is named."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert problem(engine, tmp_path).path == (MODEL[engine],)
+
+
+def test_assumed_facts_are_those_of_a_dense_decoder():
+    """What the note says is what the emulation does."""
+    model = read_model("--model", "some/model")
+    assert (model.known, model.mla, model.experts, model.max_len) == (False, False, 0, ASSUMED_LENGTH)
+    assert f"{ASSUMED_LENGTH} tokens" in emulate("vllm", ["some/model"], H100).notes[0]
