@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from capture_planner.engines.vllm import precision
+from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
+from capture_planner.engines.vllm.attention import backend_name
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
 from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part
-from capture_planner.engines.vllm.resolution import FLAG as BACKEND_FLAG
-from capture_planner.engines.vllm.resolution import backend_name
 from capture_planner.engines.vllm.speculation import speculation
+from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Decision
@@ -122,22 +124,30 @@ class Asked:
     def _model(self) -> None:
         given = self.given
         self.model: Model = read_model("--model", given.model or DEFAULT_MODEL)
+        unemulated(given, self.model)
         asked = given.get("max_model_len")
         if asked is not None and asked != -1:
             if asked <= 0:
                 raise refusal(
                     "--max-model-len", f"vLLM wants a positive length, got {asked}", "give 1 or more"
                 )
-            if self.model.known and asked > self.model.max_len:
+            if self.model.known and asked > self.model.limit:
                 raise refusal(
                     "--max-model-len",
-                    f"vLLM refuses {asked}: the model is made for {self.model.max_len}",
-                    f"give at most {self.model.max_len}",
+                    f"vLLM refuses {asked}: the model is made for {self.model.limit}",
+                    f"give at most {self.model.limit}",
                 )
         self.max_model_len = self.model.max_len if asked in (None, -1) else asked
         self.sources["max_model_len"] = given.source("max_model_len") if asked else self.model.source
-        self.pooling = given.get("runner") == "pooling"
+        converts = given.get("convert") in ("embed", "classify")
+        runner = given.get("runner", "auto")
+        self.pooling = runner == "pooling" or (runner == "auto" and converts)
         self.eager = bool(given.get("enforce_eager", False))
+        capability = self.environment.device.sm
+        self.dtype = precision.dtype(given, self.model, capability, pooling=self.pooling)
+        precision.quantization(given, self.model, self.dtype, capability)
+        self.cache = precision.cache_dtype(given, self.model, self.dtype)
+        self.block = precision.block_size(given)
 
     def _parallel(self) -> None:
         get = self.given.get
@@ -203,6 +213,9 @@ class Asked:
         seqs = seqs if asked_seqs is None else asked_seqs
         chunked = given.get("enable_chunked_prefill")
         chunked = not self.model.encoder_decoder if chunked is None else chunked
+        if not chunked and self.model.recurrent and given.get("enable_prefix_caching", True):
+            reason = "vLLM caches no prefixes of recurrent layers without it"
+            raise refusal("--enable-chunked-prefill", reason, "give --no-enable-prefix-caching too")
         if not chunked:
             tokens = max(tokens, self.max_model_len)
         tokens = min(seqs * self.max_model_len, tokens) if asked_tokens is None else asked_tokens

@@ -54,9 +54,37 @@ class Configuration(Asked):
             self.set_mode(
                 "schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule"
             )
+        runner, overlaps = self.runner, self.ubatching
+        if spec.method == "draft_model":
+            # An independent draft's ranks overlap nothing, so that its copy may be one for V2.
+            self.ubatching = False
+            if self.given.variables.get("VLLM_USE_V2_MODEL_RUNNER") is None and not self._v2_lacks():
+                self.runner = Runner.V2
+            self._check_state(spec.length)
         self._limit_modes()
         self._sizes()
         self._last_rewrites()
+        self.runner, self.ubatching = runner, overlaps
+
+    def _check_state(self, length: int) -> None:
+        """Refuse a state for the whole prompt that is kept in blocks of another length."""
+        block = self.given.get("mamba_block_size")
+        if self.given.get("enable_prefix_caching", True):
+            return
+        if block is None and self.model.recurrent:
+            block = self.state_block
+        if block is not None and block != length:
+            reason = f"vLLM keeps a recurrent state of {block} tokens, and has a model for {length}"
+            raise refusal("--enable-prefix-caching", reason, "leave prefix caching on")
+
+    def _v2_lacks(self) -> list[str]:
+        """Return what model runner V2 has not, of the flags; overlap is not counted."""
+        spec = self.spec
+        if spec is None:
+            return []
+        missing = [f"method {spec.method}"] if spec.method in ("suffix", "custom_class") else []
+        missing += ["parallel drafting"] if spec.parallel else []
+        return missing + (["drafts of another vocabulary"] if spec.heterogeneous else [])
 
     def set_mode(self, rule: str, mode: GraphMode, says: str) -> None:
         if mode is not self.mode:
@@ -69,11 +97,8 @@ class Configuration(Asked):
 
     def _runner(self) -> None:
         spec, variable = self.spec, self.given.variables.get("VLLM_USE_V2_MODEL_RUNNER")
-        missing: list[str] = []
-        if spec is not None:
-            missing += [f"method {spec.method}"] if spec.method in ("suffix", "custom_class") else []
-            missing += ["parallel drafting"] if spec.parallel else []
-            missing += ["drafts of another vocabulary"] if spec.heterogeneous else []
+        self.state_block = self.max_model_len
+        missing = self._v2_lacks()
         if self.ubatching and variable is None:
             missing.append("dual batch overlap")
         v2 = not missing if variable is None else variable == "1"
@@ -95,6 +120,7 @@ class Configuration(Asked):
                 "draft-length", self.max_model_len, spec.max_len, "the draft model takes no longer prompts"
             )
             self.max_model_len = spec.max_len
+        self._check_state(self.max_model_len)
         blocked = spec is not None and (spec.method not in _ASYNC_ON_V1 or spec.unpadded)
         asked = self.given.get("async_scheduling")
         incompatible = self.runner is Runner.V1 and (blocked or self.pipeline > 1)

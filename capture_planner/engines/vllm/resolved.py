@@ -5,12 +5,14 @@ from __future__ import annotations
 import attrs
 
 from capture_planner.engines.vllm import legacy
+from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
+from capture_planner.engines.vllm.attention import Attention
 from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import refusal
 from capture_planner.engines.vllm.model import Model
 from capture_planner.engines.vllm.parts import COMPILE
-from capture_planner.engines.vllm.resolution import FLAG as BACKEND_FLAG
-from capture_planner.engines.vllm.resolution import Attention, Ladder
+from capture_planner.engines.vllm.precision import check_cache
+from capture_planner.engines.vllm.resolution import Ladder
 from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
 from capture_planner.modes import GraphMode
@@ -26,14 +28,19 @@ def resolved(config: Configuration) -> VllmSettings:
     narrowest, fused = backend, False
     if spec is not None and spec.has_draft_cache:
         drafting = _attention(config, spec.model)
+        if spec.cache is not None:
+            cache = check_cache(SPECULATIVE, spec.cache, config.dtype, "kv_cache_dtype")
+            drafting = attrs.evolve(drafting, cache=cache)
         independent, v2 = spec.method == "draft_model", config.runner is Runner.V2
         # V1 never hands the target's backend on; V2 does, and gives an independent model nothing else.
         asked = spec.backend if not v2 else config.backend if independent else spec.backend or config.backend
         alone = attrs.evolve(drafting, decode_context=1) if independent and v2 else drafting
         draft = alone.choose(SPECULATIVE, asked)
-        fused = drafting.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
-        if drafting.support(draft) < support:
-            narrowest, support = draft, drafting.support(draft)
+        # Builders read the target's heads beside the draft's KV heads.
+        built = attrs.evolve(drafting, model=attrs.evolve(spec.model, heads=config.model.heads))
+        fused = built.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
+        if built.support(draft) < support:
+            narrowest, support = draft, built.support(draft)
     pieces = config.breakable or config.compile == 3
     varlen = spec is not None and spec.adaptive and spec.has_draft_cache
     if varlen:
@@ -99,8 +106,10 @@ def _attention(config: Configuration, model: Model) -> Attention:
         decode_context=config.decode_context,
         flash_attn=config.flash_attn,
         trtllm=config.trtllm,
-        connector=bool(config.connector),
         adaptive=config.spec is not None and config.spec.adaptive,
+        dtype=config.dtype,
+        cache=config.cache,
+        block=config.block,
     )
 
 

@@ -38,6 +38,10 @@ class Speculation:
     draft_lm_head: bool
     overrides: bool
     """Whether the draft has settings of its own for which vLLM copies the whole configuration."""
+    length: int
+    """Tokens that the draft model is given."""
+    cache: str | None
+    """``kv_cache_dtype`` of the draft where it has its own."""
     max_len: int | None
     """Tokens that the draft model is given, where they can bound the target's."""
 
@@ -130,6 +134,8 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
         overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
         or backend is not None,
+        length=longest or max_len,
+        cache=_cache(part),
         max_len=longest if method == "draft_model" else None,
     )
 
@@ -141,6 +147,13 @@ def _backend(part: Part) -> str | None:
     if text.upper() not in names()["backends"]:
         raise part.refuse("attention_backend", f"vLLM has no backend {text}", "give one of its backends")
     return text.upper()
+
+
+def _cache(part: Part) -> str | None:
+    text = part.text("kv_cache_dtype")
+    if text is not None and text not in names()["cache_dtypes"]:
+        raise part.refuse("kv_cache_dtype", f"vLLM has no KV cache dtype {text}", "give one of its dtypes")
+    return text
 
 
 def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:

@@ -6,7 +6,11 @@ import json
 import random
 from typing import Any
 
-_TARGETS = ("dense", "short", "moe", "mla", "oss")
+_TARGETS = {
+    **{"dense": 6, "short": 2, "moe": 2, "mla": 2, "oss": 1, "gemma": 1, "wide": 1, "hybrid": 1, "conv": 1},
+    **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1},
+}
+_CACHES = ("auto", "fp8", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "nvfp4", "int8_per_token_head")
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _BACKENDS = (
     "FLASH_ATTN",
@@ -31,7 +35,7 @@ class Draw:
         self.random, self.wild = random_, wild
         self.words: list[str] = []
         self.parts: dict[str, Any] = {}
-        self.target = random_.choices(_TARGETS, (6, 2, 2, 2, 1))[0]
+        self.target = random_.choices(list(_TARGETS), list(_TARGETS.values()))[0]
         self.speculates = False
 
     def often(self, chance: float) -> bool:
@@ -176,6 +180,8 @@ class Draw:
             config["disable_padded_drafter_batch"] = True
         if self.often(0.06):
             config["parallel_drafting"] = True
+        if self.often(0.06):
+            config["kv_cache_dtype"] = self.random.choice(_CACHES)
         if self.often(0.08):
             config["draft_tensor_parallel_size"] = self.random.choice([1, 2])
         if self.often(self.wild):
@@ -254,6 +260,25 @@ class Draw:
         if self.often(0.04):
             self.words += ["-ac.use_trtllm_attention", self.random.choice(["true", "false"])]
 
+    def precision(self) -> None:
+        if self.often(0.25):
+            self.flag("--kv-cache-dtype", self.random.choice(_CACHES))
+        elif self.often(self.wild):
+            self.flag("--kv-cache-dtype", self.random.choice(["fp4", "fp8_ds_mla", "octave_k3v4", "fp8_inc"]))
+        if self.often(0.12):
+            self.flag("--block-size", self.random.choice([16, 32, 64, 128, 256] + [8] * self.often(self.wild)))
+        if self.often(0.12):
+            self.flag("--dtype", self.random.choice(["auto", "bfloat16", "float16", "half", "float32"]))
+        if self.often(0.06):
+            usual = ["fp8", "fp8", "mxfp8", "experts_int8", "humming", "fp8_per_block", "modelopt"]
+            self.flag("--quantization", self.random.choice(usual + ["awq", "x"] * self.often(self.wild)))
+        if self.often(0.1 + 0.2 * (self.target in ("hybrid", "conv"))):
+            self.flag(self.random.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]))
+            if self.often(0.1):
+                self.flag("--mamba-block-size", self.random.choice([64, 2048, 4096]))
+        if self.often(0.05):
+            self.flag("--seed", self.random.randint(0, 9))
+
     def others(self) -> None:
         if self.often(0.06):
             self.flag("--runner", self.random.choice(["pooling", "generate", "auto"]))
@@ -327,6 +352,7 @@ class Draw:
             self.lora,
             self.parallel,
             self.attention,
+            self.precision,
             self.others,
         ]
         self.random.shuffle(steps)

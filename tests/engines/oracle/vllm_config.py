@@ -34,7 +34,7 @@ def _sibling(name: str) -> ModuleType:
     return module
 
 
-stubs, parts = _sibling("stubs"), _sibling("vllm_parts")
+stubs, parts, architectures = _sibling("stubs"), _sibling("vllm_parts"), _sibling("vllm_architectures")
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "CRITICAL",
@@ -137,7 +137,8 @@ class VllmOracle:
         for module in (vllm.utils.flashinfer, flashinfer):
             if hasattr(module, "has_nvidia_artifactory"):
                 module.has_nvidia_artifactory = lambda: True
-        registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry)
+        architectures.stand_in(stubs)
+        registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry, architectures)
         parser = FlexibleArgumentParser(prog="vllm")
         commands = parser.add_subparsers(dest="subparser")
         self.serve = make_arg_parser(commands.add_parser("serve"))
@@ -289,18 +290,28 @@ class VllmOracle:
             return self._group(draft, "draft")
 
     def _group(self, config: Any, layer: str) -> Any:
-        """Return a stand-in for the attention group of one layer, with the engine's backend and builder."""
+        """Return the attention group of one layer, with the engine's backend and builder."""
+        from vllm.model_executor.layers.attention.chunked_local_attention import (
+            create_chunked_local_attention_backend,
+        )
         from vllm.v1.attention.selector import get_attn_backend
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
-        model = config.model_config
-        use_mla = model.use_mla
+        model, cache = config.model_config, config.cache_config
+        # As the layers do it when they are made.
+        scheme = getattr(config.quant_config, "kv_cache_scheme", None)
+        if scheme is not None and cache.cache_dtype == "auto" and not model.use_mla:
+            cache.cache_dtype = "fp8"
+        options = {"num_heads": model.get_num_attention_heads(config.parallel_config)}
+        if not model.use_mla:
+            options = {
+                "has_sink": model.architecture == "GptOssForCausalLM",
+                "use_mm_prefix": model.is_mm_prefix_lm,
+                "has_sliding_window": model.get_sliding_window() is not None,
+                "use_per_head_quant_scales": scheme is not None and scheme.get("strategy") == "attn_head",
+            }
         backend = get_attn_backend(
-            model.get_head_size(),
-            model.dtype,
-            config.cache_config.cache_dtype,
-            use_mla=use_mla,
-            num_heads=model.get_num_attention_heads(config.parallel_config),
+            model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=model.use_mla, **options
         )
         builder = backend.get_builder_cls()
         if builder.__module__ == self._flash_attn.__name__:
@@ -308,19 +319,27 @@ class VllmOracle:
             builder._cudagraph_support = eval(
                 self._support, {**vars(self._flash_attn), **vars(self._fa_utils)}
             )
+        chunk = model.attention_chunk_size
+        if chunk is not None:
+            builder = create_chunked_local_attention_backend(backend, chunk).get_builder_cls()
         kv_heads = model.get_num_kv_heads(config.parallel_config)
-        kind = MLAAttentionSpec if use_mla else FullAttentionSpec
-        spec = kind(block_size=16, num_kv_heads=kv_heads, head_size=model.get_head_size(), dtype=model.dtype)
-        return SimpleNamespace(
-            layer_names=[layer],
-            backend=backend,
-            kv_cache_spec=spec,
-            get_metadata_builder=lambda index: builder,
+        kind = MLAAttentionSpec if model.use_mla else FullAttentionSpec
+        spec = kind(
+            block_size=16,
+            num_kv_heads=kv_heads,
+            head_size=model.get_head_size(),
+            dtype=model.dtype,
+            kv_quant_mode=get_kv_quant_mode(cache.cache_dtype),
         )
+        return parts.group(backend, builder, spec, layer)
 
     def _resolve(self, config: Any, found: dict[str, Any]) -> None:
+        from vllm.platforms import current_platform
+
+        # The worker asks when it starts.
+        current_platform.check_if_supports_dtype(config.model_config.dtype)
         target = self._group(config, "target")
-        groups = [[target]]
+        groups = [[target, *parts.recurrent_groups(config)]]
         speculative = config.speculative_config
         drafts = speculative is not None and speculative.uses_draft_kv_cache()
         if drafts:
@@ -369,7 +388,7 @@ class VllmOracle:
             num_bonus_tokens=1,
             max_total_logits=0,
             vllm_config=config,
-            target_layer_names={"target"},
+            target_layer_names={"target", "recurrent"},
         )
         compilation = config.compilation_config
         compilation.cudagraph_mode = adaptive.resolve_adaptive_cudagraph_mode(

@@ -53,8 +53,8 @@ def flash_attention_support(module: ModuleType) -> Any:
     raise LookupError("FlashAttentionMetadataBuilder._cudagraph_support")
 
 
-def model_info(registry: Any) -> Any:
-    """Return what the engine learns by importing a model's class: here, a plain decoder."""
+def model_info(registry: Any, architectures: ModuleType) -> Any:
+    """Return what the engine learns by importing a model's class; a plain decoder where none imports."""
     decoder = {
         "is_text_generation_model": True,
         "attn_type": "decoder",
@@ -65,13 +65,45 @@ def model_info(registry: Any) -> Any:
         "supports_lora": True,
         "supported_video_pruning_methods": (),
     }
+    found: dict[str, Any] = {}
 
     def inspect(model: Any) -> Any:
-        names = [field.name for field in dataclasses.fields(registry._ModelInfo)]
-        values = {name: decoder.get(name, False) for name in names}
-        pooling = "Embedding" in model.class_name or "Bert" in model.class_name
-        return registry._ModelInfo(
-            **{**values, "architecture": model.class_name, "is_pooling_model": pooling}
-        )
+        if model.class_name not in found:
+            try:
+                kind = architectures.model_class(model.module_name, model.class_name)
+                found[model.class_name] = registry._ModelInfo.from_model_cls(kind)
+            except (ImportError, AssertionError, AttributeError):
+                names = [field.name for field in dataclasses.fields(registry._ModelInfo)]
+                values = {name: decoder.get(name, False) for name in names}
+                found[model.class_name] = registry._ModelInfo(**{**values, "architecture": model.class_name})
+        return found[model.class_name]
 
     return inspect
+
+
+def recurrent_groups(config: Any) -> list[Any]:
+    """Return the groups of a hybrid model's recurrent layers, with the engine's builders."""
+    if not config.model_config.is_hybrid:
+        return []
+    from vllm.v1.attention.backends import gdn_attn, mamba1_attn, mamba2_attn, short_conv_attn
+
+    kinds = {
+        "Qwen3": gdn_attn.GDNAttentionBackend,
+        "OlmoHybrid": gdn_attn.GDNAttentionBackend,
+        "Lfm2": short_conv_attn.ShortConvAttentionBackend,
+        "Jamba": mamba1_attn.Mamba1AttentionBackend,
+    }
+    architecture = config.model_config.architecture
+    found = [kind for name, kind in kinds.items() if architecture.startswith(name)]
+    backend = found[0] if found else mamba2_attn.Mamba2AttentionBackend
+    return [group(backend, backend.get_builder_cls(), None, "recurrent")]
+
+
+def group(backend: Any, builder: Any, spec: Any, layer: str) -> Any:
+    """Return a stand-in for an attention group of one layer."""
+    return SimpleNamespace(
+        layer_names=[layer],
+        backend=backend,
+        kv_cache_spec=spec,
+        get_metadata_builder=lambda index: builder,
+    )
