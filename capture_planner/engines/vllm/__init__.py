@@ -90,9 +90,10 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
 
 
 def _speculative(settings: VllmSettings) -> Speculative | None:
-    method = _METHODS.get(settings.method or "")
-    if method is None:
+    if not settings.num_speculative_tokens:
         return None
+    # Nothing asks an emulation for its method: n-gram and the others count for the width of their decodes.
+    method = _METHODS.get(settings.method or "", Method.EAGLE)
     schedule = tuple(sorted(settings.schedule or ()))
     try:
         return Speculative(method=method, num_tokens=settings.num_speculative_tokens, schedule=schedule)

@@ -156,7 +156,7 @@ class Asked:
         self.decode_context = get("decode_context_parallel_size", 1)
         self.expert = bool(get("enable_expert_parallel", False))
         self.all2all = get("all2all_backend", "allgather_reducescatter")
-        self.ubatching = bool(get("enable_dbo", False)) or get("ubatch_size", 0) > 1
+        self._overlap()
         for name in ("tensor", "data", "pipeline", "decode_context"):
             if getattr(self, name) < 1:
                 raise refusal(
@@ -192,6 +192,19 @@ class Asked:
         odd = split and (self.decode_context != self.tensor or not model.mla)
         if odd and self.connector.get("kv_connector") == "NixlConnector":
             raise refusal("--decode-context-parallel-size", "vLLM's NIXL connector takes 1 here", "give 1")
+
+    def _overlap(self) -> None:
+        get = self.given.get
+        both, size = bool(get("enable_dbo", False)), get("ubatch_size", 0)
+        self.ubatching, count = both or size > 1, 2 if both else size
+        for name, usual in (("decode", 32), ("prefill", 512)):
+            flag = f"dbo_{name}_token_threshold"
+            least = count if self.ubatching else 0
+            if get(flag, usual) < least:
+                reason = f"vLLM splits batches of {least} tokens or more, got {get(flag, usual)}"
+                raise refusal(f"--{flag.replace('_', '-')}", reason, f"give {least} or more")
+        if size < 0:
+            raise refusal("--ubatch-size", f"vLLM wants at least 0, got {size}", "leave it out")
 
     def _batch_defaults(self) -> tuple[int, int]:
         """Return the tokens and requests that ``vllm serve`` starts from on this device."""

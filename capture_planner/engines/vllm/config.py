@@ -109,6 +109,8 @@ class Configuration(Asked):
                 missing += ["overlap with LoRA"] if self.max_loras else []
                 missing += ["overlap with speculation"] if spec is not None else []
                 missing += ["overlap with pipeline parallelism"] if self.pipeline > 1 else []
+                missing += ["overlap with several kinds of input"] if self.model.multimodal else []
+                missing += ["overlap with recurrent layers"] if self.model.recurrent else []
                 missing += ["overlap with context parallelism"] if self.decode_context > 1 else []
             if missing:
                 raise refusal(

@@ -61,6 +61,7 @@ class Model:
     """Whether attention is cut into chunks, which no graph captures."""
     recurrent: bool = False
     """Whether some layers keep a state in place of a KV cache (Mamba, gated delta nets)."""
+    multimodal: bool = False
     limit: int = ASSUMED_LENGTH
     """The longest ``--max-model-len`` that is taken."""
     odd: str | None = None
@@ -121,6 +122,7 @@ def _from_config(name: str, config: dict[str, Any]) -> Model:
         chunked=text.get("attention_chunk_size") is not None,
         recurrent=str(architectures[0]) in names()["hybrids"] and _has_state(config),
         odd=_odd(name, str(architectures[0]), config, text),
+        multimodal=str(architectures[0]) in names()["multimodal"],
         limit=_length(text, model_type)[1],
     )
 

@@ -241,7 +241,14 @@ class Draw:
             backends = ["allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "naive"]
             self.flag("--all2all-backend", self.random.choice(backends))
         if self.often(0.04):
-            self.flag("--enable-dbo")
+            if self.often(0.8):
+                self.flag("--enable-dbo")
+            else:
+                self.flag("--ubatch-size", self.random.choice([1, 2, 3, 4]))
+            if self.often(0.2):
+                self.flag("--dbo-decode-token-threshold", self.random.choice([2, 4, 64]))
+            if self.often(0.1):
+                self.flag("--dbo-prefill-token-threshold", self.random.choice([2, 256]))
             if not self.often(self.wild * 3):
                 self.flag("--all2all-backend", "deepep_low_latency")
         if self.often(0.1):
