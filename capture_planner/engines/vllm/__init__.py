@@ -11,9 +11,11 @@ from capture_planner.engines.vllm.flags import VARIABLES, Given, read, refusal
 from capture_planner.engines.vllm.managers import managers
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
+from capture_planner.engines.vllm.unemulated import REASON
 from capture_planner.environment import Environment
 from capture_planner.errors import InvalidValue
 from capture_planner.model import Method, Speculative
+from capture_planner.modes import GraphMode
 from capture_planner.spec import Limits, Lora, Parallel
 
 VERSION = "0.33.0"
@@ -70,6 +72,9 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
             f"vLLM starts with it and fails when it captures: a graph of {settings.sizes[0]} tokens",
             "give sizes from 1 on",
         )
+    if configuration.ubatching and settings.data_parallel_size > 1 and settings.mode is not GraphMode.NONE:
+        reason = f"{REASON}: data-parallel ranks that split a batch have a graph of both halves too"
+        raise refusal("--enable-dbo", reason, "leave it out, or emulate one rank")
     return Emulation(
         engine="vllm",
         version=VERSION,

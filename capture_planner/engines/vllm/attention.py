@@ -59,6 +59,7 @@ class Attention:
     trtllm: bool | None = None
     """``use_trtllm_attention`` where a flag sets it."""
     adaptive: bool = False
+    causal: bool = True
     dtype: str = "bfloat16"
     """Of the weights and activations, as resolved."""
     cache: str = "auto"
@@ -120,9 +121,12 @@ class Attention:
         if backend == "FLASHINFER":
             if self.decode_context > 1:
                 return GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
-            if self.capability < _SM90 or (self._trtllm_decode and self._xqa_fits()):
-                return GraphSupport.UNIFORM_BATCH
-            return GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            if self.capability < _SM90:
+                wide = self.causal
+            else:
+                wide = self._trtllm_decode and self._xqa_fits()
+                wide = wide and (self.causal or self.capability[0] != 10)
+            return GraphSupport.UNIFORM_BATCH if wide else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if backend == "CUTLASS_MLA":
             return GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
         always = ("TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER_MLA")
@@ -148,7 +152,8 @@ class Attention:
         """Whether a decode graph takes any mix of query lengths up to 1 + K, as adaptive verification needs."""
         if self.support(backend) is GraphSupport.ALWAYS:
             return True
-        return backend == "FLASHINFER" and self.capability[0] == 10 and self._trtllm_decode
+        # Recurrent layers plan from the host's query lengths.
+        return not self.model.recurrent and backend == "FLASHINFER" and self.capability[0] == 10 and self._trtllm_decode
 
     def unusable(self, backend: str) -> str | None:
         """Return why a backend cannot run here, or None where it can."""
@@ -254,7 +259,7 @@ class Attention:
         if self.model.mla:
             order: Sequence[str] = _MLA_ORDER.get(self.capability[0], _MLA_ELSE)
         else:
-            order = _ORDER_SM100 if self.capability[0] == 10 else _ORDER
+            order = _ORDER_SM100 if self.capability[0] == 10 and self.causal else _ORDER
         reasons = {backend: self.unusable(backend) for backend in order}
         for backend, why in reasons.items():
             if why is None:

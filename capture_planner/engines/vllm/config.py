@@ -8,6 +8,7 @@ from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.settings import Runner
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
 from capture_planner.engines.vllm.speculation import check_schedule
+from capture_planner.engines.vllm.unemulated import REASON
 from capture_planner.environment import Environment
 from capture_planner.modes import GraphMode
 from capture_planner.sizing.engines import vllm_tokens
@@ -117,6 +118,10 @@ class Configuration(Asked):
                     "VLLM_USE_V2_MODEL_RUNNER", f"vLLM's V2 has no {', '.join(missing)}", "leave it out"
                 )
         self.runner = Runner.V2 if v2 else Runner.V1
+        if self.ubatching and self.data == 1:
+            self.note("overlap", "on", "off", "one data-parallel rank splits no batch, and has no graph for it")
+        if spec is not None and spec.method == "dflash" and not v2:
+            raise refusal(SPECULATIVE, f"{REASON}: dflash on model runner V1", "leave V2 on", "method")
         if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:
             self.note(
                 "draft-length", self.max_model_len, spec.max_len, "the draft model takes no longer prompts"

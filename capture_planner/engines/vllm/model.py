@@ -23,6 +23,8 @@ _LENGTHS = (
 )
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of RoPE whose length the file already has scaled."""
+_TABLES = ("default", "linear", "llama3", "ntk", "proportional")
+"""Kinds of RoPE that a longer table of positions suffices for."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -62,6 +64,10 @@ class Model:
     recurrent: bool = False
     """Whether some layers keep a state in place of a KV cache (Mamba, gated delta nets)."""
     multimodal: bool = False
+    causal: bool = True
+    """False for a DFlash draft some of whose layers see later tokens."""
+    stretches: bool = True
+    """Whether positions beyond the file's only need a longer table (not so for YaRN)."""
     limit: int = ASSUMED_LENGTH
     """The longest ``--max-model-len`` that is taken."""
     odd: str | None = None
@@ -123,6 +129,8 @@ def _from_config(name: str, config: dict[str, Any]) -> Model:
         recurrent=str(architectures[0]) in names()["hybrids"] and _has_state(config),
         odd=_odd(name, str(architectures[0]), config, text),
         multimodal=str(architectures[0]) in names()["multimodal"],
+        causal=_causal(text),
+        stretches=_rope(text) in _TABLES,
         limit=_length(text, model_type)[1],
     )
 
@@ -155,12 +163,28 @@ def _has_state(config: dict[str, Any]) -> bool:
     return kinds is None or not all(kind in ("attention", "full_attention") for kind in kinds)
 
 
+def _rope(text: dict[str, Any]) -> str:
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _causal(text: dict[str, Any]) -> bool:
+    """Say whether every layer of a DFlash draft sees earlier tokens only."""
+    asked = text.get("is_causal")
+    if asked is None:
+        asked = (text.get("dflash_config") or {}).get("causal")
+    if asked is not None:
+        return bool(asked)
+    kinds = text.get("layer_types") or [""]
+    return all(kind == "sliding_attention" for kind in kinds)
+
+
 def _length(text: dict[str, Any], model_type: str) -> tuple[int, int]:
     """Return the length that vLLM starts from, and the longest that it takes."""
     given = [int(text[key]) for key in _LENGTHS if text.get(key) is not None]
     own: float = min(given, default=2048)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    kind = _rope(text)
     if kind not in _SCALED and "gemma3" not in model_type:
         own *= rope.get("factor") or 1
     first = int(text.get("original_max_position_embeddings") or own) if kind == "longrope" else int(own)

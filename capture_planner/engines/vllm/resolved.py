@@ -15,7 +15,7 @@ from capture_planner.engines.vllm.precision import check_cache
 from capture_planner.engines.vllm.resolution import Ladder
 from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
-from capture_planner.modes import GraphMode
+from capture_planner.modes import GraphMode, GraphSupport
 
 
 def resolved(config: Configuration) -> VllmSettings:
@@ -25,7 +25,7 @@ def resolved(config: Configuration) -> VllmSettings:
     attention = _attention(config, config.model)
     backend = attention.choose(BACKEND_FLAG, config.backend)
     support = attention.support(backend)
-    narrowest, fused = backend, False
+    narrowest, fused, own = backend, False, support
     if spec is not None and spec.has_draft_cache:
         drafting = _attention(config, spec.model)
         if spec.cache is not None:
@@ -34,11 +34,15 @@ def resolved(config: Configuration) -> VllmSettings:
         independent, v2 = spec.method == "draft_model", config.runner is Runner.V2
         # V1 never hands the target's backend on; V2 does, and gives an independent model nothing else.
         asked = spec.backend if not v2 else config.backend if independent else spec.backend or config.backend
-        alone = attrs.evolve(drafting, decode_context=1) if independent and v2 else drafting
+        parallel = spec.drafter is Drafter.PARALLEL
+        asked = spec.backend if parallel else asked
+        alone = attrs.evolve(drafting, decode_context=1) if (independent or parallel) and v2 else drafting
+        alone = attrs.evolve(alone, causal=spec.model.causal or not parallel)
         draft = alone.choose(SPECULATIVE, asked)
         # Builders read the target's heads beside the draft's KV heads.
         built = attrs.evolve(drafting, model=attrs.evolve(spec.model, heads=config.model.heads))
         fused = built.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
+        own = attrs.evolve(alone, model=built.model).support(draft)
         if built.support(draft) < support:
             narrowest, support = draft, built.support(draft)
     pieces = config.breakable or config.compile == 3
@@ -67,7 +71,7 @@ def resolved(config: Configuration) -> VllmSettings:
     mode = ladder.resolve(config.mode)
     if config.runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and tokens:
         _round(config, 1 + tokens)
-    prefill, decode = _draft_modes(config, mode)
+    prefill, decode = _draft_modes(config, mode, own)
     return VllmSettings(
         runner=config.runner,
         sizes=config.sizes,
@@ -86,6 +90,7 @@ def resolved(config: Configuration) -> VllmSettings:
         schedule=config.schedule,
         decode_query_lens=tuple(sorted({1 + k for k in (config.dense_schedule() or [0, tokens])[1:]})),
         draft_fused=fused,
+        draft_query_len=1 + tokens if spec is not None and spec.drafter is Drafter.PARALLEL else 0,
         lora_cases=_lora_cases(config),
         varlen=varlen,
         data_parallel_size=config.data,
@@ -119,7 +124,9 @@ def _lora_cases(config: Configuration) -> tuple[int, ...]:
     return config.lora_cases[-1:] if alone else config.lora_cases
 
 
-def _draft_modes(config: Configuration, mode: GraphMode) -> tuple[GraphMode | None, GraphMode | None]:
+def _draft_modes(
+    config: Configuration, mode: GraphMode, support: GraphSupport
+) -> tuple[GraphMode | None, GraphMode | None]:
     drafter = config.spec.drafter if config.spec is not None else Drafter.NONE
     if config.runner is Runner.V1 and config.spec is not None and config.spec.has_draft_cache:
         every = GraphMode.NONE if config.spec.eager else legacy.draft_mode(mode)
@@ -127,6 +134,8 @@ def _draft_modes(config: Configuration, mode: GraphMode) -> tuple[GraphMode | No
     if config.runner is Runner.V1 or drafter is Drafter.NONE:
         return None, None
     decode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+    if drafter is Drafter.PARALLEL:
+        return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
     if drafter is Drafter.MODULES:
         return (decode if mode.has_piecewise and not config.breakable else mode), None
     return mode, decode

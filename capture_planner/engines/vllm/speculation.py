@@ -10,12 +10,14 @@ from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model, read_model
 from capture_planner.engines.vllm.parts import Part, names
 from capture_planner.engines.vllm.settings import Drafter
+from capture_planner.engines.vllm.unemulated import REASON
 
 FLAG = "--speculative-config"
 _FLAGS = (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens"))
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
-_NOT_EMULATED = ("dflash", "dspark", "extract_hidden_states", "custom_class")
+_NOT_EMULATED = ("dspark", "extract_hidden_states")
+_CANDIDATES = ("DFlash2", "LiLiCorr", "DFlashQwen3XPress")
 _SUFFIX_DEPTH = 24
 
 
@@ -52,7 +54,7 @@ class Speculation:
     @property
     def lookahead(self) -> int:
         """KV slots that the drafter writes beyond what the target is scheduled for."""
-        return self.tokens if self.has_draft_cache else 0
+        return self.tokens + (self.method == "dflash") if self.has_draft_cache else 0
 
 
 def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Speculation | None:
@@ -96,7 +98,9 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     if tokens is None:
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
-        raise part.refuse("method", f"vLLM has {method}; it is not emulated", "emulate EAGLE, MTP or n-gram")
+        raise part.refuse("method", f"{REASON}: {method}", "emulate EAGLE, MTP, DFlash or n-gram")
+    if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
+        raise part.refuse("model", f"{REASON}: {draft.architecture}", "name a DFlash draft without a head")
     longest = _draft_length(part, asked, draft, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if adaptive and part.boolean("use_local_argmax_reduction", False):
@@ -117,6 +121,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     kinds = {
         "eagle": Drafter.CHAIN,
         "eagle3": Drafter.CHAIN,
+        "dflash": Drafter.PARALLEL,
         "mtp": Drafter.MODULES if modules else Drafter.CHAIN,
     }
     return Speculation(
@@ -129,14 +134,15 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         adaptive=adaptive,
         eager=part.boolean("enforce_eager", False) or False,
         unpadded=part.boolean("disable_padded_drafter_batch", False) or False,
-        parallel=part.boolean("parallel_drafting", False) or False,
+        parallel=method != "dflash" and (part.boolean("parallel_drafting", False) or False),
         heterogeneous=heterogeneous,
         draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
         overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
-        or backend is not None,
+        or backend is not None
+        or method == "dflash",
         length=longest or max_len,
         cache=_cache(part),
-        max_len=longest if method == "draft_model" else None,
+        max_len=longest if method == "draft_model" or not draft.stretches else None,
     )
 
 

@@ -159,15 +159,20 @@ class Draw:
         self.speculates = True
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
-        ways = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named"] + ["mtp"] * (
+        plain = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named", "suffix", "dflash"]
+        ways = plain * 2 + ["custom_class"] + ["mtp"] * (
             self.target == "mla"
-        ) * 6
+        ) * 14
         way = self.random.choice(ways)
         config["method"] = way
         if way in ("eagle", "eagle3"):
             config["model"] = "{models}/" + way
         elif way in ("draft_model", "named"):
             config["model"] = "{models}/" + self.random.choice(["draft", "eagle3"])
+        elif way == "dflash":
+            config["model"] = "{models}/" + self.random.choice(["dflash", "dflash", "causal"])
+        elif way == "custom_class":
+            config["model"] = "package.Proposer"
         if way == "named":
             del config["method"]
         if self.often(0.3):

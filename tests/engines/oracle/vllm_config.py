@@ -146,6 +146,10 @@ class VllmOracle:
         self._config, self._flash_attn, self._fa_utils = config, flash_attn, fa_utils
         self._attn_utils = attn_utils
         parts.import_speculators()
+        import vllm.config.speculative as speculative
+
+        # A package beside vLLM; its decoding has no graphs.
+        speculative.has_arctic_inference = lambda: True
         self._support = parts.flash_attention_support(flash_attn)
 
     @contextlib.contextmanager
@@ -281,6 +285,8 @@ class VllmOracle:
 
             standalone.get_model = lambda vllm_config, **options: vllm_config
             draft = standalone.StandaloneARSpeculator.load_draft_model(read, None, set())
+        elif speculative.use_dflash():
+            draft = parts.dflash_configuration(config)
         else:
             draft = speculative.apply_draft_overrides(config)
         # The loaders take the draft's model beside the configuration.
@@ -396,9 +402,23 @@ class VllmOracle:
         )
         return bool(made)
 
+    def _give_support(self, speculator: Any, config: Any, groups: Any) -> None:
+        """Give a DFlash speculator what its ``__init__`` and ``set_attn`` find out."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
+
+        speculator.vllm_config = parts.without_context(config)
+        speculator.num_query_per_req = 1 + config.num_speculative_tokens
+        draft = config.speculative_config.draft_model_config.hf_config
+        speculator.requires_non_causal = dflash_has_any_non_causal(draft)
+        own = speculator.attn_vllm_config
+        with set_current_vllm_config(own):
+            speculator.attn_cg_support = self._attn_utils.get_attn_cg_support(groups, own)
+
     def _draft_modes(self, config: Any, groups: Any, mode: Any) -> list[list[Any]]:
         """Return (query length, mode) of the managers that the engine's speculator makes, in its order."""
         from vllm.v1.worker.gpu.spec_decode import init_speculator
+        from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
         from vllm.v1.worker.gpu.spec_decode.multi_module_mtp import speculator as modules
         from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
         from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -411,12 +431,14 @@ class VllmOracle:
         def manager(vllm_config: Any, device: Any, mode: Any, decode_query_len: int) -> None:
             made.append([decode_query_len, mode.name])
 
-        chain.SpeculatorCudaGraphManager = modules.SpeculatorCudaGraphManager = manager
+        dflash.DFlashCudaGraphManager = chain.SpeculatorCudaGraphManager = modules.SpeculatorCudaGraphManager = manager
         for kind in (DraftModelSpeculator, ngram.NgramGPUSpeculator, *parts.subclasses(DraftModelSpeculator)):
             if "__init__" in vars(kind):
                 kind.__init__ = parts.unmade
         speculator = init_speculator(config, None, None)
         speculator.vllm_config, speculator.device = config, None
         speculator.num_speculative_steps = config.num_speculative_tokens
+        if config.speculative_config.use_dflash():
+            self._give_support(speculator, config, groups[1:])
         speculator.init_cudagraph_manager(mode)
         return made

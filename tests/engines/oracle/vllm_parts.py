@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import importlib
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def import_speculators() -> None:
         importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
     finally:
         torch.empty = empty
-    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram"):
+    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram", "dflash"):
         importlib.import_module(f"vllm.v1.worker.gpu.spec_decode.{name}.speculator")
 
 
@@ -107,3 +108,43 @@ def group(backend: Any, builder: Any, spec: Any, layer: str) -> Any:
         kv_cache_spec=spec,
         get_metadata_builder=lambda index: builder,
     )
+
+
+class Loaded(Exception):
+    """Raised where a model would be loaded; has the configuration that it would be loaded with."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def without_context(config: Any) -> Any:
+    """Return the configuration that a DFlash speculator works with, as its ``__init__`` makes it."""
+    from vllm.config import replace
+
+    found = copy.copy(config)
+    mla = config.speculative_config.draft_model_config.use_mla
+    parallel = config.parallel_config
+    found.parallel_config = replace(
+        parallel,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=parallel.decode_context_parallel_size if mla else 1,
+    )
+    return found
+
+
+def dflash_configuration(config: Any) -> Any:
+    """Let the engine load a DFlash draft, and return the configuration that it loads it with."""
+    from vllm.v1.worker.gpu.spec_decode.dflash import utils
+
+    def load(vllm_config: Any, **options: Any) -> Any:
+        raise Loaded(vllm_config)
+
+    utils.get_model = load
+    # Asks for the pipeline's ranks, which there are none of.
+    utils.get_pp_safe_draft_load_config = lambda load_config: load_config
+    try:
+        utils.load_dflash_model(None, without_context(config))
+    except Loaded as loaded:
+        return loaded.config
+    raise LookupError("load_dflash_model loads nothing")
