@@ -294,6 +294,8 @@ class Draw:
     def others(self) -> None:
         if self.often(0.06):
             self.flag("--runner", self.random.choice(["pooling", "generate", "auto"]))
+        elif self.often(0.03):
+            self.flag("--convert", self.random.choice(["embed", "classify", "none"]))
         if self.often(0.1):
             self.flag("--gpu-memory-utilization", self.random.choice([0.5, 0.9]))
         if self.often(0.1):
