@@ -238,9 +238,7 @@ class Attention:
         if backend == "FLASH_ATTN":
             return self.capability >= _SM90 and self.flash_attn_version() in (3, 4)
         if backend == "FLASHINFER":
-            return self.trtllm is not False and (
-                self.capability == _SM90 or self.capability[0] in (10, 12)
-            )
+            return self.trtllm is not False and (self.capability == _SM90 or self.capability[0] in (10, 12))
         return backend == "TRITON_ATTN"
 
     def choose(self, flag: str, asked: str | None) -> str:
@@ -251,10 +249,10 @@ class Attention:
         if asked is not None:
             if asked not in EMULATED:
                 raise refusal(flag, f"{asked} is not emulated", f"give one of {', '.join(EMULATED)}")
-            reason = self.unusable(asked)
-            if reason is not None:
+            found = self.unusable(asked)
+            if found is not None:
                 raise refusal(
-                    flag, f"vLLM refuses {asked} here: {reason}", "leave the flag out, or give another"
+                    flag, f"vLLM refuses {asked} here: {found}", "leave the flag out, or give another"
                 )
             return asked
         if self.model.mla:

@@ -23,6 +23,7 @@ _MICROBATCHING = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 class Configuration(Asked):
     """One run through vLLM's configuration; its attributes are what vLLM's own objects hold at each step."""
 
+    runner: Runner
     mode: GraphMode
     """The mode as it stands; the last rewrite leaves the target's, before backends are known."""
     sizes: tuple[int, ...]
@@ -119,7 +120,9 @@ class Configuration(Asked):
                 )
         self.runner = Runner.V2 if v2 else Runner.V1
         if self.ubatching and self.data == 1:
-            self.note("overlap", "on", "off", "one data-parallel rank splits no batch, and has no graph for it")
+            self.note(
+                "overlap", "on", "off", "one data-parallel rank splits no batch, and has no graph for it"
+            )
         if spec is not None and spec.method == "dflash" and not v2:
             raise refusal(SPECULATIVE, f"{REASON}: dflash on model runner V1", "leave V2 on", "method")
         if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:

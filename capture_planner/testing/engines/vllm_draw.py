@@ -10,7 +10,17 @@ _TARGETS = {
     **{"dense": 6, "short": 2, "moe": 2, "mla": 2, "oss": 1, "gemma": 1, "wide": 1, "hybrid": 1, "conv": 1},
     **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1},
 }
-_CACHES = ("auto", "fp8", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "nvfp4", "int8_per_token_head")
+_CACHES = (
+    "auto",
+    "fp8",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "bfloat16",
+    "float16",
+    "nvfp4",
+    "int8_per_token_head",
+)
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _BACKENDS = (
     "FLASH_ATTN",
@@ -160,9 +170,7 @@ class Draw:
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
         plain = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named", "suffix", "dflash"]
-        ways = plain * 2 + ["custom_class"] + ["mtp"] * (
-            self.target == "mla"
-        ) * 14
+        ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target == "mla") * 14
         way = self.random.choice(ways)
         config["method"] = way
         if way in ("eagle", "eagle3"):
@@ -278,7 +286,9 @@ class Draw:
         elif self.often(self.wild):
             self.flag("--kv-cache-dtype", self.random.choice(["fp4", "fp8_ds_mla", "octave_k3v4", "fp8_inc"]))
         if self.often(0.12):
-            self.flag("--block-size", self.random.choice([16, 32, 64, 128, 256] + [8] * self.often(self.wild)))
+            self.flag(
+                "--block-size", self.random.choice([16, 32, 64, 128, 256] + [8] * self.often(self.wild))
+            )
         if self.often(0.12):
             self.flag("--dtype", self.random.choice(["auto", "bfloat16", "float16", "half", "float32"]))
         if self.often(0.06):

@@ -195,16 +195,14 @@ class Legacy:
             width = 1 + self.found.num_speculative_tokens
             tokens = sum(count for count, _ in rows) if position == 0 else len(rows)
             given: list[Any] = []
-            drafter = self.drafter
+            drafter: Any = self.drafter
 
             class Noting:
                 def dispatch(self, *args: Any, **options: Any) -> Any:
                     given.append(drafter.dispatch(*args, **options))
                     return given[-1]
 
-            proposer = SimpleNamespace(
-                cudagraph_dispatcher=Noting(), vllm_config=self.config, dp_rank=rank
-            )
+            proposer = SimpleNamespace(cudagraph_dispatcher=Noting(), vllm_config=self.config, dp_rank=rank)
             self.drafting(proposer, tokens if rows else width)
             return self._row(*given[-1])
 
