@@ -143,7 +143,7 @@ def test_every_decoder_is_emulated(name, tmp_path):
         {"architectures": ["MambaForCausalLM"]},
         {"architectures": ["BertModel"]},
         {"architectures": ["DeepseekV32ForCausalLM"]},
-        {"architectures": ["WhisperForConditionalGeneration"]},
+        {"architectures": ["CohereAsrForConditionalGeneration"]},
         {"architectures": ["Unheard"]},
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
         {"index_topk": 2048},
@@ -195,20 +195,29 @@ def test_every_drafter_widens_the_decodes(method):
     assert [batch.num_reqs for batch in asked][:8] == [*range(1, 9)]
 
 
-def test_dflash_drafts_in_one_pass():
-    """DFlash has one pass beside the target, of 1 + K tokens a request, and is refused on model runner V1."""
-    config = json.dumps({"method": "dflash", "model": "a/b", "num_speculative_tokens": 7})
+@pytest.mark.parametrize(("method", "width"), [("dflash", 8), ("dspark", 7)])
+def test_parallel_drafts_are_one_pass(method, width):
+    """DFlash drafts 1 + K tokens a request in one pass, DSpark K; model runner V1 is refused."""
+    config = json.dumps({"method": method, "model": "a/b", "num_speculative_tokens": 7})
     found = resolved("-sc", config)
-    assert (found.drafter, found.draft_query_len) == (Drafter.PARALLEL, 8)
+    assert (found.drafter, found.draft_query_len) == (Drafter.PARALLEL, width)
     draft = emulate(["m", "-sc", config], H100).managers[1]
-    assert {graph.entry.query_len for graph in draft.graphs} == {8}
-    with pytest.raises(FlagError, match="not emulated"):
+    assert {graph.entry.query_len for graph in draft.graphs} == {width}
+    with pytest.raises(FlagError):
         resolve(["VLLM_USE_V2_MODEL_RUNNER=0", "m", "-sc", config], H100)
 
 
-@pytest.mark.parametrize("method", ["dspark", "extract_hidden_states"])
-def test_other_drafters_are_refused(method):
-    """A method whose graphs are not known says so."""
-    config = {"method": method, "num_speculative_tokens": 1, "model": "a/b"}
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "extract_hidden_states"},
+        {"method": "dspark", "model": "{models}/dense"},
+        {"method": "dspark", "model": "{models}/dflash"},
+    ],
+)
+def test_other_drafters_are_refused(config, tmp_path):
+    """A method or a draft whose graphs are not known says so."""
+    write_models(tmp_path)
+    words = ["-sc", json.dumps({**config, "num_speculative_tokens": 1}).replace("{models}", str(tmp_path))]
     with pytest.raises(FlagError, match="not emulated"):
-        resolved("-sc", json.dumps(config))
+        resolved(*words)

@@ -9,7 +9,7 @@ from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import backend_name
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
-from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part
+from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part, names
 from capture_planner.engines.vllm.speculation import speculation
 from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
@@ -175,6 +175,8 @@ class Asked:
                 f"vLLM cannot split {model.heads} heads over {self.tensor}",
                 "give a divisor",
             )
+        if self.pipeline > 1 and model.architecture in names()["no_pipeline"]:
+            raise refusal("--pipeline-parallel-size", "vLLM cuts this model into no stages", "give 1")
         if self.expert and model.known and not model.experts:
             raise refusal("--enable-expert-parallel", "vLLM finds no experts in the model", "leave it out")
         if self.decode_context > 1 and model.known and not model.mla:
@@ -262,6 +264,8 @@ class Asked:
         if not given.get("enable_lora", False):
             self.lora_cases: tuple[int, ...] = (0,)
             return
+        if self.model.architecture in names()["no_lora"]:
+            raise refusal("--enable-lora", "vLLM has no adapters for this model", "leave it out")
         if self.max_loras < 1:
             raise refusal("--max-loras", f"vLLM wants at least 1, got {self.max_loras}", "give 1 or more")
         kept = given.get("max_cpu_loras")

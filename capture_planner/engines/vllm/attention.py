@@ -60,6 +60,8 @@ class Attention:
     """``use_trtllm_attention`` where a flag sets it."""
     adaptive: bool = False
     causal: bool = True
+    cross: bool = False
+    """Whether it is attention of a decoder to an encoder's states."""
     dtype: str = "bfloat16"
     """Of the weights and activations, as resolved."""
     cache: str = "auto"
@@ -174,6 +176,8 @@ class Attention:
             return f"its blocks are multiples of {base}, not {self.block}"
         if self.model.sinks and not self._has_sinks(backend):
             return "it has no attention sinks here"
+        if self.cross and backend not in ("FLASH_ATTN", "TRITON_ATTN"):
+            return "it has no attention to an encoder"
         if self.decode_context > 1 and backend in _NO_DCP:
             return "it has no decode context parallelism"
         on_device = self.capability[0] == 10 and self._trtllm_decode and self.decode_context == 1

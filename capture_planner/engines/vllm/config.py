@@ -123,6 +123,8 @@ class Configuration(Asked):
             self.note(
                 "overlap", "on", "off", "one data-parallel rank splits no batch, and has no graph for it"
             )
+        if spec is not None and spec.method == "dspark" and not v2:
+            raise refusal(SPECULATIVE, "vLLM's V1 runner has no dspark", "leave V2 on", "method")
         if spec is not None and spec.method == "dflash" and not v2:
             raise refusal(SPECULATIVE, f"{REASON}: dflash on model runner V1", "leave V2 on", "method")
         if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:

@@ -64,8 +64,12 @@ class Model:
     recurrent: bool = False
     """Whether some layers keep a state in place of a KV cache (Mamba, gated delta nets)."""
     multimodal: bool = False
-    causal: bool = True
-    """False for a DFlash draft some of whose layers see later tokens."""
+    causal: bool = False
+    """Whether every layer of a parallel draft sees earlier tokens only."""
+    anchored: bool = True
+    """Whether a DSpark draft's first token is drafted too, so that K tokens make a pass."""
+    block: int = 0
+    """The tokens that a DSpark draft is made for."""
     stretches: bool = True
     """Whether positions beyond the file's only need a longer table (not so for YaRN)."""
     limit: int = ASSUMED_LENGTH
@@ -95,8 +99,8 @@ def read_model(flag: str, name: str) -> Model:
 def _from_config(name: str, config: dict[str, Any]) -> Model:
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, dict) else config
-    heads = int(text.get("num_attention_heads") or 0)
-    width = int(text.get("hidden_size") or 0)
+    heads = int(text.get("num_attention_heads") or text.get("encoder_attention_heads") or 0)
+    width = int(text.get("hidden_size") or text.get("d_model") or 0)
     kind = str(text.get("model_type") or "")
     mla = text.get("kv_lora_rank") is not None and kind in names()["mla_types"]
     quantized = config.get("quantization_config") or text.get("quantization_config") or {}
@@ -130,6 +134,8 @@ def _from_config(name: str, config: dict[str, Any]) -> Model:
         odd=_odd(name, str(architectures[0]), config, text),
         multimodal=str(architectures[0]) in names()["multimodal"],
         causal=_causal(text),
+        anchored=bool(text.get("sample_from_anchor", True)),
+        block=int(text.get("block_size") or text.get("dspark_block_size") or 0),
         stretches=_rope(text) in _TABLES,
         limit=_length(text, model_type)[1],
     )
@@ -211,6 +217,7 @@ def _odd(name: str, architecture: str, config: dict[str, Any], text: dict[str, A
             return what
     if text.get("is_causal") is False:
         return "attention in both directions"
-    if architecture in names()["multimodal"] and not text.get("num_attention_heads"):
+    told = text.get("num_attention_heads") or text.get("encoder_attention_heads")
+    if architecture in names()["multimodal"] and not told:
         return "a text model that config.json does not describe as text_config"
     return "pooling by modules.json" if (Path(name) / "modules.json").is_file() else None

@@ -25,6 +25,9 @@ def resolved(config: Configuration) -> VllmSettings:
     attention = _attention(config, config.model)
     backend = attention.choose(BACKEND_FLAG, config.backend)
     support = attention.support(backend)
+    if config.model.encoder_decoder:
+        cross = attrs.evolve(attention, cross=True)
+        support = min(support, cross.support(cross.choose(BACKEND_FLAG, config.backend)))
     narrowest, fused, own = backend, False, support
     if spec is not None and spec.has_draft_cache:
         drafting = _attention(config, spec.model)
@@ -38,6 +41,9 @@ def resolved(config: Configuration) -> VllmSettings:
         asked = spec.backend if parallel else asked
         alone = attrs.evolve(drafting, decode_context=1) if (independent or parallel) and v2 else drafting
         alone = attrs.evolve(alone, causal=spec.model.causal or not parallel)
+        if spec.method == "dspark":
+            # It drafts blocks of one length, whatever the verification trims.
+            alone = attrs.evolve(alone, adaptive=False)
         draft = alone.choose(SPECULATIVE, asked)
         # Builders read the target's heads beside the draft's KV heads.
         built = attrs.evolve(drafting, model=attrs.evolve(spec.model, heads=config.model.heads))
@@ -90,7 +96,7 @@ def resolved(config: Configuration) -> VllmSettings:
         schedule=config.schedule,
         decode_query_lens=tuple(sorted({1 + k for k in (config.dense_schedule() or [0, tokens])[1:]})),
         draft_fused=fused,
-        draft_query_len=1 + tokens if spec is not None and spec.drafter is Drafter.PARALLEL else 0,
+        draft_query_len=spec.width if spec is not None else 0,
         lora_cases=_lora_cases(config),
         varlen=varlen,
         data_parallel_size=config.data,

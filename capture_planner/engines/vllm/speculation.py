@@ -16,7 +16,8 @@ FLAG = "--speculative-config"
 _FLAGS = (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens"))
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
-_NOT_EMULATED = ("dspark", "extract_hidden_states")
+_NOT_EMULATED = ("extract_hidden_states",)
+_PARALLEL = ("dflash", "dspark")
 _CANDIDATES = ("DFlash2", "LiLiCorr", "DFlashQwen3XPress")
 _SUFFIX_DEPTH = 24
 
@@ -52,9 +53,16 @@ class Speculation:
         return self.drafter is not Drafter.NONE or self.method == "draft_model"
 
     @property
+    def width(self) -> int:
+        """Tokens of each request in a parallel drafter's pass; 0 for the others."""
+        if self.drafter is not Drafter.PARALLEL:
+            return 0
+        return self.tokens + (0 if self.method == "dspark" and self.model.anchored else 1)
+
+    @property
     def lookahead(self) -> int:
         """KV slots that the drafter writes beyond what the target is scheduled for."""
-        return self.tokens + (self.method == "dflash") if self.has_draft_cache else 0
+        return (self.width or self.tokens) if self.has_draft_cache else 0
 
 
 def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Speculation | None:
@@ -99,11 +107,13 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
         raise part.refuse("method", f"{REASON}: {method}", "emulate EAGLE, MTP, DFlash or n-gram")
+    if method == "dspark" and draft.architecture not in ("", "Qwen3DSparkModel"):
+        raise part.refuse("model", f"{REASON}: DSpark of {draft.architecture}", "name a Qwen3 draft")
     if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
         raise part.refuse("model", f"{REASON}: {draft.architecture}", "name a DFlash draft without a head")
     longest = _draft_length(part, asked, draft, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
-    if adaptive and part.boolean("use_local_argmax_reduction", False):
+    if method != "dspark" and adaptive and part.boolean("use_local_argmax_reduction", False):
         raise part.refuse(
             "enable_adaptive_verification", "vLLM needs the draft's logits for it", "drop one of both"
         )
@@ -122,6 +132,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         "eagle": Drafter.CHAIN,
         "eagle3": Drafter.CHAIN,
         "dflash": Drafter.PARALLEL,
+        "dspark": Drafter.PARALLEL,
         "mtp": Drafter.MODULES if modules else Drafter.CHAIN,
     }
     return Speculation(
@@ -134,12 +145,12 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         adaptive=adaptive,
         eager=part.boolean("enforce_eager", False) or False,
         unpadded=part.boolean("disable_padded_drafter_batch", False) or False,
-        parallel=method != "dflash" and (part.boolean("parallel_drafting", False) or False),
+        parallel=method not in _PARALLEL and (part.boolean("parallel_drafting", False) or False),
         heterogeneous=heterogeneous,
         draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
         overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
         or backend is not None
-        or method == "dflash",
+        or method in _PARALLEL,
         length=longest or max_len,
         cache=_cache(part),
         max_len=longest if method == "draft_model" or not draft.stretches else None,
@@ -236,6 +247,8 @@ def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
 
 
 def _tokens(part: Part, method: str, tokens: int | None, draft: Model) -> int | None:
+    if method == "dspark" and tokens is None:
+        return draft.block or None
     modules = draft.mtp_modules if method == "mtp" else 0
     if tokens is None:
         return modules or None

@@ -8,7 +8,7 @@ from typing import Any
 
 _TARGETS = {
     **{"dense": 6, "short": 2, "moe": 2, "mla": 2, "oss": 1, "gemma": 1, "wide": 1, "hybrid": 1, "conv": 1},
-    **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1},
+    **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1, "whisper": 1},
 }
 _CACHES = (
     "auto",
@@ -23,18 +23,9 @@ _CACHES = (
 )
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _BACKENDS = (
-    "FLASH_ATTN",
-    "FLASHINFER",
-    "TRITON_ATTN",
-    "FLEX_ATTENTION",
-    "FLASH_ATTN_MLA",
-    "FLASHINFER_MLA",
-    "FLASHMLA",
-    "TRITON_MLA",
-    "CUTLASS_MLA",
-    "auto",
-    "flash_attn",
-    "XFORMERS",
+    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
+    *("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA", "CUTLASS_MLA"),
+    *("auto", "flash_attn", "XFORMERS"),
 )
 
 
@@ -169,7 +160,17 @@ class Draw:
         self.speculates = True
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
-        plain = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named", "suffix", "dflash"]
+        plain = [
+            "ngram",
+            "ngram_gpu",
+            "eagle3",
+            "eagle",
+            "draft_model",
+            "named",
+            "suffix",
+            "dflash",
+            "dspark",
+        ]
         ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target == "mla") * 14
         way = self.random.choice(ways)
         config["method"] = way
@@ -179,6 +180,10 @@ class Draw:
             config["model"] = "{models}/" + self.random.choice(["draft", "eagle3"])
         elif way == "dflash":
             config["model"] = "{models}/" + self.random.choice(["dflash", "dflash", "causal"])
+        elif way == "dspark":
+            config["model"] = "{models}/" + self.random.choice(["dspark", "filling"])
+            if self.often(0.2):
+                del config["num_speculative_tokens"]
         elif way == "custom_class":
             config["model"] = "package.Proposer"
         if way == "named":
@@ -254,10 +259,11 @@ class Draw:
             backends = ["allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "naive"]
             self.flag("--all2all-backend", self.random.choice(backends))
         if self.often(0.04):
-            if self.often(0.8):
-                self.flag("--enable-dbo")
-            else:
-                self.flag("--ubatch-size", self.random.choice([1, 2, 3, 4]))
+            self.flag(
+                *([["--enable-dbo"]] * 4 + [["--ubatch-size", n] for n in (1, 2, 3)])[
+                    self.random.randrange(7)
+                ]
+            )
             if self.often(0.2):
                 self.flag("--dbo-decode-token-threshold", self.random.choice([2, 4, 64]))
             if self.often(0.1):
@@ -282,9 +288,8 @@ class Draw:
 
     def precision(self) -> None:
         if self.often(0.25):
-            self.flag("--kv-cache-dtype", self.random.choice(_CACHES))
-        elif self.often(self.wild):
-            self.flag("--kv-cache-dtype", self.random.choice(["fp4", "fp8_ds_mla", "octave_k3v4", "fp8_inc"]))
+            odd = ("fp4", "fp8_ds_mla", "octave_k3v4", "fp8_inc") * self.often(3 * self.wild)
+            self.flag("--kv-cache-dtype", self.random.choice(_CACHES + odd))
         if self.often(0.12):
             self.flag(
                 "--block-size", self.random.choice([16, 32, 64, 128, 256] + [8] * self.often(self.wild))

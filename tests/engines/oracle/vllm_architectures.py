@@ -17,6 +17,7 @@ _PLAIN = ("GptOssForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "Nemotr
 """Of the architectures with a hook of their own, those whose hook changes no graph, or is emulated."""
 _ODD = re.compile(r"attn_backend=|StaticSinkAttention|CrossAttention\(|EncoderDecoder")
 _HEADS_OF_THEIR_OWN = ("Zamba2ForCausalLM",)
+_ENCODER_DECODERS = ("WhisperForConditionalGeneration",)
 _SINKS = re.compile(r"sinks=self\.sinks")
 _GROUPS = (
     "_TEXT_GENERATION_MODELS",
@@ -50,6 +51,7 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
 
     stand_in(module_at(Path(__file__).with_name("stubs.py")))
     found: dict[str, list[str]] = {"decoders": [], "hybrids": [], "multimodal": [], "sinks": []}
+    found |= {"no_pipeline": [], "no_lora": []}
     for group in _GROUPS:
         for architecture, (module, name) in getattr(registry, group).items():
             hooked = architecture in MODELS_CONFIG_MAP and not architecture.startswith(_PLAIN)
@@ -63,8 +65,13 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
             source = Path(sys.modules[kind.__module__].__file__ or "").read_text()
             odd = _ODD.search(source) or architecture in _HEADS_OF_THEIR_OWN
             odd = odd or info.is_attention_free or info.has_noops or info.is_pooling_model
-            if odd or not info.is_text_generation_model or info.supports_transcription_only:
+            odd = odd or info.supports_transcription_only or not info.is_text_generation_model
+            if odd and architecture not in _ENCODER_DECODERS:
                 continue
+            if not info.supports_pp:
+                found["no_pipeline"].append(architecture)
+            if not info.supports_lora:
+                found["no_lora"].append(architecture)
             if info.supports_multimodal:
                 found["multimodal"].append(architecture)
             if info.is_hybrid:

@@ -257,6 +257,8 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         current_platform.check_if_supports_dtype(config.model_config.dtype)
         target = self._group(config, "target")
         groups = [[target, *parts.recurrent_groups(config)]]
+        if config.model_config.is_encoder_decoder:
+            groups[0].append(self._group(config, "cross", "encoder_decoder"))
         speculative = config.speculative_config
         drafts = speculative is not None and speculative.uses_draft_kv_cache()
         if drafts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,17 +56,19 @@ class Groups:
 
             standalone.get_model = lambda vllm_config, **options: vllm_config
             draft = standalone.StandaloneARSpeculator.load_draft_model(read, None, set())
-        elif speculative.use_dflash():
-            draft = parts.dflash_configuration(config)
+        elif speculative.use_dflash() or speculative.use_dspark():
+            draft = parts.parallel_configuration(config)
         else:
             draft = speculative.apply_draft_overrides(config)
         # The loaders take the draft's model beside the configuration.
         draft = copy.copy(draft)
         draft.model_config = speculative.draft_model_config
-        with set_current_vllm_config(draft):
+        backends = importlib.import_module("vllm.compilation.backends")
+        tag = "dspark_head" if speculative.use_dspark() else "draft_model"
+        with set_current_vllm_config(draft), backends.set_model_tag(tag):
             return self._group(draft, "draft")
 
-    def _group(self, config: Any, layer: str) -> Any:
+    def _group(self, config: Any, layer: str, attn_type: str = "decoder") -> Any:
         """Return the attention group of one layer, with the engine's backend and builder."""
         from vllm.model_executor.layers.attention.chunked_local_attention import (
             create_chunked_local_attention_backend,
@@ -81,6 +84,7 @@ class Groups:
         options = {"num_heads": model.get_num_attention_heads(config.parallel_config)}
         if not model.use_mla:
             options = {
+                "attn_type": attn_type,
                 "has_sink": model.architecture == "GptOssForCausalLM",
                 "use_mm_prefix": model.is_mm_prefix_lm,
                 "has_sliding_window": model.get_sliding_window() is not None,
@@ -115,8 +119,9 @@ class Groups:
         from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 
         speculator.vllm_config = parts.without_context(config)
-        speculator.num_query_per_req = 1 + config.num_speculative_tokens
         draft = config.speculative_config.draft_model_config.hf_config
+        anchored = config.speculative_config.use_dspark() and getattr(draft, "sample_from_anchor", True)
+        speculator.num_query_per_req = config.num_speculative_tokens + (0 if anchored else 1)
         speculator.requires_non_causal = dflash_has_any_non_causal(draft)
         own = speculator.attn_vllm_config
         with set_current_vllm_config(own):
@@ -147,7 +152,7 @@ class Groups:
         speculator = init_speculator(config, None, None)
         speculator.vllm_config, speculator.device = config, None
         speculator.num_speculative_steps = config.num_speculative_tokens
-        if config.speculative_config.use_dflash():
+        if config.speculative_config.use_dflash() or config.speculative_config.use_dspark():
             self._give_support(speculator, config, groups[1:])
         speculator.init_cudagraph_manager(mode)
         return made

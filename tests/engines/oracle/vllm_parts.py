@@ -31,7 +31,7 @@ def import_speculators() -> None:
         importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
     finally:
         torch.empty = empty
-    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram", "dflash"):
+    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram", "dflash", "dspark"):
         importlib.import_module(f"vllm.v1.worker.gpu.spec_decode.{name}.speculator")
 
 
@@ -133,18 +133,21 @@ def without_context(config: Any) -> Any:
     return found
 
 
-def dflash_configuration(config: Any) -> Any:
-    """Let the engine load a DFlash draft, and return the configuration that it loads it with."""
-    from vllm.v1.worker.gpu.spec_decode.dflash import utils
+def parallel_configuration(config: Any) -> Any:
+    """Let the engine load a DFlash or DSpark draft, and return the configuration that it loads it with."""
+    import vllm.model_executor.model_loader as loader
+    from vllm.v1.worker.gpu.spec_decode.dflash import utils as dflash
+    from vllm.v1.worker.gpu.spec_decode.dspark import utils as dspark
 
     def load(vllm_config: Any, **options: Any) -> Any:
         raise Loaded(vllm_config)
 
-    utils.get_model = load
+    is_dspark = config.speculative_config.use_dspark()
+    dflash.get_model = loader.get_model = load
     # Asks for the pipeline's ranks, which there are none of.
-    utils.get_pp_safe_draft_load_config = lambda load_config: load_config
+    dflash.get_pp_safe_draft_load_config = dspark.get_pp_safe_draft_load_config = lambda loading: loading
     try:
-        utils.load_dflash_model(None, without_context(config))
+        (dspark.load_dspark_model if is_dspark else dflash.load_dflash_model)(None, without_context(config))
     except Loaded as loaded:
         return loaded.config
-    raise LookupError("load_dflash_model loads nothing")
+    raise LookupError("nothing is loaded")
