@@ -81,7 +81,8 @@ def walk(emulation: Emulation) -> tuple[Asked, ...]:
 def _role(emulation: Emulation, manager: Manager) -> Iterator[Asked]:
     role, graphs = manager.role, _Graphs(manager.graphs)
     largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
-    for kind, batch, last in _batches(emulation, role, largest):
+    width = getattr(manager, "pass_width", None)
+    for kind, batch, last in _batches(emulation, role, largest, width):
         best = graphs.best(batch, draft_steps(role, batch.num_reqs, emulation.speculative))
         yield Asked(kind=kind, batch=batch, answer=manager.dispatch(batch), best=best, last=last)
 
@@ -114,10 +115,16 @@ class _Graphs:
         return None
 
 
-def _batches(emulation: Emulation, role: Role, largest: int) -> Iterator[tuple[Kind, Batch, int]]:
+def _batches(
+    emulation: Emulation, role: Role, largest: int, width: int | None
+) -> Iterator[tuple[Kind, Batch, int]]:
+    """Yield the batches of a role; ``width`` is what a pass has of each request that drafts, where one is all."""
+    families = decode_families(role if width is None else Role.DRAFT_PREFILL, emulation)
     for loras in _adapters(emulation, role):
-        for family in decode_families(role, emulation):
-            query_len = family.query_len
+        for family in families:
+            if width is not None and family.query_len == 1:
+                continue
+            query_len = width or family.query_len
             for num_reqs, last in _counts(family.requests, largest // query_len, loras):
                 batch = Batch(
                     role=role,

@@ -207,6 +207,18 @@ def test_parallel_drafts_are_one_pass(method, width):
         resolve(["VLLM_USE_V2_MODEL_RUNNER=0", "m", "-sc", config], H100)
 
 
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_walk_meets_parallel_drafts(method, tokens):
+    """Every pass of a parallel drafter is asked for in its own width, and its graphs answer."""
+    config = {"method": method, "model": "a/b", "num_speculative_tokens": tokens}
+    found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
+    width = tokens + (method == "dflash")
+    asked = [one for one in walk(found) if one.batch.role is Role.DRAFT_DECODE]
+    assert [one.batch.num_tokens for one in asked] == [reqs * width for reqs in range(1, 9)]
+    assert all(one.answer.entry == one.best is not None for one in asked)
+
+
 @pytest.mark.parametrize(
     "config",
     [
