@@ -185,6 +185,22 @@ def test_flags_that_are_not_emulated_are_refused(flag):
         resolved(*words)
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "-cc.cudagraph_mm_encoder=true",
+        '-ac.backend_per_kind={"full_attention": "FLASHINFER"}',
+        "-ac.use_non_causal=true",
+        "--all2all-backend=moonep",
+        "--profiler-config.profiler=proton",
+    ],
+)
+def test_parts_that_are_not_emulated_are_refused(word):
+    """The same holds for parts of JSON flags and for single values."""
+    with pytest.raises(FlagError, match="not emulated"):
+        resolved(word)
+
+
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model"])
 def test_every_drafter_widens_the_decodes(method):
     """Whoever drafts K tokens, the target's decodes have 1 + K, and the walk meets them."""

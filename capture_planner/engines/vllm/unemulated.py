@@ -25,6 +25,9 @@ _FLAGS: dict[str, tuple[Any, ...]] = {
     "engram_config": (None,),
     "kv_sharing_fast_prefill": (False,),
     "pooler_config": (None,),
+    "kv_cache_dtype_skip_layers": (None, []),
+    "disable_sliding_window": (False,),
+    "worker_cls": ("auto",),
     "distributed_executor_backend": (None, "mp", "ray", "uni"),
 }
 """Flags with the values of theirs that change nothing."""
@@ -35,6 +38,7 @@ _INSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
         "hisparse_config": (None,),
         "use_non_causal": (None, False, "false"),
     },
+    "compilation_config": {"cudagraph_mm_encoder": (None, False, "false")},
     "profiler_config": {"profiler": (None, "torch", "cuda")},
 }
 """The same for parts of JSON flags."""

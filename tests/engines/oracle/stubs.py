@@ -125,7 +125,7 @@ class Stub(metaclass=_Permissive):
         return core_schema.any_schema()
 
 
-_ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "xor", "lshift", "rshift"]
+_ARITHMETIC = "add sub mul truediv floordiv mod pow and xor lshift rshift".split()
 
 
 def _arithmetic(self: Any, *others: Any) -> Any:

@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,12 @@ def model_class(module: str, name: str) -> Any:
     """Import a model's class from the wheel."""
     path = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
     return getattr(importlib.import_module(path), name)
+
+
+def require(registry: Any, wanted: Iterable[str]) -> None:
+    """Import the classes of architectures; raises ``ImportError``, as nothing may stand in for one of them."""
+    for name in wanted:
+        model_class(*registry._VLLM_MODELS[name])
 
 
 def architectures(wheel: Path) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 
 from capture_planner.environment import Environment
+from capture_planner.testing.engines.vllm_models import MODELS
 
 
 def _sibling(name: str) -> ModuleType:
@@ -138,6 +139,7 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
             if hasattr(module, "has_nvidia_artifactory"):
                 module.has_nvidia_artifactory = lambda: True
         architectures.stand_in(stubs)
+        architectures.require(registry, [name for each in MODELS.values() for name in each["architectures"]])
         registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry, architectures)
         parser = FlexibleArgumentParser(prog="vllm")
         commands = parser.add_subparsers(dest="subparser")
