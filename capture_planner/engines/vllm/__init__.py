@@ -141,6 +141,8 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
         "cudagraph_capture_sizes": (list(settings.sizes), rules["cudagraph_capture_sizes"]),
         "max_cudagraph_capture_size": (settings.max_size, rules["max_cudagraph_capture_size"]),
         "compilation_mode": (settings.compilation, rules["compilation_mode"]),
+        "dtype": (configuration.dtype, given.source("dtype")),
+        "kv_cache_dtype": (configuration.cache, given.source("kv_cache_dtype")),
         "attention_backend": (settings.backend, given.source("attention_backend")),
         "async_scheduling": (settings.async_scheduling, given.source("async_scheduling")),
         "data_parallel_size": (settings.data_parallel_size, given.source("data_parallel_size")),
