@@ -13,10 +13,11 @@ from typing import Any
 
 import attrs
 
-from capture_planner.admissible import Deployment, batches, decode_families, kind_of
+from capture_planner.admissible import batches, decode_families, kind_of
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.traffic import Arrival, batches_of, for_role
+from capture_planner.engines.walk import passes
 from capture_planner.entry import Batch, Entry
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Kind, Plan
@@ -227,7 +228,7 @@ class _Side:
     """One deployment with all its answers, by family."""
 
     def __init__(self, given: Plan | Emulation) -> None:
-        self.deployment: Deployment = given
+        self.deployment = given
         self.dispatch: Callable[[Batch], Dispatch]
         self.entries: Mapping[Role, tuple[Entry, ...]]
         if isinstance(given, Plan):
@@ -251,13 +252,19 @@ class _Side:
         met = None if requests is None else batches_of(requests, self.deployment)
         for role in self.modes:
             if met is None:
-                for batch, last in batches(role, self.deployment, upto=largest[role]):
+                for batch, last in self._admissible(role, largest[role]):
                     kind = Kind.MIXED if batch.query_len is None else Kind.DECODE
                     self._answer(batch, kind, 1 + last - _extent(batch, kind))
             else:
                 families = decode_families(role, self.deployment)
                 for batch, times in for_role(met, role, self.deployment).items():
                     self._answer(batch, kind_of(batch, families), times, batch)
+
+    def _admissible(self, role: Role, upto: int) -> Iterator[tuple[Batch, int]]:
+        if isinstance(self.deployment, Emulation):
+            manager = next(each for each in self.deployment.managers if each.role is role)
+            return passes(self.deployment, manager, upto=upto)
+        return batches(role, self.deployment, upto=upto)
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
         query_len = batch.query_len if kind is Kind.DECODE else None

@@ -81,10 +81,24 @@ def walk(emulation: Emulation) -> tuple[Asked, ...]:
     return tuple(asked for manager in emulation.managers for asked in _role(emulation, manager))
 
 
+def passes(emulation: Emulation, manager: Manager, *, upto: int) -> Iterator[tuple[Batch, int]]:
+    """Yield the admissible batches of a manager's role, as ``admissible.batches`` does.
+
+    A drafter that makes all drafts in one pass has its own width there, wherever anything is drafted.
+    """
+    width = getattr(manager, "pass_width", None)
+    if width is None:
+        yield from batches(manager.role, emulation, upto=upto)
+        return
+    for batch, last in batches(Role.DRAFT_PREFILL, emulation):
+        if batch.query_len not in (None, 1):
+            yield Batch.decode(manager.role, batch.num_reqs, width), last
+
+
 def _role(emulation: Emulation, manager: Manager) -> Iterator[Asked]:
     role, graphs = manager.role, _Graphs(manager.graphs)
     largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
-    for batch, last in batches(role, emulation, upto=largest):
+    for batch, last in passes(emulation, manager, upto=largest):
         best = graphs.best(batch, draft_steps(role, batch.num_reqs, emulation.speculative))
         yield Asked(batch=batch, answer=manager.dispatch(batch), best=best, last=last)
 

@@ -7,12 +7,9 @@ Writes ``capture_planner/engines/vllm/flags.json`` (the flags by name and kind) 
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import json
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +77,45 @@ def record_flags(oracle: Any) -> None:
     sys.stdout.write(f"{FLAGS.name}: {len(lines)} flags\n")
 
 
-def record_names() -> None:
+def _quantization() -> dict[str, list[str]]:
+    """Return the methods of quantization: from which capability on, with which dtypes, read from where."""
+    import inspect
+
+    import vllm.model_executor.layers.quantization as quantization
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+
+    methods = list(quantization.QUANTIZATION_METHODS)
+    capabilities, dtypes, online = [], [], []
+    for name in methods:
+        kind = quantization.get_quantization_config(name)
+        capabilities.append(str(kind.get_min_capability()))
+        bound = inspect.getattr_static(kind, "get_supported_act_dtypes")
+        alone = isinstance(bound, classmethod | staticmethod)
+        found = kind.get_supported_act_dtypes(*([] if alone else [object.__new__(kind)]))
+        dtypes.append(" ".join(str(dtype).removeprefix("torch.") for dtype in found))
+        needs = [
+            part
+            for part in inspect.signature(kind.__init__).parameters.values()
+            if part.default is inspect.Parameter.empty and part.name not in ("self", "args", "kwargs")
+        ]
+        if name in _ONLINE_SHORTHANDS or (name != "online" and not needs and not kind.get_config_filenames()):
+            online.append(name)
+    return {
+        "quantization": methods,
+        "quantization_capability": capabilities,
+        "quantization_dtypes": dtypes,
+        "online_quantization": online,
+        "online_shorthands": list(_ONLINE_SHORTHANDS),
+        "deprecated_quantization": list(quantization.DEPRECATED_QUANTIZATION_METHODS),
+    }
+
+
+def record_names(wheel: Path) -> None:
     """Write the names that JSON flags and settings may hold: fields, methods, backends, architectures."""
     import dataclasses
     from typing import get_args
 
-    from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig, speculative, vllm
+    from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig, cache, speculative, vllm
     from vllm.config.compilation import PassConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -102,20 +132,13 @@ def record_names() -> None:
         "methods": [name for part in get_args(speculative.SpeculativeMethod) for name in _flat(part)],
         "mtp_types": list(get_args(speculative.MTPModelTypes)),
         "breakable_architectures": sorted(vllm.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES),
-        "latent_types": _latent_types(),
+        "cache_dtypes": list(cache.KV_CACHE_DTYPES),
+        **_quantization(),
+        **module_at(HERE / "oracle" / "vllm_architectures.py").architectures(wheel),
     }
     lines = [f'"{name}": {json.dumps(values)}' for name, values in names.items()]
     NAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     sys.stdout.write(f"{NAMES.name}: {sum(map(len, names.values()))} names\n")
-
-
-def _latent_types() -> list[str]:
-    """Return the types of model that may have MLA: the first tuple that vLLM compares a type with."""
-    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
-
-    source = textwrap.dedent(inspect.getsource(ModelArchConfigConvertorBase.is_deepseek_mla))
-    found = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Tuple))
-    return list(ast.literal_eval(found))
 
 
 def _flat(part: Any) -> list[str]:
@@ -156,7 +179,7 @@ def main() -> None:
     oracle = module.VllmOracle(options.wheel)
     record_flags(oracle)
     with module.stubs.installed(options.wheel, "vllm"):
-        record_names()
+        record_names(options.wheel)
     if not options.flags_only:
         record_configurations(module, oracle, options.count, options.seed)
 

@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING
 from capture_planner.catalog import find_environment, shipped_environments
 from capture_planner.engines import checkpoints, emulate
 from capture_planner.engines.vllm import resolve
+from capture_planner.engines.vllm.attention import Attention
 from capture_planner.engines.vllm.model import ASSUMED_LENGTH, read_model
-from capture_planner.engines.vllm.resolution import Attention
 from capture_planner.errors import FlagError
 
 KNOWN = sorted(checkpoints.known())
@@ -68,7 +68,7 @@ def test_known_facts_are_what_transformers_makes_of_them(name):
     theirs, ours = CONFIG_MAPPING[kind](**config), read_model("m", name)
     assert ours.source == "known"
     assert (ours.heads, ours.vocabulary) == (theirs.num_attention_heads, theirs.vocab_size)
-    assert ours.longest == theirs.max_position_embeddings
+    assert ours.limit == theirs.max_position_embeddings
     latent = getattr(theirs, "kv_lora_rank", None)
     assert ours.mla == (latent is not None)
     if latent is None:
@@ -79,7 +79,7 @@ def test_known_facts_are_what_transformers_makes_of_them(name):
         assert (ours.kv_heads, ours.head_size) == (1, latent + theirs.qk_rope_head_dim)
     experts = ("num_experts", "n_routed_experts", "num_local_experts")
     assert ours.experts == next((getattr(theirs, key) for key in experts if getattr(theirs, key, None)), 0)
-    assert ours.max_len == (theirs.original_max_position_embeddings if long else ours.longest)
+    assert ours.max_len == (theirs.original_max_position_embeddings if long else ours.limit)
 
 
 @EVERY
@@ -182,7 +182,7 @@ def test_the_longest_sequence_is_derived_as_the_engine_does(tmp_path, config, vl
     """Scaled lengths are scaled once; vLLM stays within what a long rope was trained for unless asked."""
     place = folder(tmp_path / "m", **{**TEXT, **config})
     model = read_model("--model", place)
-    assert (model.max_len, model.longest) == (vllm, asked)
+    assert (model.max_len, model.limit) == (vllm, asked)
     assert f"made for {asked}" in problem("vllm", place, "--max-model-len", str(asked + 1)).message
     assert settings("vllm", place, "--max-model-len", str(asked))["max_model_len"].value == asked
     if sglang is not None:

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from capture_planner.catalog import find_environment
 from capture_planner.engines.vllm import FLAGS, VERSION, resolve
+from capture_planner.engines.vllm.attention import EMULATED, Attention
 from capture_planner.engines.vllm.flags import read, short_number, table
 from capture_planner.engines.vllm.model import Model
-from capture_planner.engines.vllm.resolution import EMULATED, Attention, Ladder
+from capture_planner.engines.vllm.resolution import Ladder
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport
 from capture_planner.sizing.engines import vllm_tokens

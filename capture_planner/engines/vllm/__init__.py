@@ -14,9 +14,11 @@ from capture_planner.engines.vllm.model import COUNTS_AS
 from capture_planner.engines.vllm.places import in_its_file
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
+from capture_planner.engines.vllm.unemulated import REASON
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError, InvalidValue
 from capture_planner.model import Method, Speculative
+from capture_planner.modes import GraphMode
 from capture_planner.spec import Limits, Lora, Parallel
 
 VERSION = "0.33.0"
@@ -40,13 +42,23 @@ FLAGS = {
     "--decode-context-parallel-size": "ranks that split the KV cache; -dcp",
     "--enable-expert-parallel": "experts are spread over ranks; -ep",
     "--all2all-backend": "how experts exchange tokens; some are not captured",
-    "--enable-dbo": "dual batch overlap",
+    "--enable-dbo": "dual batch overlap; on several data-parallel ranks it is not emulated",
+    "--ubatch-size": "the same with more parts",
+    "--dbo-decode-token-threshold": "fewest tokens of decodes that are split",
+    "--dbo-prefill-token-threshold": "fewest tokens of other batches that are split",
+    "--dtype": "of weights and activations; float32 rules out most backends",
+    "--quantization": "of the weights; some machines and dtypes lack it; -q",
+    "--kv-cache-dtype": "of the KV cache; it decides which attention backends there are",
+    "--block-size": "tokens of a KV block; some backends take few sizes",
+    "--enable-prefix-caching": "recurrent layers need chunked prefill for it; --no- forbids it",
+    "--mamba-block-size": "tokens between kept states of recurrent layers",
     "--attention-backend": "the attention backend; its support decides the mode",
     "--attention-config": "backend, flash_attn_version, use_trtllm_attention; -ac",
     "--kv-transfer-config": "a KV connector; some need PIECEWISE",
     "--async-scheduling": "schedule the next step early",
     "--enable-chunked-prefill": "split long prompts; --no- forbids it",
     "--runner": "pooling models have no FULL graphs",
+    "--convert": "embed and classify make a pooling model",
     "--config": "a YAML file of flags",
     "--model": "the model, also as the first word: a folder with config.json, or a name",
     **VARIABLES,
@@ -76,6 +88,9 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
             f"vLLM starts with it and fails when it captures: a graph of {settings.sizes[0]} tokens",
             "give sizes from 1 on",
         )
+    if configuration.ubatching and settings.data_parallel_size > 1 and settings.mode is not GraphMode.NONE:
+        reason = f"{REASON}: data-parallel ranks that split a batch have a graph of both halves too"
+        raise refusal("--enable-dbo", reason, "leave it out, or emulate one rank")
     return Emulation(
         engine="vllm",
         version=VERSION,
@@ -112,9 +127,10 @@ def _notes(configuration: Configuration) -> Iterator[str]:
 
 
 def _speculative(settings: VllmSettings) -> Speculative | None:
-    method = _METHODS.get(settings.method or "")
-    if method is None:
+    if not settings.num_speculative_tokens:
         return None
+    # Nothing asks an emulation for its method: n-gram and the others count for the width of their decodes.
+    method = _METHODS.get(settings.method or "", Method.EAGLE)
     schedule = tuple(sorted(settings.schedule or ()))
     try:
         return Speculative(method=method, num_tokens=settings.num_speculative_tokens, schedule=schedule)
@@ -147,6 +163,8 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
         "cudagraph_capture_sizes": (list(settings.sizes), rules["cudagraph_capture_sizes"]),
         "max_cudagraph_capture_size": (settings.max_size, rules["max_cudagraph_capture_size"]),
         "compilation_mode": (settings.compilation, rules["compilation_mode"]),
+        "dtype": (configuration.dtype, given.source("dtype")),
+        "kv_cache_dtype": (configuration.cache, given.source("kv_cache_dtype")),
         "attention_backend": (settings.backend, _backend_source(configuration)),
         "async_scheduling": (settings.async_scheduling, given.source("async_scheduling")),
         "data_parallel_size": (settings.data_parallel_size, given.source("data_parallel_size")),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from capture_planner.engines.vllm import precision
+from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
+from capture_planner.engines.vllm.attention import backend_name
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
-from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part
-from capture_planner.engines.vllm.resolution import FLAG as BACKEND_FLAG
-from capture_planner.engines.vllm.resolution import backend_name
+from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part, names
 from capture_planner.engines.vllm.speculation import speculation
+from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Decision
@@ -124,22 +126,30 @@ class Asked:
     def _model(self) -> None:
         given = self.given
         self.model: Model = read_model("--model", given.model or DEFAULT_MODEL)
+        unemulated(given, self.model)
         asked = given.get("max_model_len")
         if asked is not None and asked != -1:
             if asked <= 0:
                 raise refusal(
                     "--max-model-len", f"vLLM wants a positive length, got {asked}", "give 1 or more"
                 )
-            if self.model.known and asked > self.model.longest:
+            if self.model.known and asked > self.model.limit:
                 raise refusal(
                     "--max-model-len",
-                    f"vLLM refuses {asked}: the model is made for {self.model.longest}",
-                    f"give at most {self.model.longest}",
+                    f"vLLM refuses {asked}: the model is made for {self.model.limit}",
+                    f"give at most {self.model.limit}",
                 )
         self.max_model_len = self.model.max_len if asked in (None, -1) else asked
         self.sources["max_model_len"] = given.source("max_model_len") if asked else self.model.source
-        self.pooling = given.get("runner") == "pooling"
+        converts = given.get("convert") in ("embed", "classify")
+        runner = given.get("runner", "auto")
+        self.pooling = runner == "pooling" or (runner == "auto" and converts)
         self.eager = bool(given.get("enforce_eager", False))
+        capability = self.environment.device.sm
+        self.dtype = precision.dtype(given, self.model, capability, pooling=self.pooling)
+        precision.quantization(given, self.model, self.dtype, capability)
+        self.cache = precision.cache_dtype(given, self.model, self.dtype)
+        self.block = precision.block_size(given)
 
     def _parallel(self) -> None:
         get = self.given.get
@@ -148,7 +158,7 @@ class Asked:
         self.decode_context = get("decode_context_parallel_size", 1)
         self.expert = bool(get("enable_expert_parallel", False))
         self.all2all = get("all2all_backend", "allgather_reducescatter")
-        self.ubatching = bool(get("enable_dbo", False)) or get("ubatch_size", 0) > 1
+        self._overlap()
         for name in ("tensor", "data", "pipeline", "decode_context"):
             if getattr(self, name) < 1:
                 raise refusal(
@@ -167,6 +177,8 @@ class Asked:
                 f"vLLM cannot split {model.heads} heads over {self.tensor}",
                 "give a divisor",
             )
+        if self.pipeline > 1 and model.architecture in names()["no_pipeline"]:
+            raise refusal("--pipeline-parallel-size", "vLLM cuts this model into no stages", "give 1")
         if self.expert and model.known and not model.experts:
             raise refusal("--enable-expert-parallel", "vLLM finds no experts in the model", "leave it out")
         if self.decode_context > 1 and model.known and not model.mla:
@@ -184,6 +196,19 @@ class Asked:
         odd = split and (self.decode_context != self.tensor or not model.mla)
         if odd and self.connector.get("kv_connector") == "NixlConnector":
             raise refusal("--decode-context-parallel-size", "vLLM's NIXL connector takes 1 here", "give 1")
+
+    def _overlap(self) -> None:
+        get = self.given.get
+        both, size = bool(get("enable_dbo", False)), get("ubatch_size", 0)
+        self.ubatching, count = both or size > 1, 2 if both else size
+        for name, usual in (("decode", 32), ("prefill", 512)):
+            flag = f"dbo_{name}_token_threshold"
+            least = count if self.ubatching else 0
+            if get(flag, usual) < least:
+                reason = f"vLLM splits batches of {least} tokens or more, got {get(flag, usual)}"
+                raise refusal(f"--{flag.replace('_', '-')}", reason, f"give {least} or more")
+        if size < 0:
+            raise refusal("--ubatch-size", f"vLLM wants at least 0, got {size}", "leave it out")
 
     def _batch_defaults(self) -> tuple[int, int]:
         """Return the tokens and requests that ``vllm serve`` starts from on this device."""
@@ -205,6 +230,9 @@ class Asked:
         seqs = seqs if asked_seqs is None else asked_seqs
         chunked = given.get("enable_chunked_prefill")
         chunked = not self.model.encoder_decoder if chunked is None else chunked
+        if not chunked and self.model.recurrent and given.get("enable_prefix_caching", True):
+            reason = "vLLM caches no prefixes of recurrent layers without it"
+            raise refusal("--enable-chunked-prefill", reason, "give --no-enable-prefix-caching too")
         if not chunked:
             tokens = max(tokens, self.max_model_len)
         tokens = min(seqs * self.max_model_len, tokens) if asked_tokens is None else asked_tokens
@@ -240,6 +268,8 @@ class Asked:
         if not given.get("enable_lora", False):
             self.lora_cases: tuple[int, ...] = (0,)
             return
+        if self.model.architecture in names()["no_lora"]:
+            raise refusal("--enable-lora", "vLLM has no adapters for this model", "leave it out")
         if self.max_loras < 1:
             raise refusal("--max-loras", f"vLLM wants at least 1, got {self.max_loras}", "give 1 or more")
         kept = given.get("max_cpu_loras")

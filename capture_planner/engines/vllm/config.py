@@ -8,6 +8,7 @@ from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized
 from capture_planner.engines.vllm.settings import Runner
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
+from capture_planner.engines.vllm.unemulated import REASON
 from capture_planner.environment import Environment
 from capture_planner.modes import GraphMode
 from capture_planner.sizing.engines import vllm_tokens
@@ -22,6 +23,7 @@ _MICROBATCHING = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 class Configuration(Asked):
     """One run through vLLM's configuration; its attributes are what vLLM's own objects hold at each step."""
 
+    runner: Runner
     mode: GraphMode
     """The mode as it stands; the last rewrite leaves the target's, before backends are known."""
     sizes: tuple[int, ...]
@@ -56,9 +58,37 @@ class Configuration(Asked):
             self.set_mode(
                 "schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule"
             )
+        runner, overlaps = self.runner, self.ubatching
+        if spec.method == "draft_model":
+            # An independent draft's ranks overlap nothing, so that its copy may be one for V2.
+            self.ubatching = False
+            if self.given.variables.get("VLLM_USE_V2_MODEL_RUNNER") is None and not self._v2_lacks():
+                self.runner = Runner.V2
+            self._check_state(spec.length)
         self._limit_modes()
         self._sizes()
         self._last_rewrites()
+        self.runner, self.ubatching = runner, overlaps
+
+    def _check_state(self, length: int) -> None:
+        """Refuse a state for the whole prompt that is kept in blocks of another length."""
+        block = self.given.get("mamba_block_size")
+        if self.given.get("enable_prefix_caching", True):
+            return
+        if block is None and self.model.recurrent:
+            block = self.state_block
+        if block is not None and block != length:
+            reason = f"vLLM keeps a recurrent state of {block} tokens, and has a model for {length}"
+            raise refusal("--enable-prefix-caching", reason, "leave prefix caching on")
+
+    def _v2_lacks(self) -> list[str]:
+        """Return what model runner V2 has not, of the flags; overlap is not counted."""
+        spec = self.spec
+        if spec is None:
+            return []
+        missing = [f"method {spec.method}"] if spec.method in ("suffix", "custom_class") else []
+        missing += ["parallel drafting"] if spec.parallel else []
+        return missing + (["drafts of another vocabulary"] if spec.heterogeneous else [])
 
     def set_mode(self, rule: str, mode: GraphMode, says: str) -> None:
         if mode is not self.mode:
@@ -71,11 +101,8 @@ class Configuration(Asked):
 
     def _runner(self) -> None:
         spec, variable = self.spec, self.given.variables.get("VLLM_USE_V2_MODEL_RUNNER")
-        missing: list[str] = []
-        if spec is not None:
-            missing += [f"method {spec.method}"] if spec.method in ("suffix", "custom_class") else []
-            missing += ["parallel drafting"] if spec.parallel else []
-            missing += ["drafts of another vocabulary"] if spec.heterogeneous else []
+        self.state_block = self.max_model_len
+        missing = self._v2_lacks()
         if self.ubatching and variable is None:
             missing.append("dual batch overlap")
         v2 = not missing if variable is None else variable == "1"
@@ -86,17 +113,28 @@ class Configuration(Asked):
                 missing += ["overlap with LoRA"] if self.max_loras else []
                 missing += ["overlap with speculation"] if spec is not None else []
                 missing += ["overlap with pipeline parallelism"] if self.pipeline > 1 else []
+                missing += ["overlap with several kinds of input"] if self.model.multimodal else []
+                missing += ["overlap with recurrent layers"] if self.model.recurrent else []
                 missing += ["overlap with context parallelism"] if self.decode_context > 1 else []
             if missing:
                 raise refusal(
                     "VLLM_USE_V2_MODEL_RUNNER", f"vLLM's V2 has no {', '.join(missing)}", "leave it out"
                 )
         self.runner = Runner.V2 if v2 else Runner.V1
+        if self.ubatching and self.data == 1:
+            self.note(
+                "overlap", "on", "off", "one data-parallel rank splits no batch, and has no graph for it"
+            )
+        if spec is not None and spec.method == "dspark" and not v2:
+            raise refusal(SPECULATIVE, "vLLM's V1 runner has no dspark", "leave V2 on", "method")
+        if spec is not None and spec.method == "dflash" and not v2:
+            raise refusal(SPECULATIVE, f"{REASON}: dflash on model runner V1", "leave V2 on", "method")
         if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:
             self.note(
                 "draft-length", self.max_model_len, spec.max_len, "the draft model takes no longer prompts"
             )
             self.max_model_len = spec.max_len
+        self._check_state(self.max_model_len)
         blocked = spec is not None and (spec.method not in _ASYNC_ON_V1 or spec.unpadded)
         asked = self.given.get("async_scheduling")
         incompatible = self.runner is Runner.V1 and (blocked or self.pipeline > 1)

@@ -1,7 +1,8 @@
 """How vLLM 0.33's data-parallel ranks agree on a shape, as a function of all ranks' batches.
 
-The rules are those of ``vllm/v1/worker/gpu/dp_utils.py``. Ranks that agree to skip drafts, and batches
-split into microbatches, are not emulated.
+The rules are those of ``vllm/v1/worker/gpu/dp_utils.py``, and for model runner V1 those of
+``vllm/v1/worker/dp_utils.py``. Ranks that agree to skip drafts, and batches split into microbatches, are
+not emulated.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import attrs
 
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill
+from capture_planner.engines.vllm.legacy import PaddedManager
 from capture_planner.engines.vllm.table import TableManager, answered
 from capture_planner.entry import Batch
-from capture_planner.modes import Reason, Role
+from capture_planner.modes import GraphMode, Reason, Role
+
+_MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
+"""As the ranks of model runner V1 count them: the least wins."""
 
 
 @attrs.frozen(kw_only=True)
@@ -87,3 +92,29 @@ def draft(
         manager.at(batch, tokens, agreement.uniform)
         for batch, tokens in zip(batches, agreement.num_tokens, strict=True)
     )
+
+
+def legacy_idle(manager: PaddedManager) -> Batch:
+    """Return what a rank of model runner V1 without work runs: a decode, without adapters, in every pass."""
+    width = manager.query_len
+    return Batch(role=manager.role, num_reqs=1, num_tokens=width, query_len=width)
+
+
+def legacy(manager: PaddedManager, batches: Sequence[Batch]) -> tuple[Dispatch, ...]:
+    """Return each rank's answer under model runner V1, whose every pass is agreed upon by itself.
+
+    Ranks take the least of their modes. Where that is a graph, all are padded to the largest; else each
+    keeps the padding of the graph that it had found.
+    """
+    own = [manager.dispatch(batch) for batch in batches]
+    if len(batches) == 1:
+        return tuple(own)
+    rows = [batch.num_tokens + answer.padded_tokens for batch, answer in zip(batches, own, strict=True)]
+    found = [GraphMode.NONE if answer.entry is None else answer.entry.mode for answer in own]
+    mode = min(found, key=_MODES.index)
+    if mode is GraphMode.NONE:
+        return tuple(
+            answered(None, batch, answer.reason or Reason.RANK, tokens=tokens)
+            for batch, answer, tokens in zip(batches, own, rows, strict=True)
+        )
+    return tuple(manager.padded(batch, max(rows), (mode,)) for batch in batches)

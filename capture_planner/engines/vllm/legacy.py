@@ -7,7 +7,7 @@ question of prompts: a prompt of exactly 1 + K tokens counts as a decode.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -80,21 +80,25 @@ class PaddedManager:
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return what the dispatcher answers, once everything is captured."""
-        if batch.num_tokens <= 0 or (batch.active_loras > 0 and not self._has_loras):
-            return answered(None, batch, Reason.NOT_ADMISSIBLE)
+        return self.padded(batch, batch.num_tokens, (GraphMode.FULL, GraphMode.PIECEWISE))
+
+    def padded(self, batch: Batch, tokens: int, modes: Sequence[GraphMode]) -> Dispatch:
+        """Return the answer where the batch has ``tokens``, padding of other ranks included, and may run so."""
+        if tokens <= 0 or (batch.active_loras > 0 and not self._has_loras):
+            return answered(None, batch, Reason.NOT_ADMISSIBLE, tokens=tokens)
         if self.mode is GraphMode.NONE:
-            return answered(None, batch, Reason.MODE)
-        index = bisect_left(self.sizes, batch.num_tokens)
+            return answered(None, batch, Reason.MODE, tokens=tokens)
+        index = bisect_left(self.sizes, tokens)
         if index == len(self.sizes):
-            return answered(None, batch, Reason.SIZES)
-        padded = self.sizes[index]
+            return answered(None, batch, Reason.SIZES, tokens=tokens)
+        size = self.sizes[index]
         for entry in (
-            self._full(padded, self._is_decode(batch), self._case(batch)),
-            Entry(mode=GraphMode.PIECEWISE, num_tokens=padded, active_loras=self._case(batch)),
+            self._full(size, self._is_decode(batch), self._case(batch)),
+            Entry(mode=GraphMode.PIECEWISE, num_tokens=size, active_loras=self._case(batch)),
         ):
-            if entry in self._keys:
+            if entry.mode in modes and entry in self._keys:
                 return answered(Graph(role=self.role, entry=entry), batch, None)
-        return answered(None, batch, self._reason(batch))
+        return answered(None, batch, self._reason(batch), tokens=tokens)
 
     @property
     def _has_loras(self) -> bool:

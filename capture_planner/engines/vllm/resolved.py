@@ -5,15 +5,17 @@ from __future__ import annotations
 import attrs
 
 from capture_planner.engines.vllm import legacy
+from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
+from capture_planner.engines.vllm.attention import Attention
 from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import refusal
 from capture_planner.engines.vllm.model import Model
 from capture_planner.engines.vllm.parts import COMPILE
-from capture_planner.engines.vllm.resolution import FLAG as BACKEND_FLAG
-from capture_planner.engines.vllm.resolution import Attention, Ladder
+from capture_planner.engines.vllm.precision import check_cache
+from capture_planner.engines.vllm.resolution import Ladder
 from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
-from capture_planner.modes import GraphMode
+from capture_planner.modes import GraphMode, GraphSupport
 
 
 def resolved(config: Configuration) -> VllmSettings:
@@ -23,17 +25,32 @@ def resolved(config: Configuration) -> VllmSettings:
     attention = _attention(config, config.model)
     backend = attention.choose(BACKEND_FLAG, config.backend)
     support = attention.support(backend)
-    narrowest, fused = backend, False
+    if config.model.encoder_decoder:
+        cross = attrs.evolve(attention, cross=True)
+        support = min(support, cross.support(cross.choose(BACKEND_FLAG, config.backend)))
+    narrowest, fused, own = backend, False, support
     if spec is not None and spec.has_draft_cache:
         drafting = _attention(config, spec.model)
+        if spec.cache is not None:
+            cache = check_cache(SPECULATIVE, spec.cache, config.dtype, "kv_cache_dtype")
+            drafting = attrs.evolve(drafting, cache=cache)
         independent, v2 = spec.method == "draft_model", config.runner is Runner.V2
         # V1 never hands the target's backend on; V2 does, and gives an independent model nothing else.
         asked = spec.backend if not v2 else config.backend if independent else spec.backend or config.backend
-        alone = attrs.evolve(drafting, decode_context=1) if independent and v2 else drafting
+        parallel = spec.drafter is Drafter.PARALLEL
+        asked = spec.backend if parallel else asked
+        alone = attrs.evolve(drafting, decode_context=1) if (independent or parallel) and v2 else drafting
+        alone = attrs.evolve(alone, causal=spec.model.causal or not parallel)
+        if spec.method == "dspark":
+            # It drafts blocks of one length, whatever the verification trims.
+            alone = attrs.evolve(alone, adaptive=False)
         draft = alone.choose(SPECULATIVE, asked)
-        fused = drafting.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
-        if drafting.support(draft) < support:
-            narrowest, support = draft, drafting.support(draft)
+        # Builders read the target's heads beside the draft's KV heads.
+        built = attrs.evolve(drafting, model=attrs.evolve(spec.model, heads=config.model.heads))
+        fused = built.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
+        own = attrs.evolve(alone, model=built.model).support(draft)
+        if built.support(draft) < support:
+            narrowest, support = draft, built.support(draft)
     pieces = config.breakable or config.compile == 3
     varlen = spec is not None and spec.adaptive and spec.has_draft_cache
     if varlen:
@@ -61,7 +78,7 @@ def resolved(config: Configuration) -> VllmSettings:
     mode = ladder.resolve(config.mode)
     if config.runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and tokens:
         _round(config, 1 + tokens, mode)
-    prefill, decode = _draft_modes(config, mode)
+    prefill, decode = _draft_modes(config, mode, own)
     return VllmSettings(
         runner=config.runner,
         sizes=config.sizes,
@@ -80,6 +97,7 @@ def resolved(config: Configuration) -> VllmSettings:
         schedule=config.schedule,
         decode_query_lens=tuple(sorted({1 + k for k in config.drafted[1:] or (tokens,)})),
         draft_fused=fused,
+        draft_query_len=spec.width if spec is not None else 0,
         lora_cases=_lora_cases(config),
         varlen=varlen,
         data_parallel_size=config.data,
@@ -100,8 +118,10 @@ def _attention(config: Configuration, model: Model) -> Attention:
         decode_context=config.decode_context,
         flash_attn=config.flash_attn,
         trtllm=config.trtllm,
-        connector=bool(config.connector),
         adaptive=config.spec is not None and config.spec.adaptive,
+        dtype=config.dtype,
+        cache=config.cache,
+        block=config.block,
     )
 
 
@@ -111,7 +131,9 @@ def _lora_cases(config: Configuration) -> tuple[int, ...]:
     return config.lora_cases[-1:] if alone else config.lora_cases
 
 
-def _draft_modes(config: Configuration, mode: GraphMode) -> tuple[GraphMode | None, GraphMode | None]:
+def _draft_modes(
+    config: Configuration, mode: GraphMode, support: GraphSupport
+) -> tuple[GraphMode | None, GraphMode | None]:
     drafter = config.spec.drafter if config.spec is not None else Drafter.NONE
     if config.runner is Runner.V1 and config.spec is not None and config.spec.has_draft_cache:
         every = GraphMode.NONE if config.spec.eager else legacy.draft_mode(mode)
@@ -119,6 +141,8 @@ def _draft_modes(config: Configuration, mode: GraphMode) -> tuple[GraphMode | No
     if config.runner is Runner.V1 or drafter is Drafter.NONE:
         return None, None
     decode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+    if drafter is Drafter.PARALLEL:
+        return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
     if drafter is Drafter.MODULES:
         return (decode if mode.has_piecewise and not config.breakable else mode), None
     return mode, decode

@@ -11,12 +11,15 @@ from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model, read_model
 from capture_planner.engines.vllm.parts import Part, names
 from capture_planner.engines.vllm.settings import Drafter
+from capture_planner.engines.vllm.unemulated import REASON
 
 FLAG = "--speculative-config"
 _FLAGS = (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens"))
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
-_NOT_EMULATED = ("dflash", "dspark", "extract_hidden_states", "custom_class")
+_NOT_EMULATED = ("extract_hidden_states",)
+_PARALLEL = ("dflash", "dspark")
+_CANDIDATES = ("DFlash2", "LiLiCorr", "DFlashQwen3XPress")
 _SUFFIX_DEPTH = 24
 
 
@@ -39,6 +42,10 @@ class Speculation:
     draft_lm_head: bool
     overrides: bool
     """Whether the draft has settings of its own for which vLLM copies the whole configuration."""
+    length: int
+    """Tokens that the draft model is given."""
+    cache: str | None
+    """``kv_cache_dtype`` of the draft where it has its own."""
     max_len: int | None
     """Tokens that the draft model is given, where they can bound the target's."""
 
@@ -47,9 +54,16 @@ class Speculation:
         return self.drafter is not Drafter.NONE or self.method == "draft_model"
 
     @property
+    def width(self) -> int:
+        """Tokens of each request in a parallel drafter's pass; 0 for the others."""
+        if self.drafter is not Drafter.PARALLEL:
+            return 0
+        return self.tokens + (0 if self.method == "dspark" and self.model.anchored else 1)
+
+    @property
     def lookahead(self) -> int:
         """KV slots that the drafter writes beyond what the target is scheduled for."""
-        return self.tokens if self.has_draft_cache else 0
+        return (self.width or self.tokens) if self.has_draft_cache else 0
 
 
 def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Speculation | None:
@@ -96,10 +110,14 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     if tokens is None:
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
-        raise part.refuse("method", f"vLLM has {method}; it is not emulated", "emulate EAGLE, MTP or n-gram")
+        raise part.refuse("method", f"{REASON}: {method}", "emulate EAGLE, MTP, DFlash or n-gram")
+    if method == "dspark" and draft.architecture not in ("", "Qwen3DSparkModel"):
+        raise part.refuse("model", f"{REASON}: DSpark of {draft.architecture}", "name a Qwen3 draft")
+    if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
+        raise part.refuse("model", f"{REASON}: {draft.architecture}", "name a DFlash draft without a head")
     longest = _draft_length(part, asked, draft, target, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
-    if adaptive and part.boolean("use_local_argmax_reduction", False):
+    if method != "dspark" and adaptive and part.boolean("use_local_argmax_reduction", False):
         raise part.refuse(
             "enable_adaptive_verification", "vLLM needs the draft's logits for it", "drop one of both"
         )
@@ -117,6 +135,8 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     kinds = {
         "eagle": Drafter.CHAIN,
         "eagle3": Drafter.CHAIN,
+        "dflash": Drafter.PARALLEL,
+        "dspark": Drafter.PARALLEL,
         "mtp": Drafter.MODULES if modules else Drafter.CHAIN,
     }
     return Speculation(
@@ -129,12 +149,15 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         adaptive=adaptive,
         eager=part.boolean("enforce_eager", False) or False,
         unpadded=part.boolean("disable_padded_drafter_batch", False) or False,
-        parallel=part.boolean("parallel_drafting", False) or False,
+        parallel=method not in _PARALLEL and (part.boolean("parallel_drafting", False) or False),
         heterogeneous=heterogeneous,
         draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
         overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
-        or backend is not None,
-        max_len=longest if method == "draft_model" else None,
+        or backend is not None
+        or method in _PARALLEL,
+        length=longest or max_len,
+        cache=_cache(part),
+        max_len=longest if method == "draft_model" or not draft.stretches else None,
     )
 
 
@@ -145,6 +168,13 @@ def _backend(part: Part) -> str | None:
     if text.upper() not in names()["backends"]:
         raise part.refuse("attention_backend", f"vLLM has no backend {text}", "give one of its backends")
     return text.upper()
+
+
+def _cache(part: Part) -> str | None:
+    text = part.text("kv_cache_dtype")
+    if text is not None and text not in names()["cache_dtypes"]:
+        raise part.refuse("kv_cache_dtype", f"vLLM has no KV cache dtype {text}", "give one of its dtypes")
+    return text
 
 
 def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
@@ -206,6 +236,8 @@ def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
 
 
 def _tokens(part: Part, method: str, tokens: int | None, draft: Model) -> int | None:
+    if method == "dspark" and tokens is None:
+        return draft.block or None
     modules = draft.mtp_modules if method == "mtp" else 0
     if tokens is None:
         return modules or None

@@ -122,6 +122,8 @@ def answer_of(settings: VllmSettings) -> dict[str, Any]:
     if settings.runner is Runner.V1 and settings.draft_prefill_mode is not None:
         # One dispatcher serves all positions.
         draft = [[0, settings.draft_prefill_mode.value]]
+    elif settings.draft_query_len and settings.draft_decode_mode is not None:
+        draft = [[settings.draft_query_len, settings.draft_decode_mode.value]]
     elif settings.draft_prefill_mode is not None:
         draft = [[settings.query_len, settings.draft_prefill_mode.value]]
         if settings.draft_decode_mode is not None:

@@ -6,21 +6,26 @@ import json
 import random
 from typing import Any
 
-_TARGETS = ("dense", "short", "moe", "mla", "oss")
+_TARGETS = {
+    **{"dense": 6, "short": 2, "moe": 2, "mla": 2, "oss": 1, "gemma": 1, "wide": 1, "hybrid": 1, "conv": 1},
+    **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1, "whisper": 1},
+}
+_CACHES = (
+    "auto",
+    "fp8",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "bfloat16",
+    "float16",
+    "nvfp4",
+    "int8_per_token_head",
+)
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _BACKENDS = (
-    "FLASH_ATTN",
-    "FLASHINFER",
-    "TRITON_ATTN",
-    "FLEX_ATTENTION",
-    "FLASH_ATTN_MLA",
-    "FLASHINFER_MLA",
-    "FLASHMLA",
-    "TRITON_MLA",
-    "CUTLASS_MLA",
-    "auto",
-    "flash_attn",
-    "XFORMERS",
+    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
+    *("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA", "CUTLASS_MLA"),
+    *("auto", "flash_attn", "XFORMERS"),
 )
 
 
@@ -31,7 +36,7 @@ class Draw:
         self.random, self.wild = random_, wild
         self.words: list[str] = []
         self.parts: dict[str, Any] = {}
-        self.target = random_.choices(_TARGETS, (6, 2, 2, 2, 1))[0]
+        self.target = random_.choices(list(_TARGETS), list(_TARGETS.values()))[0]
         self.speculates = False
 
     def often(self, chance: float) -> bool:
@@ -155,15 +160,32 @@ class Draw:
         self.speculates = True
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
-        ways = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named"] + ["mtp"] * (
-            self.target == "mla"
-        ) * 6
+        plain = [
+            "ngram",
+            "ngram_gpu",
+            "eagle3",
+            "eagle",
+            "draft_model",
+            "named",
+            "suffix",
+            "dflash",
+            "dspark",
+        ]
+        ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target == "mla") * 14
         way = self.random.choice(ways)
         config["method"] = way
         if way in ("eagle", "eagle3"):
             config["model"] = "{models}/" + way
         elif way in ("draft_model", "named"):
             config["model"] = "{models}/" + self.random.choice(["draft", "eagle3"])
+        elif way == "dflash":
+            config["model"] = "{models}/" + self.random.choice(["dflash", "dflash", "causal"])
+        elif way == "dspark":
+            config["model"] = "{models}/" + self.random.choice(["dspark", "filling"])
+            if self.often(0.2):
+                del config["num_speculative_tokens"]
+        elif way == "custom_class":
+            config["model"] = "package.Proposer"
         if way == "named":
             del config["method"]
         if self.often(0.3):
@@ -176,6 +198,8 @@ class Draw:
             config["disable_padded_drafter_batch"] = True
         if self.often(0.06):
             config["parallel_drafting"] = True
+        if self.often(0.06):
+            config["kv_cache_dtype"] = self.random.choice(_CACHES)
         if self.often(0.08):
             config["draft_tensor_parallel_size"] = self.random.choice([1, 2])
         if self.often(self.wild):
@@ -235,7 +259,15 @@ class Draw:
             backends = ["allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "naive"]
             self.flag("--all2all-backend", self.random.choice(backends))
         if self.often(0.04):
-            self.flag("--enable-dbo")
+            self.flag(
+                *([["--enable-dbo"]] * 4 + [["--ubatch-size", n] for n in (1, 2, 3)])[
+                    self.random.randrange(7)
+                ]
+            )
+            if self.often(0.2):
+                self.flag("--dbo-decode-token-threshold", self.random.choice([2, 4, 64]))
+            if self.often(0.1):
+                self.flag("--dbo-prefill-token-threshold", self.random.choice([2, 256]))
             if not self.often(self.wild * 3):
                 self.flag("--all2all-backend", "deepep_low_latency")
         if self.often(0.1):
@@ -254,9 +286,31 @@ class Draw:
         if self.often(0.04):
             self.words += ["-ac.use_trtllm_attention", self.random.choice(["true", "false"])]
 
+    def precision(self) -> None:
+        if self.often(0.25):
+            odd = ("fp4", "fp8_ds_mla", "octave_k3v4", "fp8_inc") * self.often(3 * self.wild)
+            self.flag("--kv-cache-dtype", self.random.choice(_CACHES + odd))
+        if self.often(0.12):
+            self.flag(
+                "--block-size", self.random.choice([16, 32, 64, 128, 256] + [8] * self.often(self.wild))
+            )
+        if self.often(0.12):
+            self.flag("--dtype", self.random.choice(["auto", "bfloat16", "float16", "half", "float32"]))
+        if self.often(0.06):
+            usual = ["fp8", "fp8", "mxfp8", "experts_int8", "humming", "fp8_per_block", "modelopt"]
+            self.flag("--quantization", self.random.choice(usual + ["awq", "x"] * self.often(self.wild)))
+        if self.often(0.1 + 0.2 * (self.target in ("hybrid", "conv"))):
+            self.flag(self.random.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]))
+            if self.often(0.1):
+                self.flag("--mamba-block-size", self.random.choice([64, 2048, 4096]))
+        if self.often(0.05):
+            self.flag("--seed", self.random.randint(0, 9))
+
     def others(self) -> None:
         if self.often(0.06):
             self.flag("--runner", self.random.choice(["pooling", "generate", "auto"]))
+        elif self.often(0.03):
+            self.flag("--convert", self.random.choice(["embed", "classify", "none"]))
         if self.often(0.1):
             self.flag("--gpu-memory-utilization", self.random.choice([0.5, 0.9]))
         if self.often(0.1):
@@ -327,6 +381,7 @@ class Draw:
             self.lora,
             self.parallel,
             self.attention,
+            self.precision,
             self.others,
         ]
         self.random.shuffle(steps)

@@ -98,12 +98,11 @@ def case(seed: int, index: int) -> Case:
     rng = random.Random(f"vllm-managers-{seed}-{index}")
     found = _configuration(rng)
     dynamic = found.schedule is not None
-    # The engine drops a dynamic schedule under data parallelism, and the legacy ranks agree otherwise.
-    ranked = found.runner == "v2" and not dynamic
+    # The engine drops a dynamic schedule under data parallelism.
     return Case(
         configuration=found,
         batches=tuple(_batch(rng, found) for _ in range(12)),
-        steps=tuple(_step(rng, found) for _ in range(4)) if ranked else (),
+        steps=tuple(_step(rng, found) for _ in range(4)) if not dynamic else (),
     )
 
 
@@ -209,6 +208,8 @@ def answer_row(manager: Manager, batch: Batch, answer: Dispatch | None) -> list[
 
 def _step_answers(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) -> list[list[list[Any]]]:
     target, *drafters = found
+    if isinstance(target, legacy.PaddedManager):
+        return _legacy_step(found, step)
     assert isinstance(target, TableManager)
     batches = [
         as_batch(Role.TARGET, rows, loras) if rows else data_parallel.idle(target) for rows, loras in step
@@ -219,6 +220,20 @@ def _step_answers(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) ->
     for manager in drafters:
         assert not isinstance(manager, TableManager | legacy.PaddedManager)
         answers = data_parallel.draft(manager, batches, agreement)  # type: ignore[arg-type]
+        for rank, batch, answer in zip(ranks, batches, answers, strict=True):
+            rank.append(answer_row(manager, batch, answer))
+    return ranks
+
+
+def _legacy_step(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) -> list[list[list[Any]]]:
+    ranks: list[list[list[Any]]] = [[] for _ in step]
+    for manager in found:
+        assert isinstance(manager, legacy.PaddedManager)
+        batches = [
+            as_batch(manager.role, rows, loras) if rows else data_parallel.legacy_idle(manager)
+            for rows, loras in step
+        ]
+        answers = data_parallel.legacy(manager, batches)
         for rank, batch, answer in zip(ranks, batches, answers, strict=True):
             rank.append(answer_row(manager, batch, answer))
     return ranks

@@ -9,7 +9,6 @@ name, number of devices) and what vLLM would learn by importing a model's class.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import os
 import sys
@@ -21,12 +20,13 @@ from typing import Any
 import attrs
 
 from capture_planner.environment import Environment
+from capture_planner.testing.engines.vllm_models import MODELS
 from capture_planner.testing.files import module_at
 
 _HERE = Path(__file__).parent
 
-
 stubs, parts = module_at(_HERE / "stubs.py"), module_at(_HERE / "vllm_parts.py")
+architectures, groups_ = module_at(_HERE / "vllm_architectures.py"), module_at(_HERE / "vllm_groups.py")
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "CRITICAL",
@@ -48,7 +48,7 @@ class Refused:
     reason: str
 
 
-class VllmOracle:
+class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
     """The engine, imported once from ``wheel``; raises ``ImportError`` where it is not there."""
 
     def __init__(self, wheel: Path) -> None:
@@ -129,7 +129,9 @@ class VllmOracle:
         for module in (vllm.utils.flashinfer, flashinfer):
             if hasattr(module, "has_nvidia_artifactory"):
                 module.has_nvidia_artifactory = lambda: True
-        registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry)
+        architectures.stand_in(stubs)
+        architectures.require(registry, [name for each in MODELS.values() for name in each["architectures"]])
+        registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry, architectures)
         parser = FlexibleArgumentParser(prog="vllm")
         commands = parser.add_subparsers(dest="subparser")
         self.serve = make_arg_parser(commands.add_parser("serve"))
@@ -137,6 +139,10 @@ class VllmOracle:
         self._config, self._flash_attn, self._fa_utils = config, flash_attn, fa_utils
         self._attn_utils = attn_utils
         parts.import_speculators()
+        import vllm.config.speculative as speculative
+
+        # A package beside vLLM; its decoding has no graphs.
+        speculative.has_arctic_inference = lambda: True
         self._support = parts.flash_attention_support(flash_attn)
 
     @contextlib.contextmanager
@@ -237,82 +243,15 @@ class VllmOracle:
         )
         return list(CudagraphDispatcher._get_lora_cases(read))
 
-    @staticmethod
-    def _legacy_draft_modes(config: Any, mode: Any) -> list[list[Any]]:
-        """Have a drafter of model runner V1 make its keys; return the mode that it makes them for."""
-        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-        speculative = config.speculative_config
-        if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
-            return []
-        asked: list[Any] = []
-        dispatcher = SimpleNamespace(initialize_cudagraph_keys=asked.append)
-        read = SimpleNamespace(speculative_config=speculative, cudagraph_dispatcher=dispatcher)
-        SpecDecodeBaseProposer.initialize_cudagraph_keys(read, mode)
-        return [[0, asked[0].name]]
-
-    def _draft_group(self, config: Any) -> Any:
-        from vllm.config import set_current_vllm_config
-
-        speculative = config.speculative_config
-        independent = speculative.uses_draft_model()
-        read = SimpleNamespace(
-            speculative_config=speculative,
-            vllm_config=config,
-            draft_model_config=speculative.draft_model_config,
-        )
-        if not config.use_v2_model_runner:
-            from vllm.v1.spec_decode import draft_model, llm_base_proposer
-
-            kind = draft_model.DraftModelProposer if independent else llm_base_proposer.SpecDecodeBaseProposer
-            with parts.super_of(kind, read) as self_:
-                draft = kind._create_draft_vllm_config(self_)
-        elif independent:
-            from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
-
-            standalone.get_model = lambda vllm_config, **options: vllm_config
-            draft = standalone.StandaloneARSpeculator.load_draft_model(read, None, set())
-        else:
-            draft = speculative.apply_draft_overrides(config)
-        # The loaders take the draft's model beside the configuration.
-        draft = copy.copy(draft)
-        draft.model_config = speculative.draft_model_config
-        with set_current_vllm_config(draft):
-            return self._group(draft, "draft")
-
-    def _group(self, config: Any, layer: str) -> Any:
-        """Return a stand-in for the attention group of one layer, with the engine's backend and builder."""
-        from vllm.v1.attention.selector import get_attn_backend
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
-        model = config.model_config
-        use_mla = model.use_mla
-        backend = get_attn_backend(
-            model.get_head_size(),
-            model.dtype,
-            config.cache_config.cache_dtype,
-            use_mla=use_mla,
-            num_heads=model.get_num_attention_heads(config.parallel_config),
-        )
-        builder = backend.get_builder_cls()
-        if builder.__module__ == self._flash_attn.__name__:
-            # The class asks when its module is imported; here, one import serves many machines.
-            builder._cudagraph_support = eval(
-                self._support, {**vars(self._flash_attn), **vars(self._fa_utils)}
-            )
-        kv_heads = model.get_num_kv_heads(config.parallel_config)
-        kind = MLAAttentionSpec if use_mla else FullAttentionSpec
-        spec = kind(block_size=16, num_kv_heads=kv_heads, head_size=model.get_head_size(), dtype=model.dtype)
-        return SimpleNamespace(
-            layer_names=[layer],
-            backend=backend,
-            kv_cache_spec=spec,
-            get_metadata_builder=lambda index: builder,
-        )
-
     def _resolve(self, config: Any, found: dict[str, Any]) -> None:
+        from vllm.platforms import current_platform
+
+        # The worker asks when it starts.
+        current_platform.check_if_supports_dtype(config.model_config.dtype)
         target = self._group(config, "target")
-        groups = [[target]]
+        groups = [[target, *parts.recurrent_groups(config)]]
+        if config.model_config.is_encoder_decoder:
+            groups[0].append(self._group(config, "cross", "encoder_decoder"))
         speculative = config.speculative_config
         drafts = speculative is not None and speculative.uses_draft_kv_cache()
         if drafts:
@@ -361,35 +300,10 @@ class VllmOracle:
             num_bonus_tokens=1,
             max_total_logits=0,
             vllm_config=config,
-            target_layer_names={"target"},
+            target_layer_names={"target", "recurrent"},
         )
         compilation = config.compilation_config
         compilation.cudagraph_mode = adaptive.resolve_adaptive_cudagraph_mode(
             compilation.cudagraph_mode, piecewise_capture_available=piecewise
         )
         return bool(made)
-
-    def _draft_modes(self, config: Any, groups: Any, mode: Any) -> list[list[Any]]:
-        """Return (query length, mode) of the managers that the engine's speculator makes, in its order."""
-        from vllm.v1.worker.gpu.spec_decode import init_speculator
-        from vllm.v1.worker.gpu.spec_decode.multi_module_mtp import speculator as modules
-        from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
-        from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as chain
-
-        if config.speculative_config is None:
-            return []
-        made: list[list[Any]] = []
-
-        def manager(vllm_config: Any, device: Any, mode: Any, decode_query_len: int) -> None:
-            made.append([decode_query_len, mode.name])
-
-        chain.SpeculatorCudaGraphManager = modules.SpeculatorCudaGraphManager = manager
-        for kind in (DraftModelSpeculator, ngram.NgramGPUSpeculator, *parts.subclasses(DraftModelSpeculator)):
-            if "__init__" in vars(kind):
-                kind.__init__ = parts.unmade
-        speculator = init_speculator(config, None, None)
-        speculator.vllm_config, speculator.device = config, None
-        speculator.num_speculative_steps = config.num_speculative_tokens
-        speculator.init_cudagraph_manager(mode)
-        return made

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from capture_planner.testing.engines.vllm_managers import Case, Configuration, Rows, summary
+from capture_planner.testing.files import module_at
+
+Collected = module_at(Path(__file__).with_name("vllm_standins.py")).Collected
 
 
 class Legacy:
@@ -50,6 +58,25 @@ class Legacy:
         self.is_decode = engine.piece(
             "vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner"
         )
+        config.parallel_config = self.parallel = SimpleNamespace(
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            num_ubatches=1,
+            disable_nccl_for_dp_synchronization=True,
+        )
+        config.observability_config = SimpleNamespace(cudagraph_metrics=False)
+        self.config, self.ranks = config, engine.modules["vllm.v1.worker.dp_utils"]
+        self.ranks.should_skip_dp_coordination = lambda: False
+        scope = {
+            "CUDAGraphMode": modes,
+            "BatchDescriptor": engine.modules["vllm.forward_context"].BatchDescriptor,
+            "coordinate_batch_across_dp": self.ranks.coordinate_batch_across_dp,
+        }
+        name = "_determine_batch_execution_and_padding"
+        self.execution = engine.piece("vllm.v1.worker.gpu_model_runner", name, "GPUModelRunner", **scope)
+        self.drafting = engine.piece(
+            "vllm.v1.spec_decode.llm_base_proposer", name, "SpecDecodeBaseProposer", **scope
+        )
         self.drafter = None
         if found.drafter == "chain":
             initialize = engine.piece(
@@ -74,7 +101,7 @@ class Legacy:
         return {
             "graphs": graphs,
             "batches": [self._batch(rows, loras) for rows, loras in case.batches],
-            "steps": [],
+            "steps": [self._step(step) for step in case.steps],
         }
 
     def _graphs(self, dispatcher: Any) -> list[list[Any]]:
@@ -108,3 +135,75 @@ class Legacy:
             return ["N", desc.num_tokens]
         kind, tokens, reqs, width, _, loras, _ = self._graph(mode, desc)
         return [kind, tokens, reqs, width, loras]
+
+    def _step(self, step: Sequence[tuple[Rows, int]]) -> list[list[list[Any]]]:
+        """Let every rank ask twice in each pass: to be heard, and with what all have said."""
+        passes = [self._target_pass] + ([self._draft_pass(0), self._draft_pass(1)] if self.drafter else [])
+        self.parallel.data_parallel_size = len(step)
+        ranks: list[list[list[Any]]] = [[] for _ in step]
+        for asks in passes:
+            said: list[torch.Tensor] = []
+            total: list[torch.Tensor] = []
+
+            def reduced(tensor: torch.Tensor, group: Any, said: Any = said, total: Any = total) -> None:
+                if not total:
+                    said.append(tensor.clone())
+                    raise Collected
+                tensor.copy_(total[0])
+
+            self.ranks.dist = SimpleNamespace(all_reduce=reduced)
+            self.ranks._get_device_and_group = lambda config: ("cpu", None)
+            self.ranks.PIN_MEMORY = False
+            for rank, (rows, loras) in enumerate(step):
+                self.parallel.data_parallel_rank = rank
+                with contextlib.suppress(Collected):
+                    asks(rank, rows, loras)
+            total.append(torch.stack(said).sum(0).to(torch.int32))
+            for rank, (rows, loras) in enumerate(step):
+                self.parallel.data_parallel_rank = rank
+                ranks[rank].append(asks(rank, rows, loras))
+        self.parallel.data_parallel_size, self.parallel.data_parallel_rank = 1, 0
+        return ranks
+
+    def _target_pass(self, rank: int, rows: Rows, loras: int) -> list[Any]:
+        width = 1 + self.found.num_speculative_tokens
+        is_idle = not rows
+        rows, loras = (((width, False),), 0) if is_idle else (rows, loras)
+        runner = SimpleNamespace(
+            uniform_decode_query_len=width,
+            _is_uniform_decode=self.is_decode,
+            model_config=SimpleNamespace(is_encoder_decoder=False),
+            cudagraph_dispatcher=self.target,
+            vllm_config=self.config,
+            parallel_config=self.parallel,
+        )
+        found = self.execution(
+            runner,
+            num_tokens=sum(count for count, _ in rows),
+            num_reqs=len(rows),
+            num_scheduled_tokens_np=None,
+            max_num_scheduled_tokens=max(count for count, _ in rows),
+            allow_microbatching=False,
+            force_uniform_decode=True if is_idle else None,
+            force_has_lora=loras > 0,
+            force_num_active_loras=loras,
+        )
+        return self._row(found[0], found[1])
+
+    def _draft_pass(self, position: int) -> Any:
+        def asks(rank: int, rows: Rows, loras: int) -> list[Any]:
+            width = 1 + self.found.num_speculative_tokens
+            tokens = sum(count for count, _ in rows) if position == 0 else len(rows)
+            given: list[Any] = []
+            drafter: Any = self.drafter
+
+            class Noting:
+                def dispatch(self, *args: Any, **options: Any) -> Any:
+                    given.append(drafter.dispatch(*args, **options))
+                    return given[-1]
+
+            proposer = SimpleNamespace(cudagraph_dispatcher=Noting(), vllm_config=self.config, dp_rank=rank)
+            self.drafting(proposer, tokens if rows else width)
+            return self._row(*given[-1])
+
+        return asks

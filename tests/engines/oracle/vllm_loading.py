@@ -26,6 +26,7 @@ MODULES = (
     f"{GPU}.cudagraph_utils",
     f"{GPU}.dp_utils",
     "vllm.v1.cudagraph_dispatcher",
+    "vllm.v1.worker.dp_utils",
     f"{GPU}.spec_decode.speculator",
     f"{AUTOREGRESSIVE}.cudagraph_utils",
     f"{AUTOREGRESSIVE}.speculator",

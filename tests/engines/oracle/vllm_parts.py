@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import importlib
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def import_speculators() -> None:
         importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
     finally:
         torch.empty = empty
-    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram"):
+    for name in ("eagle", "mtp", "gemma4", "multi_module_mtp", "standalone_ar", "ngram", "dflash", "dspark"):
         importlib.import_module(f"vllm.v1.worker.gpu.spec_decode.{name}.speculator")
 
 
@@ -53,8 +54,8 @@ def flash_attention_support(module: ModuleType) -> Any:
     raise LookupError("FlashAttentionMetadataBuilder._cudagraph_support")
 
 
-def model_info(registry: Any) -> Any:
-    """Return what the engine learns by importing a model's class: here, a plain decoder."""
+def model_info(registry: Any, architectures: ModuleType) -> Any:
+    """Return what the engine learns by importing a model's class; a plain decoder where none imports."""
     decoder = {
         "is_text_generation_model": True,
         "attn_type": "decoder",
@@ -65,13 +66,88 @@ def model_info(registry: Any) -> Any:
         "supports_lora": True,
         "supported_video_pruning_methods": (),
     }
+    found: dict[str, Any] = {}
 
     def inspect(model: Any) -> Any:
-        names = [field.name for field in dataclasses.fields(registry._ModelInfo)]
-        values = {name: decoder.get(name, False) for name in names}
-        pooling = "Embedding" in model.class_name or "Bert" in model.class_name
-        return registry._ModelInfo(
-            **{**values, "architecture": model.class_name, "is_pooling_model": pooling}
-        )
+        if model.class_name not in found:
+            try:
+                kind = architectures.model_class(model.module_name, model.class_name)
+                found[model.class_name] = registry._ModelInfo.from_model_cls(kind)
+            except (ImportError, AssertionError, AttributeError):
+                names = [field.name for field in dataclasses.fields(registry._ModelInfo)]
+                values = {name: decoder.get(name, False) for name in names}
+                found[model.class_name] = registry._ModelInfo(**{**values, "architecture": model.class_name})
+        return found[model.class_name]
 
     return inspect
+
+
+def recurrent_groups(config: Any) -> list[Any]:
+    """Return the groups of a hybrid model's recurrent layers, with the engine's builders."""
+    if not config.model_config.is_hybrid:
+        return []
+    from vllm.v1.attention.backends import gdn_attn, mamba1_attn, mamba2_attn, short_conv_attn
+
+    kinds = {
+        "Qwen3": gdn_attn.GDNAttentionBackend,
+        "OlmoHybrid": gdn_attn.GDNAttentionBackend,
+        "Lfm2": short_conv_attn.ShortConvAttentionBackend,
+        "Jamba": mamba1_attn.Mamba1AttentionBackend,
+    }
+    architecture = config.model_config.architecture
+    found = [kind for name, kind in kinds.items() if architecture.startswith(name)]
+    backend = found[0] if found else mamba2_attn.Mamba2AttentionBackend
+    return [group(backend, backend.get_builder_cls(), None, "recurrent")]
+
+
+def group(backend: Any, builder: Any, spec: Any, layer: str) -> Any:
+    """Return a stand-in for an attention group of one layer."""
+    return SimpleNamespace(
+        layer_names=[layer],
+        backend=backend,
+        kv_cache_spec=spec,
+        get_metadata_builder=lambda index: builder,
+    )
+
+
+class Loaded(Exception):
+    """Raised where a model would be loaded; has the configuration that it would be loaded with."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def without_context(config: Any) -> Any:
+    """Return the configuration that a DFlash speculator works with, as its ``__init__`` makes it."""
+    from vllm.config import replace
+
+    found = copy.copy(config)
+    mla = config.speculative_config.draft_model_config.use_mla
+    parallel = config.parallel_config
+    found.parallel_config = replace(
+        parallel,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=parallel.decode_context_parallel_size if mla else 1,
+    )
+    return found
+
+
+def parallel_configuration(config: Any) -> Any:
+    """Let the engine load a DFlash or DSpark draft, and return the configuration that it loads it with."""
+    import vllm.model_executor.model_loader as loader
+    from vllm.v1.worker.gpu.spec_decode.dflash import utils as dflash
+    from vllm.v1.worker.gpu.spec_decode.dspark import utils as dspark
+
+    def load(vllm_config: Any, **options: Any) -> Any:
+        raise Loaded(vllm_config)
+
+    is_dspark = config.speculative_config.use_dspark()
+    dflash.get_model = loader.get_model = load
+    # Asks for the pipeline's ranks, which there are none of.
+    dflash.get_pp_safe_draft_load_config = dspark.get_pp_safe_draft_load_config = lambda loading: loading
+    try:
+        (dspark.load_dspark_model if is_dspark else dflash.load_dflash_model)(None, without_context(config))
+    except Loaded as loaded:
+        return loaded.config
+    raise LookupError("nothing is loaded")

@@ -1,0 +1,251 @@
+"""What vLLM's dtypes, KV cache and models do to backends and graphs, and what is refused as not emulated."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.catalog import find_environment
+from capture_planner.engines.vllm import emulate, resolve
+from capture_planner.engines.vllm.attention import EMULATED, Attention
+from capture_planner.engines.vllm.flags import table
+from capture_planner.engines.vllm.model import Model
+from capture_planner.engines.vllm.parts import names
+from capture_planner.engines.vllm.settings import Drafter
+from capture_planner.engines.vllm.unemulated import _FLAGS
+from capture_planner.engines.walk import walk
+from capture_planner.errors import FlagError
+from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.plan import Kind
+from capture_planner.testing.engines.vllm_models import MODELS, write_models
+
+H100 = find_environment("h100")
+ATTENTIONS = st.builds(
+    Attention,
+    capability=st.sampled_from([(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]),
+    model=st.builds(
+        Model,
+        name=st.just("m"),
+        heads=st.just(32),
+        kv_heads=st.sampled_from([1, 8]),
+        head_size=st.sampled_from([64, 80, 128, 256, 512, 576]),
+        mla=st.booleans(),
+        sinks=st.booleans(),
+        recurrent=st.booleans(),
+        chunked=st.booleans(),
+    ),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    cache=st.sampled_from(["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8_per_token_head"]),
+    block=st.sampled_from([None, 8, 16, 32, 64, 128]),
+    causal=st.booleans(),
+    decode_context=st.sampled_from([1, 2]),
+)
+
+
+def resolved(*words, environment=H100):
+    """Return the settings of a model that is a name only."""
+    return resolve(["some/model", *words], environment)[0]
+
+
+def folder(tmp_path, **config):
+    """Return the words for a model with that config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["dense"], **config}))
+    return str(tmp_path)
+
+
+@given(ATTENTIONS)
+def test_the_choice_can_run(attention):
+    """What is chosen can run, every other one that is named runs or is refused, and none is left out."""
+    usable = [backend for backend in EMULATED if attention.unusable(backend) is None]
+    try:
+        chosen = attention.choose("--attention-backend", None)
+    except FlagError:
+        assert usable == []
+        return
+    assert chosen in usable
+    assert {attention.choose("--attention-backend", backend) for backend in usable} == set(usable)
+
+
+@given(ATTENTIONS, st.sampled_from(EMULATED))
+def test_layers_only_lower_the_support(attention, backend):
+    """Recurrent layers take mixed batches away, and attention in chunks takes everything."""
+    support = attention.support(backend)
+    if attention.model.chunked:
+        assert support is GraphSupport.NEVER
+    elif attention.model.recurrent:
+        assert support <= GraphSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize(
+    ("environment", "cache", "backend"),
+    [
+        ("h100", "fp8", "FLASH_ATTN"),
+        ("h100", "fp8_e5m2", "FLASHINFER"),
+        ("a100", "fp8", "FLASHINFER"),
+        ("a100", "auto", "FLASH_ATTN"),
+        ("t4", "fp8", "TRITON_ATTN"),
+        ("b200", "nvfp4", "FLASHINFER"),
+        ("h100", "int8_per_token_head", "TRITON_ATTN"),
+    ],
+)
+def test_the_cache_decides_the_backend(environment, cache, backend):
+    """A KV cache that a backend cannot read goes to the next in line."""
+    found = resolved("--kv-cache-dtype", cache, environment=find_environment(environment))
+    assert found.backend == backend
+
+
+@pytest.mark.parametrize("cache", names()["cache_dtypes"])
+def test_every_cache_dtype_is_known(cache):
+    """Each of vLLM's KV cache dtypes leads to a backend or to a refusal that names a flag."""
+    try:
+        found = resolved("--kv-cache-dtype", cache).backend
+    except FlagError as error:
+        found = error.problems[0].path[0]
+    assert found in (*EMULATED, "--kv-cache-dtype", "--attention-backend")
+
+
+def test_the_blocks_decide_the_backend():
+    """MLA's backends have blocks of their own, and the next one in line takes what the first cannot."""
+    mla = Model(name="m", mla=True, head_size=576)
+    for block, backend in ((None, "FLASHINFER_MLA"), (128, "FLASHINFER_MLA"), (16, "TRITON_MLA")):
+        attention = Attention(capability=(10, 0), model=mla, block=block)
+        assert attention.choose("--attention-backend", None) == backend
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--kv-cache-dtype", "float16"],
+        ["--kv-cache-dtype", "fp4"],
+        ["--dtype", "float32", "--attention-backend", "FLASH_ATTN"],
+        ["--block-size", "0"],
+        ["--block-size", "24"],
+        ["--quantization", "int3"],
+        ["--kv-cache-dtype", "fp8_e5m2", "--attention-backend", "FLASH_ATTN"],
+    ],
+)
+def test_what_vllm_refuses(words):
+    """Dtypes, blocks and methods that nothing here takes are refused."""
+    with pytest.raises(FlagError):
+        resolved(*words)
+
+
+@pytest.mark.parametrize("name", sorted(set(names()["decoders"]) - set(names()["breakable_architectures"])))
+def test_every_decoder_is_emulated(name, tmp_path):
+    """Each architecture that counts as a decoder is answered."""
+    assert resolve([folder(tmp_path, architectures=[name])], H100)[0].mode is GraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["MambaForCausalLM"]},
+        {"architectures": ["BertModel"]},
+        {"architectures": ["DeepseekV32ForCausalLM"]},
+        {"architectures": ["CohereAsrForConditionalGeneration"]},
+        {"architectures": ["Unheard"]},
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+        {"index_topk": 2048},
+        {"is_causal": False},
+        {"rswa_window": 128},
+    ],
+)
+def test_other_models_are_refused(config, tmp_path):
+    """A model whose graphs are not known is refused, and never answered as a decoder."""
+    with pytest.raises(FlagError, match="not emulated"):
+        resolve([folder(tmp_path, **config)], H100)
+
+
+def test_recurrent_layers_have_no_mixed_graphs(tmp_path):
+    """FULL becomes FULL_AND_PIECEWISE for a hybrid model, and stays with attention layers alone."""
+    write_models(tmp_path)
+    words = ["-cc.cudagraph_mode=FULL"]
+    hybrid = resolve([str(tmp_path / "hybrid"), *words], H100)[0]
+    dense = resolve([str(tmp_path / "dense"), *words], H100)[0]
+    assert (hybrid.mode, dense.mode) == (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL)
+
+
+def test_attention_in_chunks_has_no_full_graphs(tmp_path):
+    """Llama 4 runs piecewise."""
+    write_models(tmp_path)
+    assert resolve([str(tmp_path / "chunked")], H100)[0].mode is GraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("flag", sorted(_FLAGS))
+def test_flags_that_are_not_emulated_are_refused(flag):
+    """Each such flag is vLLM's, takes its plain value, and is refused with another."""
+    entry = table()[flag]
+    name = entry["names"][0]
+    odd = {"runner": "draft", "prefill_context_parallel_size": "2"}.get(
+        flag, "{}" if "json" in entry["kind"] else "x"
+    )
+    words = [name] if entry["kind"] == "switch" else [name, '{"a": 1}' if "object" in entry["kind"] else odd]
+    with pytest.raises(FlagError, match="not emulated"):
+        resolved(*words)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "-cc.cudagraph_mm_encoder=true",
+        '-ac.backend_per_kind={"full_attention": "FLASHINFER"}',
+        "-ac.use_non_causal=true",
+        "--all2all-backend=moonep",
+        "--profiler-config.profiler=proton",
+    ],
+)
+def test_parts_that_are_not_emulated_are_refused(word):
+    """The same holds for parts of JSON flags and for single values."""
+    with pytest.raises(FlagError, match="not emulated"):
+        resolved(word)
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model"])
+def test_every_drafter_widens_the_decodes(method):
+    """Whoever drafts K tokens, the target's decodes have 1 + K, and the walk meets them."""
+    config = {"method": method, "num_speculative_tokens": 3, "model": "a/b"}
+    found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
+    asked = [one.batch for one in walk(found) if one.kind is Kind.DECODE and one.batch.role is Role.TARGET]
+    assert {batch.query_len for batch in asked} == {4}
+    assert [batch.num_reqs for batch in asked][:8] == [*range(1, 9)]
+
+
+@pytest.mark.parametrize(("method", "width"), [("dflash", 8), ("dspark", 7)])
+def test_parallel_drafts_are_one_pass(method, width):
+    """DFlash drafts 1 + K tokens a request in one pass, DSpark K; model runner V1 is refused."""
+    config = json.dumps({"method": method, "model": "a/b", "num_speculative_tokens": 7})
+    found = resolved("-sc", config)
+    assert (found.drafter, found.draft_query_len) == (Drafter.PARALLEL, width)
+    draft = emulate(["m", "-sc", config], H100).managers[1]
+    assert {graph.entry.query_len for graph in draft.graphs} == {width}
+    with pytest.raises(FlagError):
+        resolve(["VLLM_USE_V2_MODEL_RUNNER=0", "m", "-sc", config], H100)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_walk_meets_parallel_drafts(method, tokens):
+    """Every pass of a parallel drafter is asked for in its own width, and its graphs answer."""
+    config = {"method": method, "model": "a/b", "num_speculative_tokens": tokens}
+    found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
+    width = tokens + (method == "dflash")
+    asked = [one for one in walk(found) if one.batch.role is Role.DRAFT_DECODE]
+    assert [one.batch.num_tokens for one in asked] == [reqs * width for reqs in range(1, 9)]
+    assert all(one.answer.entry == one.best is not None for one in asked)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "extract_hidden_states"},
+        {"method": "dspark", "model": "{models}/dense"},
+        {"method": "dspark", "model": "{models}/dflash"},
+    ],
+)
+def test_other_drafters_are_refused(config, tmp_path):
+    """A method or a draft whose graphs are not known says so."""
+    write_models(tmp_path)
+    words = ["-sc", json.dumps({**config, "num_speculative_tokens": 1}).replace("{models}", str(tmp_path))]
+    with pytest.raises(FlagError, match="not emulated"):
+        resolved(*words)

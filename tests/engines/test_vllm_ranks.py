@@ -1,0 +1,88 @@
+"""How the data-parallel ranks of vLLM's model runner V1 agree, and what overlap of batches does."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from capture_planner.catalog import find_environment
+from capture_planner.engines.vllm import data_parallel, emulate, resolve
+from capture_planner.engines.vllm.legacy import PaddedManager
+from capture_planner.engines.vllm.managers import managers
+from capture_planner.errors import FlagError
+from capture_planner.modes import GraphMode, Role
+from capture_planner.testing.engines import vllm_managers as cases
+
+H100 = find_environment("h100")
+OVERLAP = ("--enable-dbo", "--all2all-backend", "deepep_low_latency")
+
+
+@given(st.integers(0, 10**6))
+def test_legacy_ranks_agree(seed):
+    """All ranks run the least of their modes; with a graph, all have the rows of the largest."""
+    case = cases.case(5, seed)
+    found = managers(case.configuration)
+    assume(isinstance(found[0], PaddedManager))
+    for manager in found:
+        for step in case.steps:
+            batches = [
+                cases.as_batch(manager.role, rows, loras) if rows else data_parallel.legacy_idle(manager)
+                for rows, loras in step
+            ]
+            alone = [manager.dispatch(batch) for batch in batches]
+            answers = data_parallel.legacy(manager, batches)
+            rows = [
+                batch.num_tokens + answer.padded_tokens
+                for batch, answer in zip(batches, answers, strict=True)
+            ]
+            own = [
+                batch.num_tokens + answer.padded_tokens for batch, answer in zip(batches, alone, strict=True)
+            ]
+            assert {answer.mode for answer in answers} == {min((one.mode for one in alone), key=_rank)}
+            assert rows == (own if answers[0].entry is None else [max(own)] * len(own))
+            assert data_parallel.legacy(manager, batches[:1]) == (alone[0],)
+
+
+def _rank(mode):
+    return (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL).index(mode)
+
+
+def test_one_rank_overlaps_nothing():
+    """On one data-parallel rank overlap changes the runner and no graph of it, and a decision says so."""
+    plain = emulate(["VLLM_USE_V2_MODEL_RUNNER=0", "m"], H100)
+    found = emulate(["m", *OVERLAP], H100)
+    assert found.graphs == plain.graphs
+    assert "overlap" in {decision.rule for decision in found.decisions}
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_ranks_that_overlap_are_refused(runner):
+    """Several ranks would have graphs of split batches; their settings are known, their graphs refused."""
+    words = [f"VLLM_USE_V2_MODEL_RUNNER={runner}", "m", "-dp", "2", *OVERLAP]
+    assert resolve(words, H100)[0].sizes
+    with pytest.raises(FlagError, match="not emulated"):
+        emulate(words, H100)
+    assert emulate([*words, "--enforce-eager"], H100).graphs == ()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*OVERLAP, "--dbo-decode-token-threshold", "1"],
+        ["--ubatch-size", "4", "--dbo-prefill-token-threshold", "3", *OVERLAP[1:]],
+        ["--ubatch-size", "-1"],
+    ],
+)
+def test_batches_too_small_to_split_are_refused(words):
+    """A threshold has a token for each part."""
+    with pytest.raises(FlagError):
+        resolve(["m", *words], H100)
+
+
+def test_a_role_without_work_asks_as_a_decode():
+    """A rank without work stands for one decode of full width in each pass."""
+    found = managers(cases.case(5, 0).configuration.__class__(
+        runner="v1", mode=GraphMode.PIECEWISE, sizes=(4, 8), max_size=8, max_num_seqs=2,
+        num_speculative_tokens=3, drafter="chain",
+    ))  # fmt: skip
+    idle = {manager.role: data_parallel.legacy_idle(manager).num_tokens for manager in found}
+    assert idle == {Role.TARGET: 4, Role.DRAFT_PREFILL: 4, Role.DRAFT_DECODE: 4}
