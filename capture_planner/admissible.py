@@ -186,17 +186,31 @@ def served_cases(cases: tuple[int, ...], num_reqs: int) -> tuple[int, ...]:
     return cases[: 1 + bisect_left(cases, num_reqs)]
 
 
-def batches(role: Role, deployment: Deployment, *, upto: int | None = None) -> Iterator[tuple[Batch, int]]:
+def most_loras(role: Role, deployment: Deployment) -> int:
+    """Return the most adapters active in a batch: rows without one count as one more (vLLM 0.33).
+
+    Drafters take none.
+    """
+    return 0 if deployment.lora is None or role.is_drafter else deployment.lora.max_active + 1
+
+
+def batches(
+    role: Role,
+    deployment: Deployment,
+    *,
+    families: Iterable[DecodeFamily] | None = None,
+    upto: int | None = None,
+) -> Iterator[tuple[Batch, int]]:
     """Yield every admissible batch of a role: decodes by requests, mixed batches by tokens.
 
     Of the mixed batches of as many tokens, the one with the most requests: with those it is hardest to
-    serve. Each comes with every number of adapters that can be active; rows without one count as one more
-    (vLLM 0.33). With ``upto``, the smallest above that many tokens stands for all that follow it: with a
-    batch comes the last count of requests or tokens that it stands for.
+    serve. Each comes with every number of adapters that can be active. ``families`` are the role's decodes,
+    where they are not those of ``decode_families``. With ``upto``, the smallest above that many tokens stands
+    for all that follow it: with a batch comes the last count of requests or tokens that it stands for.
     """
-    most_loras = 0 if deployment.lora is None or role.is_drafter else deployment.lora.max_active + 1
-    for loras in range(most_loras + 1):
-        for family in decode_families(role, deployment):
+    decodes = decode_families(role, deployment) if families is None else tuple(families)
+    for loras in range(most_loras(role, deployment) + 1):
+        for family in decodes:
             query_len = family.query_len
             for num_reqs, last in family.requests.counts(loras, None if upto is None else upto // query_len):
                 yield Batch.decode(role, num_reqs, query_len, loras), last
@@ -219,14 +233,18 @@ def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
     return Kind.DECODE if scheduled else Kind.MIXED
 
 
+def extent(batch: Batch, kind: Kind) -> int:
+    """Return what batches of a kind are counted by: requests of decodes, tokens of mixed ones."""
+    return batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
+
+
 def is_admissible(batch: Batch, deployment: Deployment, families: Iterable[DecodeFamily]) -> bool:
     """Say whether the limits and the schedule admit a batch at all; ``families`` are its role's."""
     limits = deployment.limits
-    most_loras = 0 if deployment.lora is None else min(deployment.lora.max_active + 1, batch.num_reqs)
     if not (
         1 <= batch.num_reqs <= limits.max_num_reqs
         and batch.num_reqs <= batch.num_tokens <= limits.max_num_tokens
-        and 0 <= batch.active_loras <= most_loras
+        and 0 <= batch.active_loras <= min(most_loras(batch.role, deployment), batch.num_reqs)
     ):
         return False
     return batch.role is not Role.DRAFT_DECODE or kind_of(batch, families) is Kind.DECODE

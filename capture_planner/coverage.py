@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from capture_planner.admissible import DecodeFamily, Domain, decode_families, mixed_tokens
+from capture_planner.admissible import DecodeFamily, Domain, decode_families, mixed_tokens, most_loras
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.entry import Batch, Entry
 from capture_planner.modes import GraphMode, Reason, Role
@@ -153,14 +153,12 @@ def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
     """Split the adapter counts where the answer can change; drafters take none."""
-    if plan.lora is None or role.role.is_drafter:
-        yield 0, 0
-        return
-    stops = {entry.active_loras for entry in role.entries} | {plan.lora.max_active + 1}
+    most = most_loras(role.role, plan)
+    stops = {entry.active_loras for entry in role.entries} | {most}
     for waiver in role.waivers:
         stops |= {waiver.min_loras - 1, waiver.max_loras}
     low = 0
-    for stop in sorted(stop for stop in stops if 0 <= stop <= plan.lora.max_active + 1):
+    for stop in sorted(stop for stop in stops if 0 <= stop <= most):
         yield low, stop
         low = stop + 1
 

@@ -51,9 +51,12 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         requests = read_trace(traffic)
     named = {"A": a, "B": b}
     plans = [_plan(letter, each) for letter, each in named.items()]
-    machine = next((plan.environment for plan in plans if plan is not None), None)
-    if environment is not None or machine is None:
-        machine = None if all(plans) else environment_named(environment)
+    machines = [plan.environment for plan in plans if plan is not None]
+    if environment is not None and len(machines) == len(plans):
+        raise click.UsageError(
+            "A and B are plans, each for its machine; --environment goes with a spec or an engine."
+        )
+    machine = machines[0] if machines and environment is None else environment_named(environment)
     sides = [
         plan if plan is not None else _deployed(letter, each, machine)
         for (letter, each), plan in zip(named.items(), plans, strict=True)
@@ -87,9 +90,8 @@ _PROGRAMS = {"trtllm-serve": "tensorrt-llm", "trtllm": "tensorrt-llm", "trt-llm"
 """What TensorRT-LLM is called too."""
 
 
-def _deployed(letter: str, named: str, environment: Environment | None) -> Plan | Emulation:
+def _deployed(letter: str, named: str, environment: Environment) -> Plan | Emulation:
     """Emulate an engine's command line, or plan a spec, for a machine."""
-    assert environment is not None, "a plan has one, or else one was named"
     name = _engine(named)
     if name is None:
         return planned(named, environment)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 
-from capture_planner.admissible import batches, decode_families, kind_of
+from capture_planner.admissible import DecodeFamily, batches, decode_families, extent, kind_of
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.traffic import Arrival, batches_of, for_role
-from capture_planner.engines.walk import passes
 from capture_planner.entry import Batch, Entry
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Kind, Plan
@@ -230,17 +230,20 @@ class _Side:
     def __init__(self, given: Plan | Emulation) -> None:
         self.deployment = given
         self.dispatch: Callable[[Batch], Dispatch]
+        self.families: Callable[[Role], tuple[DecodeFamily, ...]]
         self.entries: Mapping[Role, tuple[Entry, ...]]
         if isinstance(given, Plan):
             self.name = f"{given.model.name} on {given.environment.name}"
             self.modes = {role.role: role.mode for role in given.roles}
             self.entries = {role.role: role.entries for role in given.roles}
             self.dispatch = Dispatcher(given).answer
+            self.families = partial(decode_families, deployment=given)
         else:
             self.name = f"{given.engine} {given.version}"
             self.modes = dict(given.modes)
             self.entries = {m.role: tuple(graph.entry for graph in m.graphs) for m in given.managers}
             self.dispatch = given.dispatch
+            self.families = given.families
         self.answers: dict[Family, dict[_Key, _Answer]] = {}
 
     def largest(self, role: Role) -> int:
@@ -251,31 +254,21 @@ class _Side:
         """Answer the batches of a trace, or all there are: above ``largest`` one stands for all."""
         met = None if requests is None else batches_of(requests, self.deployment)
         for role in self.modes:
+            families = self.families(role)
             if met is None:
-                for batch, last in self._admissible(role, largest[role]):
+                every = batches(role, self.deployment, families=families, upto=largest[role])
+                for batch, last in every:
                     kind = Kind.MIXED if batch.query_len is None else Kind.DECODE
-                    self._answer(batch, kind, 1 + last - _extent(batch, kind))
+                    self._answer(batch, kind, 1 + last - extent(batch, kind))
             else:
-                families = decode_families(role, self.deployment)
-                for batch, times in for_role(met, role, self.deployment).items():
+                for batch, times in for_role(met, role, families).items():
                     self._answer(batch, kind_of(batch, families), times, batch)
-
-    def _admissible(self, role: Role, upto: int) -> Iterator[tuple[Batch, int]]:
-        if isinstance(self.deployment, Emulation):
-            manager = next(each for each in self.deployment.managers if each.role is role)
-            return passes(self.deployment, manager, upto=upto)
-        return batches(role, self.deployment, upto=upto)
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
         query_len = batch.query_len if kind is Kind.DECODE else None
         family = Family(role=batch.role, kind=kind, query_len=query_len)
-        key = (_extent(batch, kind), batch.active_loras, whole)
+        key = (extent(batch, kind), batch.active_loras, whole)
         self.answers.setdefault(family, {})[key] = _Answer(batch, times, self.dispatch(batch))
-
-
-def _extent(batch: Batch, kind: Kind) -> int:
-    """Return the requests of a decode, the tokens of a mixed batch."""
-    return batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
 
 
 def _captured(left: _Side, right: _Side) -> Iterator[Captured]:
@@ -342,9 +335,9 @@ def _holes(left: _Side, right: _Side, family: Family) -> Iterator[Hole]:
 def _runs(extents: Container[int], asked: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield first and last of each run of extents that follow each other among those asked about."""
     run: list[int] = []
-    for extent in asked:
-        if extent in extents:
-            run.append(extent)
+    for count in asked:
+        if count in extents:
+            run.append(count)
         elif run:
             yield run[0], run[-1]
             run = []

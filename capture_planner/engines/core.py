@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from capture_planner.admissible import DecodeFamily, decode_families
 from capture_planner.dispatch import Dispatch
 from capture_planner.entry import Batch, Entry, Rejection
 from capture_planner.environment import Environment
@@ -115,7 +116,11 @@ class Emulation:
     decisions: tuple[Decision, ...]
     """What the engine's rules made of the flags, in order: rewrites of modes, clamps, dropped sizes."""
     limits: Limits
+    whole_prompts: bool = False
+    """Whether one prompt by itself may be longer than max_num_tokens (SGLang without chunks)."""
     speculative: Speculative | None = None
+    drafts: tuple[DecodeFamily, ...] | None = None
+    """The passes of draft decodes, where they are not one token of each request, k - 1 times."""
     lora: Lora | None = None
     parallel: Parallel = attrs.Factory(Parallel)
     notes: tuple[str, ...] = ()
@@ -130,6 +135,12 @@ class Emulation:
     def modes(self) -> dict[Role, GraphMode]:
         """The resolved mode of each role."""
         return {manager.role: manager.mode for manager in self.managers}
+
+    def families(self, role: Role) -> tuple[DecodeFamily, ...]:
+        """Return the uniform decodes that a role can meet."""
+        if role is Role.DRAFT_DECODE and self.drafts is not None:
+            return self.drafts
+        return decode_families(role, self)
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Answer a batch as the engine's dispatcher does; raises ``DispatchError`` for a role it does not run."""

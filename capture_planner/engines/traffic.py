@@ -13,7 +13,7 @@ from typing import Protocol
 
 import attrs
 
-from capture_planner.admissible import Deployment
+from capture_planner.admissible import DecodeFamily, Deployment
 from capture_planner.entry import Batch
 from capture_planner.modes import Role
 
@@ -116,18 +116,17 @@ def _batch(counts: list[int], *, prompts: bool) -> Batch:
     )
 
 
-def for_role(met: Counter[Batch], role: Role, deployment: Deployment) -> Counter[Batch]:
-    """Return what a role runs where the target runs these batches.
+def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily]) -> Counter[Batch]:
+    """Return what a role runs where the target runs these batches; ``families`` are the role's decodes.
 
-    Draft prefill runs the target's; draft decodes follow it, one token of each request, k - 1 times.
+    Draft prefill runs the target's; draft decodes follow it, as often as one pass follows another.
     """
     if role is not Role.DRAFT_DECODE:
         return Counter({attrs.evolve(batch, role=role): count for batch, count in met.items()})
     drafted: Counter[Batch] = Counter()
     for batch, count in met.items():
-        k = 0 if deployment.speculative is None else deployment.speculative.draft_tokens(batch.num_reqs)
-        if k > 1:
-            num_reqs = batch.num_reqs
-            decode = Batch.decode(role, num_reqs, 1)
-            drafted[decode] += count * (k - 1)
+        for family in families:
+            if batch.num_reqs in family.requests:
+                decode = Batch.decode(role, batch.num_reqs, family.query_len)
+                drafted[decode] += count * (family.draft_steps or 1)
     return drafted

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from capture_planner.admissible import batches, draft_steps
+from capture_planner.admissible import DecodeFamily, batches, extent
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.core import Emulation, Graph, Manager
 from capture_planner.entry import Batch, Entry, Rejection
@@ -38,7 +38,7 @@ class Asked:
     @property
     def extent(self) -> int:
         """Requests of a decode, tokens of a mixed batch."""
-        return self.batch.num_reqs if self.kind is Kind.DECODE else self.batch.num_tokens
+        return extent(self.batch, self.kind)
 
     @property
     def misses_full(self) -> bool:
@@ -81,26 +81,18 @@ def walk(emulation: Emulation) -> tuple[Asked, ...]:
     return tuple(asked for manager in emulation.managers for asked in _role(emulation, manager))
 
 
-def passes(emulation: Emulation, manager: Manager, *, upto: int) -> Iterator[tuple[Batch, int]]:
-    """Yield the admissible batches of a manager's role, as ``admissible.batches`` does.
-
-    A drafter that makes all drafts in one pass has its own width there, wherever anything is drafted.
-    """
-    width = getattr(manager, "pass_width", None)
-    if width is None:
-        yield from batches(manager.role, emulation, upto=upto)
-        return
-    for batch, last in batches(Role.DRAFT_PREFILL, emulation):
-        if batch.query_len not in (None, 1):
-            yield Batch.decode(manager.role, batch.num_reqs, width), last
-
-
 def _role(emulation: Emulation, manager: Manager) -> Iterator[Asked]:
     role, graphs = manager.role, _Graphs(manager.graphs)
     largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
-    for batch, last in passes(emulation, manager, upto=largest):
-        best = graphs.best(batch, draft_steps(role, batch.num_reqs, emulation.speculative))
+    families = emulation.families(role)
+    for batch, last in batches(role, emulation, families=families, upto=largest):
+        best = graphs.best(batch, _draft_steps(batch, families))
         yield Asked(batch=batch, answer=manager.dispatch(batch), best=best, last=last)
+
+
+def _draft_steps(batch: Batch, families: Iterable[DecodeFamily]) -> int | None:
+    found = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
+    return next((family.draft_steps for family in found), None)
 
 
 class _Graphs:

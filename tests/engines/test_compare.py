@@ -286,9 +286,9 @@ def test_traffic_serves_every_token(requests, deployment):
 def test_drafters_follow_the_target(requests, deployment):
     """Draft prefill on the same batches, and k - 1 decodes of one token after each."""
     met = traffic.batches_of(requests, deployment)
-    prefill = traffic.for_role(met, Role.DRAFT_PREFILL, deployment)
+    prefill = traffic.for_role(met, Role.DRAFT_PREFILL, ())
     assert {attrs.evolve(batch, role=Role.TARGET): times for batch, times in prefill.items()} == met
-    decodes = traffic.for_role(met, Role.DRAFT_DECODE, deployment)
+    decodes = traffic.for_role(met, Role.DRAFT_DECODE, decode_families(Role.DRAFT_DECODE, deployment))
     if deployment.speculative is None:
         assert not decodes
         return
@@ -308,7 +308,9 @@ def test_over_a_trace(one, other, requests):
     assert sum(served.batches for served in target) == sum(met.values())
     for hole in compared.holes:
         side = one if hole.eager == "a" else other
-        of_role = traffic.for_role(traffic.batches_of(requests, side), hole.family.role, side)
+        of_role = traffic.for_role(
+            traffic.batches_of(requests, side), hole.family.role, decode_families(hole.family.role, side)
+        )
         assert 1 <= hole.batches <= sum(of_role.values())
     assert "steps of the trace" in text_of(compared)
     assert json.dumps(compared.data())

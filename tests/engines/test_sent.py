@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.admissible import decode_families, is_admissible
+from capture_planner.admissible import is_admissible
 from capture_planner.catalog import find_environment
 from capture_planner.engines import emulate
+from capture_planner.engines.compare import compare
 from capture_planner.engines.sent import why_never_sent
 from capture_planner.engines.walk import walk
 from capture_planner.entry import Batch
 from capture_planner.modes import Role
+from capture_planner.plan import Kind
 
 H100 = find_environment("h100")
 EAGLE = (
@@ -23,13 +25,32 @@ EAGLE = (
 LORA = ["--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--enable-lora", "--max-loras", "2"]
 SGLANG = ["--max-running-requests", "12", "--chunked-prefill-size", "64", "--max-prefill-tokens", "64"]
 DRAFTS = "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk"
+DFLASH = (
+    '{"method": "dflash", "model": "x/y", "num_speculative_tokens": 3, '
+    '"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 10, 1], [11, 12, 0]]}'
+)
 LINES = (
     ("vllm", [*LORA[:4], "--speculative-config", EAGLE]),
+    ("vllm", [*LORA[:4], "--speculative-config", DFLASH]),
+    ("vllm", [*LORA, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']),
     ("vllm", LORA),
     ("sglang", SGLANG),
     ("sglang", [*SGLANG, *DRAFTS.split(), "1", "--speculative-num-draft-tokens", "4"]),
+    ("sglang", [*SGLANG, *DRAFTS.split(), "4", "--speculative-num-draft-tokens", "8"]),
+    ("sglang", [*SGLANG, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"]),
     ("tensorrt-llm", ["--max_batch_size", "12", "--max_num_tokens", "64"]),
 )
+
+
+@attrs.frozen
+class Request:
+    """A request of a trace."""
+
+    arrival: float
+    prompt: int
+    output: int
+
+
 EMULATIONS = [emulate(name, words, H100) for name, words in LINES]
 
 
@@ -39,6 +60,33 @@ def test_what_is_walked_can_be_sent(emulation):
     walked = walk(emulation)
     assert walked
     assert {why_never_sent(asked.batch, emulation) for asked in walked} == {None}
+
+
+@pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda each: each.engine)
+def test_every_role_meets_its_graphs(emulation):
+    """What is walked of a role has a width that its decode graphs are captured for, and is answered."""
+    for manager in emulation.managers:
+        asked = [one for one in walk(emulation) if one.batch.role is manager.role]
+        widths = {graph.entry.query_len for graph in manager.graphs} - {None}
+        assert not widths or widths & {one.batch.query_len for one in asked}
+        if manager.role is Role.DRAFT_DECODE:
+            assert all(one.answer.entry is not None for one in asked if one.best is not None)
+            assert bool(asked) == bool(manager.graphs)
+
+
+REQUESTS = [Request(arrival=n / 50, prompt=5 * n + 1, output=8) for n in range(30)]
+
+
+@pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda each: each.engine)
+def test_a_trace_meets_no_decode_that_there_is_not(emulation):
+    """Each role's decodes over a trace are among those of the whole space."""
+    families = [
+        {pair.family for pair in compare(emulation, emulation, requests).families if pair.a is not None}
+        for requests in (None, REQUESTS)
+    ]
+    assert {family for family in families[1] if family.kind is Kind.DECODE} <= families[0]
+    drafted = [{f.role for f in each if f.role is Role.DRAFT_DECODE} for each in families]
+    assert drafted[0] == drafted[1]
 
 
 @given(
@@ -59,7 +107,7 @@ def test_it_is_what_the_limits_do_not_admit(emulation, role, reqs, tokens, width
         role=role, num_reqs=reqs, num_tokens=tokens, query_len=width, past_prompt=past, active_loras=loras
     )
     never = why_never_sent(batch, emulation)
-    admissible = is_admissible(batch, emulation, decode_families(role, emulation))
+    admissible = is_admissible(batch, emulation, emulation.families(role))
     contradicts = width is not None and reqs * width != tokens
     if role is Role.DRAFT_DECODE:
         assert never is None or not admissible or contradicts

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from capture_planner.admissible import decode_families, mixed_tokens
+from capture_planner.admissible import decode_families, extent, mixed_tokens, most_loras
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.engines.core import Emulation, Graph
 from capture_planner.engines.export.core import BACKEND, Difference, Effect, Export, Loss, Proof, all_scopes
@@ -151,8 +151,8 @@ class _Comparison:
     def _ask(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
         """Ask both sides, and put what differs beside the difference before it, where it is like it."""
         planned, emulated = self.dispatcher.answer(batch), self.emulation.dispatch(batch)
-        decode = batch.query_len is not None
-        extent = batch.num_reqs if decode else batch.num_tokens
+        kind = Kind.MIXED if batch.query_len is None else Kind.DECODE
+        size = extent(batch, kind)
         count = max_loras - batch.active_loras + 1
         self.batches += count
         found = effect(planned, emulated)
@@ -160,10 +160,10 @@ class _Comparison:
             return
         new = Difference(
             role=batch.role,
-            kind=Kind.DECODE if decode else Kind.MIXED,
+            kind=kind,
             query_len=batch.query_len,
-            first=extent,
-            last=extent,
+            first=size,
+            last=size,
             min_reqs=batch.num_reqs if min_reqs is None else min_reqs,
             max_reqs=batch.num_reqs,
             min_loras=batch.active_loras,
@@ -192,10 +192,7 @@ def _like(before: Difference, after: Difference) -> bool:
 
 def _lora_ranges(role: Role, plan: Plan, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
     """Split the adapter counts at each case of either side; drafters take none."""
-    if plan.lora is None or role.is_drafter:
-        yield 0, 0
-        return
-    most, low = plan.lora.max_active + 1, 0
+    most, low = most_loras(role, plan), 0
     for stop in sorted({0, most} | {e.active_loras for e in entries if e.active_loras <= most}):
         yield low, stop
         low = stop + 1

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from capture_planner.admissible import DecodeFamily, Domain
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.sglang import capture, graph_rules, rules
 from capture_planner.engines.sglang.flags import FLAGS, in_its_file, parse, refusal
-from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
+from capture_planner.engines.sglang.managers import ranks_bucket
 from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, Resolution, checkpoint
+from capture_planner.engines.sglang.rules import EAGLE_FAMILY
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.errors import FlagError
 from capture_planner.model import Method, Speculative
@@ -102,8 +104,11 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         managers=found,
         decisions=tuple(r.decisions),
         limits=Limits(max_num_reqs=pool, max_num_tokens=tokens),
-        speculative=_speculative(r, found),
-        lora=Lora(max_active=args.max_loras_per_batch) if args.enable_lora else None,
+        whole_prompts=chunk <= 0,
+        speculative=_speculative(r),
+        drafts=_drafts(r, pool),
+        # SGLang counts the bare model among its adapters; ours come with one more for such rows.
+        lora=Lora(max_active=max(args.max_loras_per_batch - 1, 1)) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
         notes=_notes(r),
     )
@@ -117,13 +122,23 @@ def _notes(r: Resolution) -> tuple[str, ...]:
     return (checkpoints.note(r.named, COUNTS_AS, f"{rest} and which graphs there are rest on it"),)
 
 
-def _speculative(r: Resolution, found: tuple[SglangManager, ...]) -> Speculative | None:
-    """A drafter that runs after the target; STANDALONE's is stated as EAGLE, whose graphs it has."""
+def _speculative(r: Resolution) -> Speculative | None:
+    """What a verification has of each request; STANDALONE is stated as EAGLE, whose graphs it has, NGRAM too."""
     drafted = (r.args.speculative_num_draft_tokens or 0) - 1
-    if len(found) == 1 or not 1 <= drafted <= 255:
+    if r.args.speculative_algorithm is None or not 1 <= drafted <= 255:
         return None
     eagle3 = r.args.speculative_algorithm == "EAGLE3"
     return Speculative(method=Method.EAGLE3 if eagle3 else Method.EAGLE, num_tokens=drafted)
+
+
+def _drafts(r: Resolution, pool: int) -> tuple[DecodeFamily, ...] | None:
+    """Return a drafter's chain: a token for each branch, in all steps but the first."""
+    args = r.args
+    if args.speculative_algorithm not in EAGLE_FAMILY:
+        return None
+    steps = args.speculative_num_steps - 1
+    requests = Domain.upto(pool if steps > 0 else 0)
+    return (DecodeFamily(query_len=args.speculative_eagle_topk, draft_steps=steps, requests=requests),)
 
 
 def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from capture_planner.admissible import DecodeFamily, Domain
 from capture_planner.engines import checkpoints
 from capture_planner.engines.core import Emulation, Engine, Setting
 from capture_planner.engines.vllm.config import Configuration
@@ -91,6 +92,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     if configuration.ubatching and settings.data_parallel_size > 1 and settings.mode is not GraphMode.NONE:
         reason = f"{REASON}: data-parallel ranks that split a batch have a graph of both halves too"
         raise refusal("--enable-dbo", reason, "leave it out, or emulate one rank")
+    speculative = _speculative(settings)
     return Emulation(
         engine="vllm",
         version=VERSION,
@@ -101,7 +103,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         managers=managers(settings),
         decisions=tuple(configuration.decisions),
         limits=Limits(max_num_reqs=settings.max_num_seqs, max_num_tokens=settings.max_num_batched_tokens),
-        speculative=_speculative(settings),
+        speculative=speculative,
+        drafts=_drafts(settings, speculative),
         lora=_lora(settings),
         parallel=Parallel(
             data=settings.data_parallel_size,
@@ -137,6 +140,16 @@ def _speculative(settings: VllmSettings) -> Speculative | None:
     except InvalidValue as error:
         reason = f"vLLM takes it, and it is more than is emulated: {error}"
         raise refusal("--speculative-config", reason, "draft fewer tokens, or give fewer ranges") from error
+
+
+def _drafts(settings: VllmSettings, speculative: Speculative | None) -> tuple[DecodeFamily, ...] | None:
+    """Return the passes of a drafter that makes all drafts in one, wherever anything is drafted."""
+    if not settings.draft_query_len or speculative is None:
+        return None
+    tokens, tiers = settings.max_num_batched_tokens, speculative.tiers(settings.max_num_seqs)
+    ends = ((first, min(last, tokens // (1 + k))) for first, last, k in tiers if k)
+    requests = Domain(tuple((first, last) for first, last in ends if first <= last))
+    return (DecodeFamily(query_len=settings.draft_query_len, draft_steps=None, requests=requests),)
 
 
 def _lora(settings: VllmSettings) -> Lora | None:

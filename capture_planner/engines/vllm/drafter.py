@@ -75,11 +75,6 @@ class DraftDecode:
         return self.table.role
 
     @property
-    def pass_width(self) -> int | None:
-        """Tokens of each request, where one pass drafts all positions; None where each has its own."""
-        return self.table.query_len if self.least == 1 else None
-
-    @property
     def mode(self) -> GraphMode:
         return self.table.mode
 
