@@ -79,7 +79,7 @@ def engine(
             line = answer_line(batch, emulation.dispatch(batch))
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return
-    emit(form, emulation.data, partial(shown.emulation_table, emulation))
+    emit(form, partial(shown.emulation_data, emulation), partial(shown.emulation_table, emulation))
 
 
 def check_engine(name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool) -> None:
@@ -92,5 +92,5 @@ def check_engine(name: str, flags: Sequence[str], environment: str | None, form:
         show_text(shown.findings_text(emulation, found))
     else:
         raise click.UsageError(f"--format {form} is for files; with --engine give text or json.")
-    if any(strict or each.rule.severity is not Severity.NOTE for each in found):
+    if any(strict or each.severity is not Severity.NOTE for each in found):
         click.get_current_context().exit(FINDINGS)

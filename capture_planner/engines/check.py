@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
+from capture_planner.engines import remedies
 from capture_planner.engines.core import Emulation
-from capture_planner.engines.export.mend import mend_vllm, target_decodes
 from capture_planner.engines.walk import Asked, Run, runs, walk
 from capture_planner.lint.core import BugClass, Charge, Checking, Severity, registering
 from capture_planner.modes import GraphMode, Role
@@ -37,6 +37,8 @@ class Seen:
     """How many batches, graphs or sizes it is about."""
     mend: str = ""
     """The very flag that mends it, where it can be worked out; empty: as the rule has it."""
+    severity: Severity | None = None
+    """Where it is less than the rule's."""
 
 
 @attrs.frozen(kw_only=True)
@@ -55,6 +57,11 @@ class EngineFinding:
     rule: EngineRule
     seen: Seen
     mend: str
+
+    @property
+    def severity(self) -> Severity:
+        """The rule's, but where no flag is to blame."""
+        return self.seen.severity or self.rule.severity
 
     def __str__(self) -> str:
         threads = ", ".join(self.rule.threads)
@@ -106,6 +113,10 @@ def _count(found: Iterable[Run]) -> int:
     return sum(run.last - run.first + 1 for run in found)
 
 
+def _miss(count: int) -> str:
+    return "1 batch misses" if count == 1 else f"{count} batches miss"
+
+
 def _by_role(walked: Walked, of: Callable[[Asked], bool]) -> Iterator[tuple[Role, list[Run]]]:
     for manager in walked.emulation.managers:
         found = list(runs(a for a in walked.asked if a.batch.role is manager.role and of(a)))
@@ -125,23 +136,32 @@ def _by_role(walked: Walked, of: Callable[[Asked], bool]) -> Iterator[tuple[Role
     tensorrt_llm="raise cuda_graph_config.max_batch_size to max_batch_size, or list it in batch_sizes",
 )
 def decodes_without_graph(walked: Walked) -> Iterator[Seen]:
-    """Decodes are to run from full graphs, and the largest ones have none.
+    """Decodes are to run from graphs, and the largest ones have none.
 
     At full load, when it matters most, every step then runs piecewise or eager.
     """
-    wanted = {role for role, mode in walked.emulation.modes.items() if mode.decode_mode is GraphMode.FULL}
+    emulation = walked.emulation
+    wanted = {role: mode.decode_mode for role, mode in emulation.modes.items()}
+    # Where no decode has a graph, somebody has asked for that.
+    graphed = {one.batch.role for one in walked.asked if one.kind is Kind.DECODE and one.best is not None}
 
-    def without_full(asked: Asked) -> bool:
-        full = asked.best is not None and asked.best.mode is GraphMode.FULL
-        return asked.kind is Kind.DECODE and asked.batch.role in wanted and not full
+    def lacking(asked: Asked) -> bool:
+        mode, best = wanted[asked.batch.role], asked.best
+        if asked.kind is Kind.MIXED or mode is GraphMode.NONE:
+            return False
+        if mode is GraphMode.PIECEWISE:
+            return best is None and asked.batch.role in graphed
+        return best is None or best.mode is not GraphMode.FULL
 
-    for role, found in _by_role(walked, without_full):
-        eager = _count(runs(a for run in found for a in run.asked if a.best is None))
+    for role, found in _by_role(walked, lacking):
+        eager = _count(runs(a for run in found for a in run.asked if a.answer.entry is None))
         how = "eager" if eager == _count(found) else "PIECEWISE" if not eager else "PIECEWISE or eager"
+        full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
         yield Seen(
             role=role,
-            says=f"{role}: {_in_words(found)} have no full graph and run {how}",
+            says=f"{role}: {_in_words(found)} have no {full} and run {how}",
             count=_count(found),
+            mend=remedies.of_lacking(emulation, found),
         )
 
 
@@ -164,43 +184,24 @@ def compatible_graph_missed(walked: Walked) -> Iterator[Seen]:
     """
     for role, found in _by_role(walked, lambda asked: asked.misses_full or asked.misses_any):
         one = found[0].asked[0]
+        # SGLang means it: short prefills are not padded to more than twice their tokens.
+        deliberate = walked.emulation.engine == "sglang" and all(run.kind is Kind.MIXED for run in found)
         yield Seen(
             role=role,
-            says=f"{role}: {_count(found)} batches miss a graph that is captured: {_in_words(found)}; "
-            f"{one.batch.num_tokens} tokens run {one.answer.mode.value} beside {one.best}",
+            says=f"{role}: {_miss(_count(found))} a graph that is captured: {_in_words(found)}; "
+            f"one of {counted(one.batch.num_tokens, 'token')} runs {one.answer.mode.value} beside {one.best}",
             count=_count(found),
-            mend=_of_missed(walked.emulation, role, found),
+            mend=remedies.of_missed(walked.emulation, role, found),
+            severity=Severity.NOTE if deliberate else None,
         )
 
 
-def _of_missed(emulation: Emulation, role: Role, found: Iterable[Run]) -> str:
-    """Return the very flags that mend missed graphs, where they can be worked out; else nothing."""
-    modes, decodes = emulation.modes, any(run.kind is Kind.DECODE for run in found)
-    if emulation.engine == "sglang" and not decodes:
-        # It takes no graph that pads a prefill to more than twice its tokens.
-        return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
-    if emulation.engine != "vllm" or not modes[role].is_separate:
-        return ""
-    if role is Role.DRAFT_PREFILL and modes[role] is modes[Role.TARGET]:
-        return "the list of sizes that mends the target mends this too"
-    return _sizes_for_vllm(emulation) if role is Role.TARGET else ""
-
-
-def _sizes_for_vllm(emulation: Emulation) -> str:
-    """Return the list of sizes with which no decode of vLLM's target misses a graph.
-
-    It has no more FULL graphs than there are now, where such a list exists.
-    """
-    full = [graph.entry for graph in emulation.graphs if graph.role is Role.TARGET and graph.entry.query_len]
-    made = mend_vllm(
-        target_decodes(emulation),
-        emulation.limits.max_num_reqs,
-        graphs=len({(entry.num_tokens, entry.query_len) for entry in full}),
-        wider=emulation.sizes,
-        query_lens={entry.query_len for entry in full if entry.query_len},
-    )
-    left = f", with which {len(made.missed)} still miss theirs" if made.missed else ", with which none does"
-    return f"give --cudagraph-capture-sizes {' '.join(map(str, made.sizes))}{left}"
+_COMBINED = {
+    "vllm": "fewer --cudagraph-capture-sizes leave fewer: vLLM captures each of them for every query length of the "
+    "schedule and every number of adapters, and some batch may need the others",
+    "tensorrt-llm": "nothing to do: the schedule of draft lengths adds them",
+}
+"""What there is to do where graphs follow from a combination that no flag takes apart."""
 
 
 @rule(
@@ -219,11 +220,17 @@ def graphs_never_reached(walked: Walked) -> Iterator[Seen]:
         reached = {asked.answer.entry for asked in walked.asked if asked.batch.role is role}
         unused = [graph.entry for graph in manager.graphs if graph.entry not in reached]
         if unused:
+            entries = [graph.entry for graph in manager.graphs]
+            widths = {entry.query_len for entry in entries if entry.query_len}
+            # Each size is captured for all of these, and some other batch may need the size.
+            combined = len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
             yield Seen(
                 role=role,
                 says=f"{role}: {len(unused)} of {counted(len(manager.graphs), 'graph')} serve no batch, "
                 f"such as {unused[0]}",
                 count=len(unused),
+                mend=_COMBINED.get(walked.emulation.engine, "") if combined else "",
+                severity=Severity.NOTE if combined else None,
             )
 
 
@@ -246,18 +253,22 @@ def sizes_rounded_away(walked: Walked) -> Iterator[Seen]:
             says=f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} sizes that are asked for are not "
             f"captured: {_some(dropped)}; captured are {_some(emulation.sizes)}",
             count=len(dropped),
+            mend=remedies.of_dropped(emulation, dropped),
         )
     for manager in emulation.managers:
         decodes = [(g.entry.num_tokens, g.entry.query_len) for g in manager.graphs if g.entry.query_len]
         widths = sorted({query_len for _, query_len in decodes})
         kept = {num_tokens for num_tokens, _ in decodes}
-        gone = [size for size in emulation.sizes if size not in kept]
-        # The other engines count sizes in requests, and have no list but that of their graphs.
-        if emulation.engine == "vllm" and widths not in ([], [1]) and gone:
+        # The other engines count sizes in requests; of several widths each size is a multiple of some.
+        if emulation.engine != "vllm" or len(widths) != 1 or widths == [1]:
+            continue
+        most = widths[0] * emulation.limits.max_num_reqs
+        gone = [size for size in emulation.sizes if size not in kept and size <= most]
+        if gone:
             yield Seen(
                 role=manager.role,
                 says=f"{manager.role}: {len(gone)} of {len(emulation.sizes)} sizes give no decode graph of their "
-                f"own at {' or '.join(map(str, widths))} tokens a request: {_some(gone)}",
+                f"own at {widths[0]} tokens a request: {_some(gone)}",
                 count=len(gone),
             )
 
@@ -282,4 +293,41 @@ def mode_lowered(walked: Walked) -> Iterator[Seen]:
             yield Seen(
                 role=decision.role,
                 says=f"{decision.role}: {before.value} became {after.value}: {decision.says}",
+                mend=remedies.of_lowered(walked.emulation, decision),
             )
+
+
+HEAVY_RATIO, HEAVY_TOKENS = 2, 32
+
+
+@rule(
+    "EN006",
+    Severity.WARNING,
+    BugClass.C,
+    "sglang#31487",
+    "sglang#40253",
+    vllm="add sizes between to --cudagraph-capture-sizes",
+    sglang="add sizes between to --cuda-graph-bs-decode or --cuda-graph-bs-prefill",
+    tensorrt_llm="add sizes between to cuda_graph_config.batch_sizes",
+)
+def heavy_padding(walked: Walked) -> Iterator[Seen]:
+    """A batch is padded to more than twice its tokens, by more than a few of them."""
+
+    def heavy(asked: Asked) -> bool:
+        entry, real = asked.answer.entry, asked.batch.num_tokens
+        return (
+            entry is not None
+            and entry.num_tokens > HEAVY_RATIO * real
+            and entry.num_tokens - real > HEAVY_TOKENS
+        )
+
+    for role, found in _by_role(walked, heavy):
+        worst = max((a for run in found for a in run.asked), key=lambda a: a.answer.padded_tokens)
+        real = worst.batch.num_tokens
+        yield Seen(
+            role=role,
+            says=f"{role}: {_in_words(found)} are padded to more than twice their tokens, "
+            f"{real} to {real + worst.answer.padded_tokens} at worst",
+            count=_count(found),
+            mend=remedies.of_padding(walked.emulation, found[0]),
+        )

@@ -34,9 +34,13 @@ class Graph:
     role: Role
     entry: Entry
     max_query_len: int | None = None
+    prompts_only: bool = attrs.field(default=False, eq=False)
+    """Whether decodes never run on it: SGLang's graphs of prefills."""
 
     def rejection(self, batch: Batch, draft_steps: int | None = None) -> Rejection | None:
         """Return why the graph cannot serve a batch, or None where it can: compatibility, not dispatch."""
+        if self.prompts_only and batch.uniform_query_len is not None:
+            return Rejection.QUERY_LEN
         if self.max_query_len is not None:
             if not batch.past_prompt:
                 return Rejection.PROMPT

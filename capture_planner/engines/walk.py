@@ -66,10 +66,11 @@ class Run:
 
     def __str__(self) -> str:
         span = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
+        many = "" if self.last == 1 else "s"
         if self.kind is Kind.MIXED:
-            text = f"mixed batches of {span} tokens"
+            text = f"mixed batches of {span} token{many}"
         else:
-            text = f"decodes of {span} requests, query length {self.query_len}"
+            text = f"decodes of {span} request{many}, query length {self.query_len}"
         return text + (f", {self.active_loras} active LoRA" if self.active_loras else "")
 
 

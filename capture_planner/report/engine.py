@@ -12,8 +12,8 @@ from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.core import Emulation, Graph
-from capture_planner.engines.walk import Asked, walk
-from capture_planner.modes import GraphMode, Role
+from capture_planner.engines.walk import Asked, runs, walk
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plan import Kind
 from capture_planner.report.tables import mode_text, table_of
 from capture_planner.words import counted
@@ -141,13 +141,35 @@ def sizes_text(sizes: Sequence[int]) -> str:
     return " ".join(parts) or "none"
 
 
+def emulation_data(emulation: Emulation) -> dict[str, Any]:
+    """Return the emulation as JSON has it, and all admissible batches by what runs them."""
+    rows: dict[tuple[GraphMode, Reason | None], list[Asked]] = {}
+    for one in walk(emulation):
+        rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
+    batches = [
+        {
+            "role": run.role.value,
+            "kind": run.kind.value,
+            "query_len": run.query_len,
+            "active_loras": run.active_loras,
+            "first": run.first,
+            "last": run.last,
+            "mode": mode.value,
+            "reason": None if reason is None else reason.value,
+        }
+        for (mode, reason), asked in rows.items()
+        for run in runs(asked)
+    ]
+    return emulation.data() | {"batches": batches}
+
+
 def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> RenderableType:
     """One finding a paragraph: what, which flag mends it, and where it was seen."""
     parts: list[RenderableType] = []
     for each in found:
         rule = each.rule
         parts += [
-            Text.assemble((f"{rule.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.seen.says}"),
+            Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.seen.says}"),
             Text(f"  mend: {each.mend}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
         ]
@@ -161,7 +183,7 @@ def finding_data(found: EngineFinding) -> dict[str, Any]:
     return {
         "code": rule.code,
         "name": rule.name,
-        "severity": rule.severity.value,
+        "severity": found.severity.value,
         "class": rule.bug_class.name,
         "role": found.seen.role.value,
         "message": found.seen.says,

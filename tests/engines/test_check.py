@@ -1,12 +1,13 @@
 """The lint of engines: what it finds is there, counted batch by batch, and what is in order is left alone."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.catalog import find_environment
@@ -248,6 +249,43 @@ def test_a_size_that_is_asked_for_and_not_captured_is_named(engine, sizes, beyon
     assert (dropped in lost) == beyond
     found = [f.seen.count for f in check(emulated) if f.rule.code == "EN004" and "asked for" in f.seen.says]
     assert found == ([len(lost)] if lost and emulated.sizes else [])
+
+
+def mended(flags, mend):
+    """Flags with a remedy of EN001 or EN006 followed word for word: ``add N to FLAG`` or ``raise FLAG to N``."""
+    added = re.match(r"add ([\d ]+) to (--\S+?),", mend)
+    if mend.startswith("give --"):
+        return [*flags, *mend.split()[1:]]
+    if added is None:
+        raised = re.fullmatch(r"raise (--\S+) to (\d+)", mend)
+        return [*flags, *raised.groups()]
+    at = flags.index(added[2]) + 1 if added[2] in flags else None
+    assert at is not None, "sizes are added where some are listed"
+    kept = [int(word) for word in flags[at:]]
+    return [*flags[:at], *map(str, sorted({*kept, *map(int, added[1].split())}))]
+
+
+LIMITED = {
+    "vllm": ["m", "--max-num-seqs", "{}", "--cudagraph-capture-sizes"],
+    "sglang": ["--model-path", "m", "--max-running-requests", "{}", "--cuda-graph-bs-decode"],
+}
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(sorted(LIMITED)), st.integers(1, 700), st.sets(st.integers(1, 400), max_size=4))
+def test_remedies_mend_word_for_word(engine, seqs, sizes):
+    """Decodes without a graph, and those that are padded far, have one close by once the flags are followed."""
+    flags = [word.format(seqs) for word in LIMITED[engine]]
+    flags = [*flags, *map(str, sorted(sizes))] if sizes else flags[:-1]
+    seen = []
+    for _ in range(12):
+        found = [f for f in check(emulate(engine, flags, H100)) if f.rule.code in ("EN001", "EN006")]
+        decodes = [f for f in found if "decode" in f.seen.says]
+        if not decodes:
+            break
+        seen.append(decodes[0].mend)
+        flags = mended(flags, decodes[0].mend)
+    assert not decodes, seen
 
 
 def test_a_list_that_serves_everything_has_no_finding():

@@ -122,7 +122,8 @@ class PrefillGraphs:
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """Largest first."""
-        return tuple(Graph(role=self.role, entry=self.entry(size)) for size in reversed(self.sizes))
+        entries = (self.entry(size) for size in reversed(self.sizes))
+        return tuple(Graph(role=self.role, entry=entry, prompts_only=True) for entry in entries)
 
     def find(self, batch: Batch) -> Dispatch:
         tokens, reqs = batch.num_tokens, batch.num_reqs
