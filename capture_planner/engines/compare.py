@@ -180,7 +180,7 @@ def compare(
     """
     requests = None if traffic is None else tuple(traffic)
     left, right = _Side(a), _Side(b)
-    largest = {role: max(side.largest(role) for side in (left, right)) for role in Role}
+    largest = {role: _beyond(role, (left, right)) for role in Role}
     for side in (left, right):
         side.ask(requests, largest)
     families = sorted({*left.answers, *right.answers}, key=_order)
@@ -198,7 +198,11 @@ def compare(
         families=tuple(
             Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families
         ),
-        holes=tuple(hole for family in families for hole in _holes(left, right, family)),
+        holes=tuple(
+            hole
+            for role, kind in dict.fromkeys((family.role, family.kind) for family in families)
+            for hole in _holes(left, right, role, kind)
+        ),
     )
 
 
@@ -220,7 +224,7 @@ class _Answer:
         return 1.0 if entry is None else entry.num_tokens / self.batch.num_tokens
 
 
-# What makes two batches of two sides the same one: extent and adapters, and of a trace all the rest.
+# What makes two batches of two sides the same one: extent and adapters, and of a mixed one of a trace all the rest.
 _Key = tuple[int, int, Batch | None]
 
 
@@ -262,7 +266,15 @@ class _Side:
                     self._answer(batch, kind, 1 + last - extent(batch, kind))
             else:
                 for batch, times in for_role(met, role, families).items():
-                    self._answer(batch, kind_of(batch, families), times, batch)
+                    kind = kind_of(batch, families)
+                    self._answer(batch, kind, times, None if kind is Kind.DECODE else batch)
+
+    def of(self, role: Role, kind: Kind) -> dict[_Key, _Answer]:
+        """Return the answers to all decodes, or to all mixed batches, of a role."""
+        found = (
+            answers for family, answers in self.answers.items() if (family.role, family.kind) == (role, kind)
+        )
+        return {key: answer for answers in found for key, answer in answers.items()}
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
         query_len = batch.query_len if kind is Kind.DECODE else None
@@ -304,20 +316,31 @@ def _served(side: _Side, family: Family) -> Served | None:
     )
 
 
-def _holes(left: _Side, right: _Side, family: Family) -> Iterator[Hole]:
-    """Yield where one side alone runs eager: neighbours of one reason and one mode as one hole."""
-    a, b = left.answers.get(family, {}), right.answers.get(family, {})
-    found: dict[tuple[str, int, Reason | None, GraphMode], dict[int, int]] = {}
+def _beyond(role: Role, sides: Iterable[_Side]) -> int:
+    """Return the tokens above which no batch has a graph, nor one of as many requests on the other side."""
+    sides = tuple(sides)
+    widths = (family.query_len for side in sides if role in side.modes for family in side.families(role))
+    return max(side.largest(role) for side in sides) * max(widths, default=1)
+
+
+def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
+    """Yield where one side alone runs eager: neighbours of one reason and one mode as one hole.
+
+    Decodes of as many requests are the same ones, whatever each side drafts for them.
+    """
+    a, b = left.of(role, kind), right.of(role, kind)
+    found: dict[tuple[str, int | None, int, Reason | None, GraphMode], dict[int, int]] = {}
     for key in a.keys() & b.keys():
         extent, loras, _ = key
         for side, eager, other in (("a", a[key], b[key]), ("b", b[key], a[key])):
             if eager.dispatch.entry is None and other.dispatch.entry is not None:
-                group = (side, loras, eager.dispatch.reason, other.dispatch.mode)
+                query_len = eager.batch.query_len if kind is Kind.DECODE else None
+                group = (side, query_len, loras, eager.dispatch.reason, other.dispatch.mode)
                 extents = found.setdefault(group, {})
                 extents[extent] = extents.get(extent, 0) + eager.times
     holes = [
         Hole(
-            family=family,
+            family=Family(role=role, kind=kind, query_len=query_len),
             eager=side,
             first=first,
             last=last,
@@ -326,7 +349,7 @@ def _holes(left: _Side, right: _Side, family: Family) -> Iterator[Hole]:
             reason=reason,
             mode=mode,
         )
-        for (side, loras, reason, mode), extents in found.items()
+        for (side, query_len, loras, reason, mode), extents in found.items()
         for first, last in _runs(extents, sorted({key[0] for key in a.keys() & b.keys() if key[1] == loras}))
     ]
     yield from sorted(holes, key=lambda hole: (hole.eager, hole.active_loras, hole.first, hole.mode.value))

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from capture_planner.engines.compare import Family, Hole, Served, SideBySide
+from capture_planner.engines.traffic import STEP_SECONDS
 from capture_planner.modes import GraphMode
 from capture_planner.plan import Kind
 from capture_planner.report.tables import mode_text, table_of
@@ -30,6 +31,9 @@ def side_by_side_table(compared: SideBySide) -> RenderableType:
     for side, other in (("a", "b"), ("b", "a")):
         holes = [hole for hole in compared.holes if hole.eager == side]
         parts += [Text(""), *_holes(holes, side.upper(), other.upper(), often=compared.from_traffic)]
+    if compared.from_traffic:
+        says = f"of the trace: each step takes {STEP_SECONDS * 1000:.0f} ms, and no draft is accepted"
+        parts += [Text(""), Text(says, style="dim")]
     return Group(*parts)
 
 

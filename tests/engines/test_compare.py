@@ -12,10 +12,12 @@ from rich.console import Console
 
 from capture_planner._record import replace
 from capture_planner.admissible import batches, decode_families, is_admissible
+from capture_planner.catalog import find_environment
 from capture_planner.dispatch import Dispatcher
-from capture_planner.engines import traffic
+from capture_planner.engines import emulate, traffic
 from capture_planner.engines.compare import compare
 from capture_planner.engines.core import Emulation, Graph
+from capture_planner.entry import Batch
 from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind
@@ -325,3 +327,22 @@ def test_a_trace_shows_no_worse_than_the_whole_space(plan, requests):
         if pair.family.kind is Kind.DECODE:
             assert pair.a.worst <= whole[pair.family].worst
             assert pair.a.coverage == 1 or whole[pair.family].coverage < 1
+
+
+def test_decodes_of_other_widths_are_the_same_ones():
+    """Where drafts cost large batches their graphs, that is a hole: requests are compared, not widths."""
+    machine = find_environment("h100")
+    drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']
+    plain, drafted = (
+        emulate("vllm", ["m", "--max-num-seqs", "256", *more], machine) for more in ([], drafts)
+    )
+    holes = [hole for hole in compare(plain, drafted).holes if hole.family.kind is Kind.DECODE]
+    lost = [
+        n
+        for n in range(1, 257)
+        if drafted.dispatch(Batch.decode(Role.TARGET, n, 5)).entry is None
+        and plain.dispatch(Batch.decode(Role.TARGET, n, 1)).entry is not None
+    ]
+    assert [(hole.eager, hole.first, hole.last, hole.family.query_len) for hole in holes] == [
+        ("b", lost[0], lost[-1], 5)
+    ]
