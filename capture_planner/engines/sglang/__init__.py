@@ -144,11 +144,10 @@ def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
     for phase in ("decode", "prefill"):
         settings = r.phase(phase)
         for key in ("backend", "max_bs", "bs"):
-            locked = (phase, key) in r.locked
-            value = getattr(settings, key)
-            source = "flag" if locked else "default"
-            shown.append(Setting(name=f"cuda_graph_config.{phase}.{key}", value=value, source=source))
-    shown.append(Setting(name="request_pool", value=pool, source="max_running_requests and max_total_tokens"))
+            name = f"cuda_graph_config.{phase}.{key}"
+            source = r.sources.get(name, "default")
+            shown.append(Setting(name=name, value=getattr(settings, key), source=source))
+    shown.append(Setting(name="request_pool", value=pool, source=r.sources["request_pool"]))
     return tuple(shown)
 
 

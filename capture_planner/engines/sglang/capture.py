@@ -36,19 +36,23 @@ def request_pool(r: Resolution) -> int:
     args = r.args
     tokens = args.max_total_tokens
     tokens = None if tokens is None else tokens // args.page_size * args.page_size
+    source = r.sources.get("max_running_requests", "default")
     if args.max_running_requests is not None:
         pool = max(1, args.max_running_requests // args.attn_dp_size)
         if r.attention_dp:
             says = f"{args.attn_dp_size} attention-DP ranks share the requests: {pool} each"
             r.decide("requests-per-rank", args.max_running_requests, pool, says)
+            source = "requests-per-rank"
     elif tokens is None:
         pool = _POOL_LEAST
     else:
         pool = max(min(int(tokens / context(r) * 512), _POOL_MOST), _POOL_LEAST)
+        source = r.sources["max_total_tokens"]
     if tokens is not None and pool > tokens // 2:
         says = f"a KV pool of {tokens} tokens holds {tokens // 2} requests"
         r.decide("requests-by-pool", pool, tokens // 2, says)
-        pool = tokens // 2
+        pool, source = tokens // 2, "requests-by-pool"
+    r.sources["request_pool"] = source
     if pool < 1:
         raise refusal("--max-total-tokens", "SGLang's pool holds no request", "give more tokens")
     return int(pool)

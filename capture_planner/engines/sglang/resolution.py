@@ -93,6 +93,7 @@ class Resolution:
 
     args: argparse.Namespace
     sources: dict[str, str]
+    """Where each value comes from that is not the default, by flag; ``cuda_graph_config.decode.bs`` for a phase's."""
     environment: Environment
     model: Checkpoint
     decode: Phase = attrs.Factory(lambda: Phase(FULL))
@@ -124,12 +125,17 @@ class Resolution:
         self.sources[name] = rule
         self.decide(rule, before, value, says)
 
+    def put(self, phase: str, key: str, value: Any, source: str) -> None:
+        """Set a phase's value, and where it comes from."""
+        setattr(self.phase(phase), key, value)
+        self.sources[f"cuda_graph_config.{phase}.{key}"] = source
+
     def disable(self, phase: str, rule: str, says: str) -> None:
         """Turn a phase's graphs off, and write down why where they were on."""
-        settings = self.phase(phase)
-        if settings.backend != DISABLED:
-            self.decide(rule, settings.backend, DISABLED, says)
-        settings.backend = DISABLED
+        before = self.phase(phase).backend
+        if before != DISABLED:
+            self.decide(rule, before, DISABLED, says)
+            self.put(phase, "backend", DISABLED, rule)
 
     @property
     def attention_dp(self) -> bool:
