@@ -188,6 +188,32 @@ def test_ngram_above_its_concurrency_has_graphs_without_drafts(emulate):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "most", "schedule", "source"),
+    [
+        ([4, 8], 64, None, "file"),
+        ([8, 4], 64, None, "sizes-sorted"),
+        ([4, 8], 6, None, "sizes-admitted"),
+        ([8, 4], 6, None, "sizes-admitted"),
+        ([4, 8], 64, {5: 2}, "schedule-sizes"),
+        ([4, 8], 64, {4: 2}, "file"),
+        ([4, 8], 3, {5: 2}, "sizes-admitted"),
+        (None, 64, None, "sizes-admitted"),
+        (None, 4096, None, "generated-sizes"),
+    ],
+)
+def test_where_sizes_come_from(emulate, sizes, most, schedule, source):
+    """The file, or the last rule that changed them."""
+    config = {} if sizes is None else {"cuda_graph_config": {"batch_sizes": sizes}}
+    if schedule is not None:
+        config["speculative_config"] = MTP | {"draft_len_schedule": schedule}
+    emulation = emulate("--max_batch_size", str(most), **config)
+    (found,) = (s for s in emulation.settings if s.name == "cuda_graph_config.batch_sizes")
+    assert found.value == list(emulation.sizes)
+    assert found.source == source
+    assert source == "file" or source in {decision.rule for decision in emulation.decisions}
+
+
+@pytest.mark.parametrize(
     ("flags", "path", "says"),
     [
         (["--cuda_graph"], ("--cuda_graph",), "knows no such flag"),

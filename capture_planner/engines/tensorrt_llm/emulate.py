@@ -32,13 +32,13 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     del environment
     resolved = resolve(command)
     steps = _Steps()
-    graphs = _graphs(resolved, steps)
+    graphs, source = _graphs(resolved, steps)
     drafting = resolved.drafting
     return Emulation(
         engine=NAME,
         version=VERSION,
         command=tuple(command),
-        settings=tuple(_settings(resolved, graphs)),
+        settings=tuple(_settings(resolved, graphs, source)),
         sizes=graphs.sizes,
         asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
         managers=(graphs,),
@@ -77,8 +77,8 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
-    """Run the rules, and note what each one did."""
+def _graphs(resolved: Resolved, steps: _Steps) -> tuple[DecodeGraphs, str]:
+    """Run the rules, and note what each one did; return with the graphs where their sizes come from."""
     for name in resolved.overridden:
         steps.take("flag-over-file", "file", "flag", f"{name} is given twice; the flag holds, not the file")
     drafting = resolved.drafting
@@ -87,10 +87,11 @@ def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
     if resolved.graphs is None:
         says = "cuda_graph_config is null: everything runs eager"
         steps.take("graphs-off", "FULL_DECODE_ONLY", "NONE", says)
-        return DecodeGraphs(
+        off = DecodeGraphs(
             sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False
         )
-    sizes, padding = _sizes(resolved.graphs, drafting, steps)
+        return off, "file"
+    sizes, padding, source = _sizes(resolved.graphs, drafting, steps)
     most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
     admitted = rules.admitted_sizes(sizes, most, padding)
     if admitted != sizes:
@@ -102,6 +103,7 @@ def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
         if most in admitted and most not in sizes:
             says += f", and as batches are padded, {most} takes the place of the first of them"
         steps.take("sizes-admitted", dropped, tuple(s for s in admitted if s not in sizes), says)
+        source = "sizes-admitted"
     schedule = resolved.schedule
     if schedule is not None and not admitted:
         notes = Notes()
@@ -119,7 +121,7 @@ def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
         0 if drafting is None else drafting.max_draft_len,
     )
     _note_shapes(admitted, shapes, resolved, steps)
-    return DecodeGraphs(
+    graphs = DecodeGraphs(
         sizes=tuple(dict.fromkeys(admitted)),
         shapes=shapes,
         padding=padding,
@@ -127,6 +129,7 @@ def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
         drafting=drafting,
         schedule=schedule,
     )
+    return graphs, source
 
 
 def _note_drafting(drafting: Drafting, resolved: Resolved, steps: _Steps) -> None:
@@ -146,9 +149,9 @@ def _note_drafting(drafting: Drafting, resolved: Resolved, steps: _Steps) -> Non
         steps.take("schedule-without-effect", _written(schedule), drafting.max_draft_len, says)
 
 
-def _sizes(given: Graphs, drafting: Drafting | None, steps: _Steps) -> tuple[tuple[int, ...], bool]:
-    """Return the sizes before any is dropped, and whether batches are padded."""
-    padding = given.enable_padding
+def _sizes(given: Graphs, drafting: Drafting | None, steps: _Steps) -> tuple[tuple[int, ...], bool, str]:
+    """Return the sizes before any is dropped, whether batches are padded, and where the sizes come from."""
+    padding, source = given.enable_padding, "file"
     sizes = rules.configured_sizes(given.batch_sizes, given.max_batch_size, padding)
     if given.batch_sizes is None:
         top = given.max_batch_size or rules.DEFAULT_MAX_BATCH_SIZE
@@ -156,11 +159,13 @@ def _sizes(given: Graphs, drafting: Drafting | None, steps: _Steps) -> tuple[tup
         whose = "" if given.max_batch_size else ", the default"
         says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {_onoff(padding)}: {kind}"
         steps.take("generated-sizes", None, sizes, says)
+        source = "generated-sizes"
     elif sizes != given.batch_sizes:
         steps.take("sizes-sorted", given.batch_sizes, sizes, "sizes are taken in ascending order")
+        source = "sizes-sorted"
     schedule = None if drafting is None else drafting.schedule
     if schedule is None:
-        return sizes, padding
+        return sizes, padding, source
     if not padding:
         padding = True
         says = "the draft length has a schedule: batches are padded whatever enable_padding says"
@@ -170,7 +175,8 @@ def _sizes(given: Graphs, drafting: Drafting | None, steps: _Steps) -> tuple[tup
         added = tuple(size for size in with_thresholds if size not in sizes)
         says = "thresholds of the schedule are captured too, up to the largest size"
         steps.take("schedule-sizes", None, added, says)
-    return with_thresholds, padding
+        source = "schedule-sizes"
+    return with_thresholds, padding, source
 
 
 def _note_shapes(
@@ -214,7 +220,7 @@ def _written(schedule: Mapping[int, int]) -> str:
     return ", ".join(f"{draft_len} to {threshold}" for threshold, draft_len in schedule.items())
 
 
-def _settings(resolved: Resolved, graphs: DecodeGraphs) -> Iterator[Setting]:
+def _settings(resolved: Resolved, graphs: DecodeGraphs, sizes_source: str) -> Iterator[Setting]:
     """Yield what the engine ends up with, under its own names."""
     given, drafting = resolved.graphs, resolved.drafting
     values: dict[str, Any] = {
@@ -234,13 +240,11 @@ def _settings(resolved: Resolved, graphs: DecodeGraphs) -> Iterator[Setting]:
         yield Setting(name="cuda_graph_config", value=None, source=source)
     else:
         changed = "schedule-pads" if graphs.padding is not given.enable_padding else source
-        admitted = source if given.batch_sizes == graphs.sizes else "sizes-admitted"
-        generated = source if given.batch_sizes else "generated-sizes"
         yield Setting(name="cuda_graph_config.enable_padding", value=graphs.padding, source=changed)
         yield Setting(
             name="cuda_graph_config.batch_sizes",
             value=list(graphs.sizes),
-            source=admitted if given.batch_sizes else generated,
+            source=sizes_source,
         )
     if drafting is None:
         yield Setting(name="speculative_config", value=None, source="default")
