@@ -174,3 +174,11 @@ class Engine:
     that is wrong with the flags."""
     flags: Mapping[str, str]
     """Each flag that graphs can depend on, with what it is for in a few words; others are read too."""
+    programs: tuple[str, ...]
+    """What may stand in front of the flags where a whole command line is given, the longest first."""
+    limits: tuple[str, str, str]
+    """The flags that say how many requests, tokens and drafted tokens there are at most."""
+    variables: str | None = None
+    """What the names of the engine's own environment variables begin with; None where none of them matters."""
+    also_called: tuple[str, ...] = ()
+    """Other names of the engine and its program, which a person may type for ``name``."""

@@ -123,9 +123,9 @@ def test_a_flag_holds_over_the_file(emulate):
     assert sources["max_seq_len"] == "default"
 
 
-def test_the_program_and_a_model_may_stand_in_the_command(emulate):
-    """As one would copy it."""
-    command = ["trtllm-serve", "serve", "some/model", "--tp_size=2", "--trust_remote_code", "--host", "::1"]
+def test_a_model_may_stand_in_the_command(emulate):
+    """And flags that decide nothing about graphs."""
+    command = ["some/model", "--tp_size=2", "--trust_remote_code", "--host", "::1"]
     assert emulate(*command).parallel.tensor == 2
 
 

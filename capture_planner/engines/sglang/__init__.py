@@ -151,4 +151,11 @@ def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
     return tuple(shown)
 
 
-ENGINE = Engine(name="sglang", version=VERSION, emulate=emulate, flags=FLAGS)
+ENGINE = Engine(
+    name="sglang",
+    version=VERSION,
+    emulate=emulate,
+    flags=FLAGS,
+    programs=("sglang serve", "serve", "python -m sglang.launch_server"),
+    limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),
+)

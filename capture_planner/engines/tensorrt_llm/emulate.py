@@ -53,7 +53,15 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     )
 
 
-ENGINE = Engine(name=NAME, version=VERSION, emulate=emulate, flags=FLAGS)
+ENGINE = Engine(
+    name=NAME,
+    version=VERSION,
+    emulate=emulate,
+    flags=FLAGS,
+    programs=("trtllm-serve serve", "trtllm-serve", "serve"),
+    limits=("--max_batch_size", "--max_num_tokens", "--config"),
+    also_called=("trtllm-serve", "trtllm", "trt-llm"),
+)
 
 
 class _Steps:

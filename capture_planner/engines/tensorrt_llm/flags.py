@@ -107,12 +107,10 @@ class Given:
 def read_flags(command: Sequence[str], notes: Notes) -> Given:
     """Return what is given: of a flag that is given twice, the last.
 
-    The program's name, ``serve`` and one model may stand among the flags.
+    One model may stand among the flags.
     """
     given = Given()
     words = deque(command)
-    while words and words[0] in ("trtllm-serve", "serve"):
-        words.popleft()
     models = 0
     while words:
         word = words.popleft()

@@ -198,4 +198,12 @@ def _backend_source(configuration: Configuration) -> str:
     return given.source("attention_backend" if "attention_backend" in given.values else "attention_config")
 
 
-ENGINE = Engine(name="vllm", version=VERSION, emulate=emulate, flags=FLAGS)
+ENGINE = Engine(
+    name="vllm",
+    version=VERSION,
+    emulate=emulate,
+    flags=FLAGS,
+    programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
+    limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
+    variables="VLLM_",
+)

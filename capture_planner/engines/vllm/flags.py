@@ -70,8 +70,6 @@ def refusal(flag: str, reason: str, remedy: str = "", *inside: str | int) -> Fla
 def read(command: Sequence[str]) -> Given:
     """Return what ``vllm serve`` reads from its words; raises ``FlagError`` with the first that it refuses."""
     variables, words = _variables(list(command))
-    if words[:2] == ["vllm", "serve"]:
-        words = words[2:]
     words = _model_first(words)
     from_file: list[str] = []
     if "--config" in words:
