@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.core import Emulation, Engine, Setting
+from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang import capture, graph_rules, rules
-from capture_planner.engines.sglang.flags import FLAGS, in_its_file, parse, refusal
+from capture_planner.engines.sglang.flags import FLAGS, name_of, parse
 from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
 from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, Resolution, checkpoint
+from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.errors import FlagError
 from capture_planner.model import Method, Speculative
@@ -86,7 +88,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         pool = capture.request_pool(r)
         found = capture.managers(r, pool)
     except FlagError as error:
-        raise in_its_file(error, command) from None
+        raise in_its_file(error, command, name_of) from None
     args = r.args
     chunk = args.chunked_prefill_size
     width = (args.speculative_num_draft_tokens if args.speculative_algorithm else None) or 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang.managers import (
     DecodeGraphs,
     PrefillGraphs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Resolution
 from capture_planner.sizing.engines import GiB, sglang_default_max, sglang_requests, sglang_tokens
 

@@ -10,7 +10,7 @@ import attrs
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
-from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.parsing import refusal
 from capture_planner.environment import Environment
 from capture_planner.modes import Role
 from capture_planner.plan import Decision

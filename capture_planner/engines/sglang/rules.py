@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from capture_planner.engines import checkpoints
-from capture_planner.engines.parsing import did_you_mean
-from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS, refusal
+from capture_planner.engines.parsing import did_you_mean, refusal
+from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS
 from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Resolution
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")

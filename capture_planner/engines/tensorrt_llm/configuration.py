@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from capture_planner.engines.parsing import names
 from capture_planner.engines.tensorrt_llm.drafting import read_drafting
 from capture_planner.engines.tensorrt_llm.flags import FIELDS, read_file, read_flags
 from capture_planner.engines.tensorrt_llm.settings import Graphs, Resolved
@@ -13,7 +14,6 @@ from capture_planner.engines.tensorrt_llm.values import (
     Path,
     integer,
     mapping,
-    names,
     only,
     shown,
     truth,
@@ -78,7 +78,7 @@ def resolve(command: Sequence[str]) -> Resolved:
     read = read_flags(command, notes)
     given, spelled = read.values, read.spelled
     in_file = {} if read.file is None else read_file(read.file, notes)
-    only(in_file, _FOLLOWED | _IGNORED | set(_MUST_BE), (_CONFIG,), notes)
+    only(in_file, _FOLLOWED | {*_IGNORED, *_MUST_BE}, (_CONFIG,), notes)
     values: dict[str, Any] = {**in_file, **given}
     sources = {name: "flag" if name in given else "file" for name in values}
     for name, (harmless, what) in _MUST_BE.items():

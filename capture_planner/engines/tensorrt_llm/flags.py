@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 from ruamel.yaml.error import YAMLError
 
-from capture_planner.engines.parsing import did_you_mean
-from capture_planner.engines.tensorrt_llm.values import Notes, integer, names
+from capture_planner.engines.parsing import did_you_mean, names
+from capture_planner.engines.tensorrt_llm.values import Notes, integer
 from capture_planner.engines.yaml_files import located_inside, read_yaml, refused_file
 from capture_planner.errors import InvalidDocument, Problem
 

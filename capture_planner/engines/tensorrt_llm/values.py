@@ -21,11 +21,6 @@ _WORDS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fromke
 )
 
 
-def names(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
 @attrs.define
 class Notes:
     """The problems found so far."""

@@ -11,10 +11,11 @@ from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import VARIABLES, Given, read, refusal
 from capture_planner.engines.vllm.managers import managers
 from capture_planner.engines.vllm.model import COUNTS_AS
-from capture_planner.engines.vllm.places import in_its_file
+from capture_planner.engines.vllm.places import name_of
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
 from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError, InvalidValue
 from capture_planner.model import Method, Speculative
@@ -81,7 +82,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     try:
         settings, configuration = resolve(command, environment)
     except FlagError as error:
-        raise in_its_file(error, command) from None
+        raise in_its_file(error, command, name_of) from None
     if settings.sizes and settings.sizes[0] < 1:
         raise refusal(
             "--cudagraph-capture-sizes",
