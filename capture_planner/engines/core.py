@@ -71,6 +71,36 @@ class Setting:
     come from: ``model``, ``known`` or ``assumed``."""
 
 
+class Decisions(list[Decision]):
+    """What an engine's rules did, in order."""
+
+    def note(
+        self,
+        rule: str,
+        before: object,
+        after: object,
+        says: str,
+        role: Role = Role.TARGET,
+        backend: str | None = None,
+    ) -> None:
+        """Write down a step that changed a value."""
+        self.append(
+            Decision(
+                rule=rule, role=role, backend=backend, before=written(before), after=written(after), says=says
+            )
+        )
+
+
+def written(value: object) -> str:
+    """Return a value as decisions have it: of more than twelve items the first six and the last three."""
+    if isinstance(value, list | tuple):
+        words = [str(item) for item in value]
+        return ", ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]]) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
+
+
 class Manager(Protocol):
     """One role's graphs and the rule by which the engine finds one."""
 

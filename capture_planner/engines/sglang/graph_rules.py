@@ -33,7 +33,7 @@ def read_settings(r: Resolution) -> None:
     for flag, phase, key, value in given:
         before = getattr(r.phase(phase), key)
         if (phase, key) in r.locked and before != value:
-            r.decide(
+            r.decisions.note(
                 "graph-setting-precedence",
                 before,
                 value,
@@ -109,11 +109,11 @@ def _fill_decode(r: Resolution) -> None:
             f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks has decode graphs "
             f"for up to {decode.max_bs} requests"
         )
-        r.decide("decode-max-by-memory", None, decode.max_bs, says)
+        r.decisions.note("decode-max-by-memory", None, decode.max_bs, says)
         most = args.max_running_requests
         if most is not None and decode.max_bs > most:
             says = f"at most {most} requests run, so the default of {decode.max_bs} comes down"
-            r.decide("decode-max-by-requests", decode.max_bs, most, says)
+            r.decisions.note("decode-max-by-requests", decode.max_bs, most, says)
             r.put(DECODE, "max_bs", most, "decode-max-by-requests")
     if decode.bs is not None:
         if not decode.bs:
@@ -122,7 +122,7 @@ def _fill_decode(r: Resolution) -> None:
         largest, source = max(decode.bs), r.sources["cuda_graph_config.decode.bs"]
         if decode.max_bs != largest and (DECODE, "max_bs") in r.locked:
             says = "the list of decode sizes is taken as it is, and its largest is the maximum"
-            r.decide("decode-list-wins", decode.max_bs, largest, says)
+            r.decisions.note("decode-list-wins", decode.max_bs, largest, says)
             source = "decode-list-wins"
         if decode.max_bs != largest or (DECODE, "max_bs") not in r.locked:
             r.put(DECODE, "max_bs", largest, source)
@@ -153,7 +153,7 @@ def _fill_prefill(r: Resolution) -> None:
 def _lower_prefill(r: Resolution, most: int, rule: str, why: str) -> None:
     if r.prefill.max_bs > most:
         says = f"prefill graphs end at {most} tokens: {why}"
-        r.decide(rule, r.prefill.max_bs, most, says)
+        r.decisions.note(rule, r.prefill.max_bs, most, says)
         r.put(PREFILL, "max_bs", most, rule)
 
 
@@ -168,7 +168,7 @@ def lower_for_attention_dp(r: Resolution) -> None:
     if prefill.backend == DISABLED or prefill.max_bs <= share or (PREFILL, "max_bs") in r.locked:
         return
     says = f"prefill graphs end at a rank's share of the chunk, {share} tokens"
-    r.decide("prefill-max-per-rank", prefill.max_bs, share, says)
+    r.decisions.note("prefill-max-per-rank", prefill.max_bs, share, says)
     r.put(PREFILL, "max_bs", share, "prefill-max-per-rank")
     if (PREFILL, "bs") not in r.locked:
         r.put(PREFILL, "bs", list(sglang_tokens(share)), "prefill-max-per-rank")

@@ -10,10 +10,9 @@ import attrs
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
+from capture_planner.engines.core import Decisions
 from capture_planner.engines.parsing import refusal
 from capture_planner.environment import Environment
-from capture_planner.modes import Role
-from capture_planner.plan import Decision
 
 FULL, BREAKABLE, DISABLED = "full", "breakable", "disabled"
 """How a phase's graphs are captured: whole, in segments between what cannot be captured, or not at all."""
@@ -102,7 +101,7 @@ class Resolution:
     """(phase, key) pairs that a flag has set, which the defaults' rules leave alone."""
     attention: tuple[str, str] = ("", "")
     """Backends of prefills and decodes."""
-    decisions: list[Decision] = attrs.Factory(list)
+    decisions: Decisions = attrs.Factory(Decisions)
 
     @property
     def named(self) -> str | None:
@@ -112,18 +111,12 @@ class Resolution:
     def phase(self, name: str) -> Phase:
         return self.decode if name == DECODE else self.prefill
 
-    def decide(self, rule: str, before: object, after: object, says: str, role: Role = Role.TARGET) -> None:
-        """Write down what a rule has done."""
-        self.decisions.append(
-            Decision(rule=rule, role=role, before=_shown(before), after=_shown(after), says=says)
-        )
-
     def rewrite(self, name: str, value: Any, rule: str, says: str) -> None:
         """Change a flag's value, and write down why."""
         before = getattr(self.args, name)
         setattr(self.args, name, value)
         self.sources[name] = rule
-        self.decide(rule, before, value, says)
+        self.decisions.note(rule, before, value, says)
 
     def put(self, phase: str, key: str, value: Any, source: str) -> None:
         """Set a phase's value, and where it comes from."""
@@ -134,7 +127,7 @@ class Resolution:
         """Turn a phase's graphs off, and write down why where they were on."""
         before = self.phase(phase).backend
         if before != DISABLED:
-            self.decide(rule, before, DISABLED, says)
+            self.decisions.note(rule, before, DISABLED, says)
             self.put(phase, "backend", DISABLED, rule)
 
     @property
@@ -145,10 +138,3 @@ class Resolution:
     def attention_tp(self) -> int:
         """Tensor-parallel ranks of attention."""
         return int(self.args.tp_size) // int(self.args.attn_dp_size)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list | tuple):
-        words = [str(item) for item in value]
-        return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]])
-    return "none" if value is None else str(value)

@@ -176,7 +176,7 @@ def resolve_speculation(r: Resolution) -> None:
         return
     name = args.speculative_algorithm.upper()
     if name == "NEXTN":
-        r.decide("nextn-is-eagle", "NEXTN", "EAGLE", "NEXTN is run as EAGLE")
+        r.decisions.note("nextn-is-eagle", "NEXTN", "EAGLE", "NEXTN is run as EAGLE")
         r.sources["speculative_algorithm"] = "nextn-is-eagle"
         name = "EAGLE"
     args.speculative_algorithm = name
