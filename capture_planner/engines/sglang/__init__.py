@@ -23,7 +23,7 @@ from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang import capture, graph_rules, rules
 from capture_planner.engines.sglang.flags import FLAGS, name_of, parse
 from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
-from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, Resolution, checkpoint
+from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, Resolution, read_model
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.errors import FlagError
@@ -64,7 +64,7 @@ def resolve(command: Sequence[str], environment: Environment) -> Resolution:
     if environment.device.kind is not DeviceKind.CUDA:
         says = f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
         raise refusal("--device", says, "name a GPU's environment")
-    r = Resolution(args, sources, environment, checkpoint(args.model_path))
+    r = Resolution(args, sources, environment, read_model(args.model_path))
     rules.check_followed(r)
     rules.read_attention_dp(r)
     graph_rules.read_settings(r)

@@ -41,7 +41,7 @@ _LENGTH_LEFT_OUT = 2048
 
 
 @attrs.frozen
-class Checkpoint:
+class Model:
     """What is known of the served model: an ordinary text decoder, and what its config.json says."""
 
     source: str = ASSUMED
@@ -53,7 +53,7 @@ class Checkpoint:
     multimodal: bool = False
 
 
-def checkpoint(path: str) -> Checkpoint:
+def read_model(path: str) -> Model:
     """Read a model's config.json by folder or name; a name that is not known leaves everything unknown.
 
     Raises ``FlagError`` for a folder without one that can be read.
@@ -61,7 +61,7 @@ def checkpoint(path: str) -> Checkpoint:
     try:
         found = checkpoints.find(path)
         names = found.config.get("architectures") or [None]
-        return Checkpoint(
+        return Model(
             source=found.source,
             architecture=names[0],
             context=None if found.source == ASSUMED else _context(found.text, found.rope),
@@ -94,7 +94,7 @@ class Resolution:
     sources: dict[str, str]
     """Where each value comes from that is not the default, by flag; ``cuda_graph_config.decode.bs`` for a phase's."""
     environment: Environment
-    model: Checkpoint
+    model: Model
     decode: Phase = attrs.Factory(lambda: Phase(FULL))
     prefill: Phase = attrs.Factory(lambda: Phase(BREAKABLE))
     locked: set[tuple[str, str]] = attrs.Factory(set)

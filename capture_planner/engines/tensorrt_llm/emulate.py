@@ -11,7 +11,7 @@ from capture_planner.engines.tensorrt_llm.configuration import resolve
 from capture_planner.engines.tensorrt_llm.flags import FLAGS
 from capture_planner.engines.tensorrt_llm.manager import DecodeGraphs
 from capture_planner.engines.tensorrt_llm.settings import Drafting, Graphs, Resolved
-from capture_planner.engines.tensorrt_llm.values import Notes
+from capture_planner.engines.tensorrt_llm.values import Problems
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError
 from capture_planner.spec import Limits, Parallel
@@ -93,14 +93,14 @@ def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str
         source = "sizes-admitted"
     schedule = resolved.schedule
     if schedule is not None and not admitted:
-        notes = Notes()
-        notes.refused(
+        problems = Problems()
+        problems.refused(
             ("--max_num_tokens",),
             "start-up asks for the largest of its sizes, and there is none",
             f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
             remedy=f"give at least {resolved.width}",
         )
-        raise FlagError(notes.problems)
+        raise FlagError(problems.found)
     shapes = rules.captured_shapes(
         admitted,
         (0,) if drafting is None else drafting.draft_lens,
