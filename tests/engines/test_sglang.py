@@ -71,6 +71,7 @@ def test_a_setting_comes_from_a_flag_the_file_a_default_or_a_rule(folder: Path, 
 
 
 PHASES = "cuda_graph_config"
+NULL = '{"decode": {"bs": null, "max_bs": null}, "prefill": {"bs": null, "max_bs": null}}'
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,14 @@ def test_where_a_value_comes_from(flags: list[str], name: str, value: object, so
     emulation = emulate([*BASE, *flags], H100)
     (found,) = (setting for setting in emulation.settings if setting.name == name)
     assert (found.value, found.source) == (value, source)
+
+
+def test_a_null_asks_for_no_sizes() -> None:
+    """The list is SGLang's own then, as where no flag is given."""
+    null, none = (emulate([*BASE, *flags], H100) for flags in (["--cuda-graph-config", NULL], []))
+    assert null.asked_sizes == none.asked_sizes == ()
+    assert null.settings == none.settings
+    assert emulate([*BASE, "--cuda-graph-bs-decode", "8", "2"], H100).asked_sizes == (8, 2)
 
 
 def test_where_a_value_of_the_file_comes_from(tmp_path: Path) -> None:

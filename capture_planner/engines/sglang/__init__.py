@@ -23,7 +23,7 @@ from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang import capture, graph_rules, rules
 from capture_planner.engines.sglang.flags import FLAGS, name_of, parse
 from capture_planner.engines.sglang.managers import SglangManager, ranks_bucket
-from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, Resolution, read_model
+from capture_planner.engines.sglang.resolution import COUNTS_AS, Resolution, read_model
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.errors import FlagError
@@ -100,7 +100,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         command=tuple(command),
         settings=_settings(r, pool),
         sizes=decodes.sizes if decodes else (),
-        asked_sizes=tuple(r.decode.bs) if (DECODE, "bs") in r.locked else (),
+        asked_sizes=() if r.sources["cuda_graph_config.decode.bs"] == "default" else tuple(r.decode.bs),
         managers=found,
         decisions=tuple(r.decisions),
         limits=Limits(max_num_reqs=pool, max_num_tokens=tokens),
