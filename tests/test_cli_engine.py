@@ -106,12 +106,22 @@ def test_short_flags_of_the_engine_are_left_as_they_are(call: Run) -> None:
         ("sglang", "SGLANG_X=1 python3 -m sglang.launch_server"),
         ("sglang", "sglang serve"),
         ("tensorrt-llm", "TLLM_LOG_LEVEL=INFO trtllm-serve"),
+        ("tensorrt-llm", "trtllm-serve serve"),
     ],
 )
 def test_a_whole_command_line_will_do(call: Run, name: str, front: str) -> None:
     """Variables and the program in front of the flags change nothing."""
     bare = call("engine", name, *FLAGS[name], *H100, "--format", "json").data
     assert call("engine", name, *front.split(), *FLAGS[name], *H100, "--format", "json").data == bare
+
+
+def test_the_own_variables_of_an_engine_decide() -> None:
+    """Those in front of its program count, others do not."""
+    machine = catalog.find_environment("h100")
+    words = ["CUDA_VISIBLE_DEVICES=1", "VLLM_USE_V2_MODEL_RUNNER=0", "vllm", "serve", "m"]
+    assert emulate("vllm", words, machine).command == ("VLLM_USE_V2_MODEL_RUNNER=0", "m")
+    for name in ENGINES:
+        assert set(find_engine(name).limits) <= set(find_engine(name).flags)
 
 
 OWN = {"--format": True, "--flag": False}

@@ -18,7 +18,7 @@ from capture_planner.cli.common import (
     planned,
 )
 from capture_planner.codec import load_plan
-from capture_planner.engines import ENGINES
+from capture_planner.engines import ENGINES, find_engine
 from capture_planner.engines.compare import compare as side_by_side
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.parsing import near
@@ -77,17 +77,14 @@ def _plan(letter: str, named: str) -> Plan | None:
         return None
     if not named.strip() or not Path(named).exists():
         word = (named.split(maxsplit=1) or [""])[0]
-        found = near(word, ENGINES) or _PROGRAMS.get(word, "")
+        called = {also: name for name in ENGINES for also in find_engine(name).also_called}
+        found = near(word, ENGINES) or called.get(word, "")
         remedy = f"did you mean {found}? {letter} is" if found else f"{letter} can be"
         raise click.UsageError(
             f"{letter}: {named if named.strip() else repr(named)}: cannot be read: there is no such file; {remedy} a "
             f"plan or spec file, or an engine's command line in quotes, beginning with one of {', '.join(ENGINES)}."
         )
     return load_plan(named) if is_plan_file(named) else None
-
-
-_PROGRAMS = {"trtllm-serve": "tensorrt-llm", "trtllm": "tensorrt-llm", "trt-llm": "tensorrt-llm"}
-"""What TensorRT-LLM is called too."""
 
 
 def _deployed(letter: str, named: str, environment: Environment) -> Plan | Emulation:

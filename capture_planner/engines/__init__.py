@@ -33,33 +33,19 @@ def find_engine(name: str) -> Engine:
     return engine
 
 
-_PROGRAMS = {
-    "vllm": ("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
-    "sglang": ("sglang serve", "serve", "python -m sglang.launch_server"),
-    "tensorrt-llm": ("trtllm-serve serve", "trtllm-serve", "serve"),
-}
-"""What may stand in front of an engine's flags where a whole command line is given."""
-
-_LIMITS = {
-    "vllm": ("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
-    "sglang": ("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),
-    "tensorrt-llm": ("--max_batch_size", "--max_num_tokens", "--config"),
-}
-"""The flags that say how many requests, tokens and drafts there are at most."""
-
-
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
     """Emulate an engine with its own flags on a machine; raises ``FlagError`` for flags that it refuses.
 
     A whole command line will do: variables and the program's name may stand in front. Of variables only the
     engine's own matter.
     """
+    engine = find_engine(name)
     try:
-        return find_engine(name).emulate(_flags(name, flags), environment)
+        return engine.emulate(_flags(engine, flags), environment)
     except FlagError:
         raise
     except InvalidValue as error:
-        requests, tokens, drafts = _LIMITS[name]
+        requests, tokens, drafts = engine.limits
         places = {"max_num_reqs": requests, "max_num_tokens": tokens, "num_tokens": drafts}
         raise FlagError(
             attrs.evolve(
@@ -72,16 +58,16 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
         ) from None
 
 
-def _flags(name: str, command: Sequence[str]) -> list[str]:
+def _flags(engine: Engine, command: Sequence[str]) -> list[str]:
     """Return the engine's own variables and flags of a command line."""
     words, kept = list(command), []
     while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0], re.DOTALL):
         variable = words.pop(0)
-        if name == "vllm" and variable.startswith("VLLM_"):
+        if engine.variables is not None and variable.startswith(engine.variables):
             kept.append(variable)
     if words and re.fullmatch(r"(?:\S*/)?python[\d.]*", words[0]):
         words[0] = "python"
-    for program in _PROGRAMS[name]:
+    for program in engine.programs:
         parts = program.split()
         if words[: len(parts)] == parts:
             words = words[len(parts) :]

@@ -70,7 +70,7 @@ def says(source: str, stands_for: str) -> str:
 
 
 def assumption(name: str | None, counts_as: str) -> str:
-    """Return the clause that says what a model without facts counts as; None where none was named."""
+    """Return the clause that says what a model without facts counts as; ``name`` is None where none was named."""
     if name is None:
         return f"no model was named, and {counts_as} is taken"
     return f"{name} is no local folder and no known model, and counts as {counts_as}"

@@ -76,6 +76,36 @@ class Setting:
     come from: ``model``, ``known`` or ``assumed``."""
 
 
+class Decisions(list[Decision]):
+    """What an engine's rules did, in order."""
+
+    def note(
+        self,
+        rule: str,
+        before: object,
+        after: object,
+        says: str,
+        role: Role = Role.TARGET,
+        backend: str | None = None,
+    ) -> None:
+        """Write down a step that changed a value."""
+        self.append(
+            Decision(
+                rule=rule, role=role, backend=backend, before=written(before), after=written(after), says=says
+            )
+        )
+
+
+def written(value: object) -> str:
+    """Return a value as decisions have it: of more than twelve items the first six and the last three."""
+    if isinstance(value, list | tuple):
+        words = [str(item) for item in value]
+        return ", ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]]) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
+
+
 class Manager(Protocol):
     """One role's graphs and the rule by which the engine finds one."""
 
@@ -189,3 +219,11 @@ class Engine:
     that is wrong with the flags."""
     flags: Mapping[str, str]
     """Each flag that graphs can depend on, with what it is for in a few words; others are read too."""
+    programs: tuple[str, ...]
+    """What may stand in front of the flags where a whole command line is given, the longest first."""
+    limits: tuple[str, str, str]
+    """The flags that say how many requests, tokens and drafted tokens there are at most."""
+    variables: str | None = None
+    """What the names of the engine's own environment variables begin with; None where none of them matters."""
+    also_called: tuple[str, ...] = ()
+    """Other names of the engine and its program, which a person may type for ``name``."""

@@ -18,6 +18,16 @@ NUMBERS = re.compile(r"[\[(]?\s*-?\d+(?:[\s,;]+-?\d+)+[\s,;]*[\])]?")
 """Several whole numbers in one word."""
 
 
+def refusal(flag: str, reason: str, remedy: str = "", *inside: str | int) -> FlagError:
+    """Return the error for one flag, with a place inside its JSON value where there is one."""
+    return FlagError([Problem(path=(flag, *inside), message=reason, remedy=remedy)])
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the words of a text, as a list of names is written where there are many."""
+    return tuple(text.split())
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """Return the known name that is nearest, whatever its dashes and underscores; empty where none is near."""
     spelled = {_plain(each): each for each in known}

@@ -87,6 +87,8 @@ def _sizes(planned: Sequence[int], found: Sequence[int]) -> Iterator[str]:
 
 
 def _speculative(plan: Plan, found: Any, max_num_seqs: int) -> Iterator[str]:
+    from capture_planner.engines.vllm.schedule import draft_tokens, normalized
+
     planned = plan.speculative
     if planned is None or found is None:
         if planned is not None or found is not None:
@@ -101,27 +103,16 @@ def _speculative(plan: Plan, found: Any, max_num_seqs: int) -> Iterator[str]:
         yield f"speculative_config.num_speculative_tokens: the plan has {planned.num_tokens}, vLLM has {tokens}"
         return
     name = "num_speculative_tokens_per_batch_size"
-    ranges = getattr(found, name, None) or ()
-    schedule = tuple((first, last, k) for first, last, k in ranges)
-    of_plan, of_engine = (
-        _dense(planned.schedule, tokens, max_num_seqs),
-        _dense(schedule, tokens, max_num_seqs),
-    )
-    wrong = [num_reqs for num_reqs in range(max_num_seqs) if of_plan[num_reqs] != of_engine[num_reqs]]
+    given = getattr(found, name, None)
+    tiers = normalized(list(given)) if given else ()
+    of_engine = draft_tokens(tiers, max_num_reqs=max_num_seqs, num_speculative=tokens)
+    wrong = [reqs for reqs in range(1, max_num_seqs + 1) if planned.draft_tokens(reqs) != of_engine[reqs]]
     if wrong:
         first = wrong[0]
         yield (
             f"speculative_config.{name}: {len(wrong)} of {max_num_seqs} batch sizes draft otherwise, first "
-            f"{first + 1}: the plan has {of_plan[first]}, vLLM has {of_engine[first]}"
+            f"{first}: the plan has {planned.draft_tokens(first)}, vLLM has {of_engine[first]}"
         )
-
-
-def _dense(schedule: Sequence[tuple[int, int, int]], most: int, max_num_seqs: int) -> list[int]:
-    """Return the draft tokens of 1, 2, ... requests: gaps and the tail carry the last ones forward."""
-    dense = [most] * max_num_seqs
-    for first, _, k in schedule:
-        dense[first - 1 :] = [min(k, most)] * len(dense[first - 1 :])
-    return dense
 
 
 class _Finder(MetaPathFinder):

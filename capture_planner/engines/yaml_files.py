@@ -6,8 +6,9 @@ key that is given twice the last one holds.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -86,13 +87,66 @@ def refused_file(error: InvalidDocument, flag: str, says: str, remedy: str = "")
     )
 
 
-def located(
+def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = False) -> dict[Any, Any]:
+    """Return the flags in the file of ``--config``; raises ``FlagError`` where it holds none by name.
+
+    ``example`` is a line of such a file.
+    """
+    try:
+        content = read_yaml(path)
+    except InvalidDocument as error:
+        remedy = "name a YAML file of flags"
+        raise refused_file(error, "--config", f"{engine} cannot read it", remedy) from None
+    if content is None and may_be_empty:
+        return {}
+    if not isinstance(content, dict):
+        says = f"{engine} wants flags by name in the file"
+        remedy = f"write one flag: value on each line, as in {example}"
+        raise FlagError([Problem(path=("--config",), file=path, line=1, message=says, remedy=remedy)])
+    return content
+
+
+def as_words(content: Mapping[Any, Any], is_switch: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Return the flags of a file as a command line has them.
+
+    Of a switch, and of an empty list, nothing is left where it is false. A flag that is no switch takes
+    ``true`` and ``false`` as its value.
+    """
+    words: list[str] = []
+    for name, value in content.items():
+        flag = f"--{name}"
+        if isinstance(value, bool) and is_switch(str(name)):
+            words += [flag] if value else []
+        elif isinstance(value, bool):
+            words += [flag, str(value).lower()]
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)] if value else []
+        else:
+            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def in_its_file(error: FlagError, command: Sequence[str], name_of: Callable[[str], str]) -> FlagError:
+    """Return an error with the places of what stands in the file of ``--config``.
+
+    ``name_of`` makes of a flag, as it is written here or there, the engine's own name of it.
+    """
+    words = list(command)
+    if words.count("--config") != 1 or words[-1] == "--config":
+        return error
+    given = {name_of(word) for word in words if word.startswith("-")}
+    try:
+        return FlagError(_located(error.problems, words[words.index("--config") + 1], given, name_of))
+    except (InvalidDocument, YAMLError):
+        return error  # it is about the file itself
+
+
+def _located(
     problems: Iterable[Problem], path: str, given: Container[str], name: Callable[[str], str]
 ) -> Iterator[Problem]:
     """Return problems with file, line and column where what they are about stands in a file of flags.
 
-    ``name`` makes of a flag, as it is written here or there, the engine's own name of it; ``given`` are the
-    names that the command line has, which wins over the file.
+    ``given`` are the names that the command line has, which wins over the file.
     """
     root = _yaml().compose(_text(path))
     for problem in problems:

@@ -27,7 +27,7 @@ def export_command(made: Export, output: Path | None) -> str:
 def export_table(made: Export, output: Path | None) -> RenderableType:
     """What the flags lose, with what it costs, and what the engine makes of them."""
     parts: list[RenderableType] = []
-    if made.needs_file and output is None:
+    if made.by_file and output is None:
         parts += [Text(f"{made.file_name}:", style="bold"), Text(made.file.rstrip()), Text()]
     parts += _losses(made)
     if made.proof is not None:

@@ -162,7 +162,8 @@ def test_the_file_says_what_the_flags_say(engine, planned):
     """The file is YAML, and gives the same words; where the flags refer to it, they hold nothing else."""
     export = EXPORTERS[engine](planned)
     data = YAML(typ="safe", pure=True).load(export.file)
-    if export.needs_file:
+    assert data == export.settings
+    if export.by_file:
         assert export.command("/x.yaml") == (planned.model.name, "--config", "/x.yaml")
         assert data["max_batch_size"] == planned.limits.max_num_reqs
     else:

@@ -59,6 +59,77 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(seed=st.integers(0, 1 << 30))
+def test_a_setting_comes_from_a_flag_the_file_a_default_or_a_rule(folder: Path, seed: int) -> None:
+    """A rule is one of the decisions, and a file's value is the source only where there is a file."""
+    emulation, _ = drawn(seed, folder)
+    plain = {"flag", "default"} | ({"file"} if "--config" in emulation.command else set())
+    rules = {decision.rule for decision in emulation.decisions}
+    for setting in emulation.settings:
+        of_model = setting.name in ("model_path", "model_facts", "context_length")
+        allowed = plain | rules | ({"model", "assumed"} if of_model else set())
+        assert setting.source in allowed, setting
+
+
+PHASES = "cuda_graph_config"
+NULL = '{"decode": {"bs": null, "max_bs": null}, "prefill": {"bs": null, "max_bs": null}}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value", "source"),
+    [
+        (["--cuda-graph-bs-decode", "8", "2"], f"{PHASES}.decode.bs", [8, 2], "flag"),
+        (["--cuda-graph-bs-decode", "8", "2"], f"{PHASES}.decode.max_bs", 8, "flag"),
+        (
+            ["--cuda-graph-bs-decode", "8", "--cuda-graph-max-bs-decode", "4"],
+            f"{PHASES}.decode.max_bs",
+            8,
+            "decode-list-wins",
+        ),
+        (["--max-running-requests", "9"], f"{PHASES}.decode.max_bs", 9, "decode-max-by-requests"),
+        ([], f"{PHASES}.decode.max_bs", 256, "decode-max-by-memory"),
+        ([], f"{PHASES}.prefill.max_bs", 8192, "chunk-by-memory"),
+        (["--chunked-prefill-size", "512"], f"{PHASES}.prefill.max_bs", 512, "flag"),
+        (["--max-total-tokens", "300"], f"{PHASES}.prefill.max_bs", 300, "prefill-max-by-pool"),
+        (["--pp-size", "2"], f"{PHASES}.prefill.backend", "disabled", "pipeline-prefill"),
+        (["--disable-cuda-graph"], f"{PHASES}.prefill.backend", "disabled", "flag"),
+        (
+            ["--tp-size", "2", "--attn-dp-size", "2"],
+            f"{PHASES}.prefill.max_bs",
+            4096,
+            "prefill-max-per-rank",
+        ),
+        (["--max-total-tokens", "300"], "request_pool", 150, "requests-by-pool"),
+        (["--max-running-requests", "9"], "request_pool", 9, "flag"),
+        ([], "request_pool", 2048, "default"),
+    ],
+)
+def test_where_a_value_comes_from(flags: list[str], name: str, value: object, source: str) -> None:
+    """The flag that gave it, or the rule that wrote it last."""
+    emulation = emulate([*BASE, *flags], H100)
+    (found,) = (setting for setting in emulation.settings if setting.name == name)
+    assert (found.value, found.source) == (value, source)
+
+
+def test_a_null_asks_for_no_sizes() -> None:
+    """The list is SGLang's own then, as where no flag is given."""
+    null, none = (emulate([*BASE, *flags], H100) for flags in (["--cuda-graph-config", NULL], []))
+    assert null.asked_sizes == none.asked_sizes == ()
+    assert null.settings == none.settings
+    assert emulate([*BASE, "--cuda-graph-bs-decode", "8", "2"], H100).asked_sizes == (8, 2)
+
+
+def test_where_a_value_of_the_file_comes_from(tmp_path: Path) -> None:
+    """From the file, and from the flag that wins over it."""
+    file = tmp_path / "flags.yaml"
+    file.write_text("cuda-graph-bs-decode: [4, 8]\ncuda-graph-max-bs-prefill: 64\n")
+    emulation = emulate([*BASE, "--cuda-graph-max-bs-prefill", "32", "--config", str(file)], H100)
+    found = {setting.name: (setting.value, setting.source) for setting in emulation.settings}
+    assert found[f"{PHASES}.decode.bs"] == ([4, 8], "file")
+    assert found[f"{PHASES}.decode.max_bs"] == (8, "file")
+    assert found[f"{PHASES}.prefill.max_bs"] == (32, "flag")
+
+
+@given(seed=st.integers(0, 1 << 30))
 def test_answer_is_a_graph_that_fits(folder: Path, seed: int) -> None:
     """An entry is one of those captured, it holds the batch, and its padding is what is left over."""
     emulation, batches = drawn(seed, folder)

@@ -1,22 +1,16 @@
-"""TensorRT-LLM: flags and files that it takes or refuses, and its rules against a plain restatement of them."""
+"""TensorRT-LLM: flags and files that it takes or refuses, and what it makes of them."""
 
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from capture_planner.engines.core import Engine, Manager
-from capture_planner.engines.tensorrt_llm import ENGINE, DecodeGraphs, agreed, rules
-from capture_planner.engines.tensorrt_llm.settings import ALGORITHMS, Drafting
+from capture_planner.engines.tensorrt_llm import ENGINE
 from capture_planner.entry import Batch
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.testing.engines.tensorrt_llm_answers import MACHINE, batch_of
 
-MACHINE = Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1))
 EIGHTS = (1, 2, 4, *range(8, 129, 8))
-KINDS = tuple(ALGORITHMS)
 
 
 @pytest.fixture
@@ -46,32 +40,9 @@ def refused(emulate):
     return problem
 
 
-def decode(num_reqs, query_len=1, **changes):
+def decode(num_reqs, query_len=1, *, past_prompt=True):
     """A decode batch."""
-    shape = {"num_reqs": num_reqs, "num_tokens": num_reqs * query_len, "query_len": query_len}
-    return Batch(**{"role": Role.TARGET} | shape | changes)
-
-
-def graphs_of(sizes, *, padding=True, most=10_000, drafting=None, schedule=None):
-    """Graphs of these sizes, in the engine's order."""
-    lens = (0,) if drafting is None else drafting.draft_lens
-    longest = 0 if drafting is None else drafting.max_draft_len
-    return DecodeGraphs(
-        sizes=tuple(sizes),
-        shapes=rules.captured_shapes(sizes, lens, schedule, longest),
-        padding=padding,
-        max_batch_size=most,
-        drafting=drafting,
-        schedule=schedule,
-    )
-
-
-def test_it_is_an_engine():
-    """The contract that every engine meets."""
-    assert isinstance(ENGINE, Engine)
-    manager: Manager = graphs_of((1, 2))
-    assert manager.role is Role.TARGET
-    assert manager.mode is GraphMode.FULL_DECODE_ONLY
+    return batch_of((num_reqs, query_len, past_prompt))
 
 
 def test_defaults(emulate):
@@ -97,12 +68,11 @@ def test_padding_pads_to_the_next_eight(emulate):
     assert (answer.entry.num_reqs, answer.padded_reqs, answer.padded_tokens) == (40, 7, 7)
 
 
-def test_a_batch_is_not_padded_beyond_the_engine(emulate):
-    """More dummies than max_batch_size has places for are not added, where a list was cut without padding."""
-    graphs = graphs_of((4, 8), most=6)
-    assert graphs.dispatch(decode(5)).reason is Reason.UNCOVERED
-    assert graphs.dispatch(decode(3)).entry.num_reqs == 4
-    assert emulate("--max_batch_size", "6", cuda_graph_config={"batch_sizes": [4, 8]}).sizes == (4,)
+def test_without_padding_what_cannot_run_together_is_dropped(emulate):
+    """With it, the most that can takes its place."""
+    for padding, sizes in ((False, (4,)), (True, (4, 6))):
+        config = {"batch_sizes": [4, 8], "enable_padding": padding}
+        assert emulate("--max_batch_size", "6", cuda_graph_config=config).sizes == sizes
 
 
 def test_null_turns_graphs_off(emulate):
@@ -123,9 +93,9 @@ def test_a_flag_holds_over_the_file(emulate):
     assert sources["max_seq_len"] == "default"
 
 
-def test_the_program_and_a_model_may_stand_in_the_command(emulate):
-    """As one would copy it."""
-    command = ["trtllm-serve", "serve", "some/model", "--tp_size=2", "--trust_remote_code", "--host", "::1"]
+def test_a_model_may_stand_in_the_command(emulate):
+    """And flags that decide nothing about graphs."""
+    command = ["some/model", "--tp_size=2", "--trust_remote_code", "--host", "::1"]
     assert emulate(*command).parallel.tensor == 2
 
 
@@ -185,6 +155,32 @@ def test_ngram_above_its_concurrency_has_graphs_without_drafts(emulate):
     emulation = emulate(speculative_config=ngram | {"draft_len_schedule": {4: 2, 8: 1}})
     assert {graph.entry.query_len for graph in emulation.graphs} == {3}
     assert emulation.decisions[0].rule == "schedule-without-effect"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "schedule", "source"),
+    [
+        ([4, 8], 64, None, "file"),
+        ([8, 4], 64, None, "sizes-sorted"),
+        ([4, 8], 6, None, "sizes-admitted"),
+        ([8, 4], 6, None, "sizes-admitted"),
+        ([4, 8], 64, {5: 2}, "schedule-sizes"),
+        ([4, 8], 64, {4: 2}, "file"),
+        ([4, 8], 3, {5: 2}, "sizes-admitted"),
+        (None, 64, None, "sizes-admitted"),
+        (None, 4096, None, "generated-sizes"),
+    ],
+)
+def test_where_sizes_come_from(emulate, sizes, most, schedule, source):
+    """The file, or the last rule that changed them."""
+    config = {} if sizes is None else {"cuda_graph_config": {"batch_sizes": sizes}}
+    if schedule is not None:
+        config["speculative_config"] = MTP | {"draft_len_schedule": schedule}
+    emulation = emulate("--max_batch_size", str(most), **config)
+    (found,) = (s for s in emulation.settings if s.name == "cuda_graph_config.batch_sizes")
+    assert found.value == list(emulation.sizes)
+    assert found.source == source
+    assert source == "file" or source in {decision.rule for decision in emulation.decisions}
 
 
 @pytest.mark.parametrize(
@@ -294,149 +290,3 @@ def test_all_problems_at_once(emulate):
     with pytest.raises(FlagError) as error:
         emulate("--nope", "--tp_size", "x", unknown=1, **{GRAPHS: {"max_batch_size": -2}})
     assert len(error.value.problems) == 4
-
-
-@st.composite
-def drafting(draw):
-    """Speculation of any kind, or none."""
-    kind = draw(st.none() | st.sampled_from(KINDS))
-    if kind is None:
-        return None
-    drafts = draw(st.integers(1, 5))
-    schedule = None
-    if ALGORITHMS[kind].dynamic and draw(st.booleans()):
-        thresholds = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=3)))
-        lengths = sorted((draw(st.integers(0, drafts)) for _ in thresholds[1:]), reverse=draw(st.booleans()))
-        schedule = dict(zip(thresholds, [drafts, *lengths], strict=True))
-    most = draw(st.none() | st.integers(1, 40)) if not ALGORITHMS[kind].dynamic else None
-    return Drafting(
-        decoding_type=kind,
-        max_draft_len=drafts,
-        total_draft_tokens=drafts,
-        schedule=schedule,
-        max_concurrency=most,
-    )
-
-
-@given(drafting(), st.integers(1, 64))
-def test_width_and_draft_length_are_inverse(spec, width):
-    """PARD runs 2K tokens, the others K + 1, and a request without drafts one."""
-    if spec is None:
-        return
-    doubled = spec.decoding_type == "PARD"
-    lengths = [k for k in range(64) if (2 * k if doubled and k else k + 1) == width]
-    assert spec.draft_len_of(width) == (lengths[0] if lengths else None)
-
-
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=8).map(sorted),
-    st.integers(0, 60),
-    st.booleans(),
-)
-def test_admitted(sizes, most, padding):
-    """What is too large is dropped; with padding, the most takes its place, once."""
-    kept = [size for size in sizes if size <= most]
-    if padding and most and len(kept) < len(sizes) and most not in kept:
-        kept.append(most)
-    assert rules.admitted_sizes(sizes, most, padding) == (tuple(kept) if most else ())
-
-
-@given(drafting(), st.sets(st.integers(1, 50), min_size=1, max_size=8).map(sorted))
-def test_shapes(spec, sizes):
-    """With a schedule a size has one length, and the largest the longest besides; else all lengths."""
-    schedule = None if spec is None else spec.schedule
-    shapes = graphs_of(sizes, drafting=spec, schedule=schedule).shapes
-    assert list(shapes) == sorted(set(shapes), reverse=True)
-    if schedule is None:
-        lens = (0,) if spec is None else spec.draft_lens
-        assert set(shapes) == {(size, draft_len) for size in sizes for draft_len in lens}
-        return
-    for size in sizes:
-        reached = [threshold for threshold in schedule if threshold >= size]
-        scheduled = schedule[min(reached)] if reached else 0
-        own = {draft_len for found, draft_len in shapes if found == size}
-        extra = {spec.max_draft_len} if size == max(sizes) else set()
-        assert own == {scheduled} | extra
-
-
-@given(
-    drafting(),
-    st.sets(st.integers(1, 50), min_size=1, max_size=8).map(sorted),
-    st.integers(1, 60),
-    st.integers(1, 60),
-    st.integers(0, 6),
-    st.booleans(),
-)
-def test_dispatch_by_brute_force(spec, sizes, num_reqs, most, draft_len, padding):
-    """Padded: the least size with this length, not beyond the engine. Then the graph of just that shape."""
-    schedule = None if spec is None else spec.schedule
-    if schedule is not None and list(schedule.values()) != sorted(schedule.values(), reverse=True):
-        return  # the engine searches by halves; the recorded answers have those
-    if spec is None:
-        draft_len = 0
-    graphs = graphs_of(sizes, padding=padding, most=most, drafting=spec, schedule=schedule)
-    width = 1 if spec is None else spec.width(draft_len)
-    size = num_reqs
-    if padding:
-        lengths = {
-            s: draft_len if schedule is None else rules.scheduled_draft_len(schedule, s) for s in sizes
-        }
-        fitting = [s for s in sizes if s >= num_reqs and lengths[s] == draft_len]
-        if fitting and fitting[0] <= most:
-            size = fitting[0]
-    answer = graphs.dispatch(decode(num_reqs, width))
-    if (size, draft_len) in graphs.shapes:
-        assert (answer.entry.num_reqs, answer.entry.query_len) == (size, width)
-        assert answer.padded_tokens == (size - num_reqs) * width
-        assert answer.entry.rejection(decode(num_reqs, width)) is None
-    else:
-        assert answer.entry is None
-        assert answer.reason is (Reason.SIZES if num_reqs > max(sizes) else Reason.UNCOVERED)
-
-
-@given(
-    st.sets(st.integers(1, 30), min_size=1, max_size=6).map(sorted),
-    st.lists(st.tuples(st.integers(1, 34), st.booleans()), min_size=1, max_size=4),
-    st.booleans(),
-    st.integers(1, 34),
-)
-def test_ranks_by_brute_force(sizes, ranks, padding, most):
-    """All or none has a graph; with one, all have the same, and it is the one for the largest."""
-    graphs = graphs_of(sizes, padding=padding, most=most)
-    batches = [decode(num_reqs, past_prompt=past) for num_reqs, past in ranks]
-    answers = agreed(graphs, batches)
-    entries = {answer.entry for answer in answers}
-    assert len(entries) == 1
-    (entry,) = entries
-    largest = max(num_reqs for num_reqs, _ in ranks)
-    alike = len({num_reqs for num_reqs, _ in ranks}) == 1
-    next_size = min((size for size in sizes if size >= largest), default=None)
-    if not all(past for _, past in ranks) or next_size is None:
-        wanted = None
-    elif padding and next_size <= most:
-        wanted = next_size
-    else:
-        wanted = next_size if alike and next_size == largest else None
-    assert (None if entry is None else entry.num_reqs) == wanted
-    for batch, answer in zip(batches, answers, strict=True):
-        if entry is None and graphs.dispatch(batch).entry is not None:
-            assert answer.reason in (Reason.RANK, Reason.SIZES, Reason.UNCOVERED)
-
-
-@given(drafting(), st.integers(1, 60), st.integers(1, 400))
-def test_speculative_has_the_widths_that_the_engine_runs(spec, most, tokens):
-    """By batch size: the schedule's, or with and without drafts around a concurrency."""
-    if spec is None:
-        return
-    speculative = spec.speculative(most, tokens)
-    for num_reqs in range(1, most + 1):
-        draft_len = spec.max_draft_len
-        if spec.schedule is not None:
-            draft_len = rules.scheduled_draft_len(spec.schedule, num_reqs)
-        elif spec.max_concurrency is not None:
-            together = min(num_reqs, tokens // spec.width(spec.max_draft_len))
-            if num_reqs * 1 <= tokens and together > spec.max_concurrency:
-                draft_len = 0
-            elif num_reqs > tokens // spec.width(spec.max_draft_len):
-                continue  # more than can draft together: such a batch is not scheduled
-        assert 1 + speculative.draft_tokens(num_reqs) == spec.width(draft_len)

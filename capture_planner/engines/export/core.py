@@ -20,8 +20,8 @@ from capture_planner.words import counted
 DRAFT_MODEL = "DRAFT_MODEL"
 """Stands where an engine wants the drafter's path, which a plan does not know: to be replaced."""
 
-BACKEND = "--attention-backend"
-"""The flag of the attention backend, of vLLM and of SGLang."""
+BACKEND = "attention-backend"
+"""The setting of the attention backend, of vLLM and of SGLang."""
 
 Scope = tuple[Role, Kind]
 """Batches of one kind of one role."""
@@ -190,11 +190,13 @@ class Export:
     """
 
     engine: str
-    flags: tuple[str, ...]
-    """Words of the engine's command line."""
-    file: str
-    """Text of the engine's configuration file: the same as the flags, or what ``flags`` refer to."""
+    settings: Mapping[str, Any]
+    """What is set, under the engine's names: of its flags without dashes, or of its file's keys."""
     file_name: str
+    by_file: bool = False
+    """Whether the settings stand in the file only, and the flags name the file."""
+    front: tuple[str, ...] = ()
+    """Words in front of the flags: the model, where the engine has no flag for it."""
     sizes: tuple[int, ...] = ()
     """Capture sizes of uniform decodes, in the engine's unit: tokens for vLLM, else requests."""
     losses: tuple[Loss, ...] = ()
@@ -204,25 +206,28 @@ class Export:
     """Why there is no proof: the engine's reason; None where there is one, and before it."""
 
     @property
-    def backend(self) -> str | None:
-        """The attention backend that the flags name; None where they leave it to the engine."""
-        return self.flags[self.flags.index(BACKEND) + 1] if BACKEND in self.flags else None
-
-    def without_backend(self) -> Export:
-        """Return the export without the flag of the attention backend, in its file too."""
-        at = self.flags.index(BACKEND)
-        name = f"{BACKEND.removeprefix('--')}: "
-        lines = [line for line in self.file.splitlines(keepends=True) if not line.startswith(name)]
-        return attrs.evolve(self, flags=self.flags[:at] + self.flags[at + 2 :], file="".join(lines))
+    def flags(self) -> tuple[str, ...]:
+        """Words of the engine's command line."""
+        return self.command(self.file_name)
 
     @property
-    def needs_file(self) -> bool:
-        """Whether the flags say nothing without the file."""
-        return self.file_name in self.flags
+    def file(self) -> str:
+        """Text of the engine's configuration file: the same as the flags, or what they refer to."""
+        return yaml_text(self.settings)
+
+    @property
+    def backend(self) -> str | None:
+        """The attention backend that is set; None where it is left to the engine."""
+        return self.settings.get(BACKEND)
+
+    def without_backend(self) -> Export:
+        """Return the export without the attention backend."""
+        rest = {name: value for name, value in self.settings.items() if name != BACKEND}
+        return attrs.evolve(self, settings=rest)
 
     def command(self, path: str) -> tuple[str, ...]:
         """Return the flags, with the file at ``path`` where they need it."""
-        return tuple(path if word == self.file_name else word for word in self.flags)
+        return (*self.front, *words({"config": path} if self.by_file else self.settings))
 
     def data(self) -> dict[str, Any]:
         """Return the export as JSON has it."""
@@ -256,8 +261,15 @@ def words(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def yaml_text(settings: Mapping[str, Any]) -> str:
-    """Return settings as YAML, one to a line; every JSON value is YAML."""
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
+    """Return settings as YAML, one to a line."""
+    return "".join(f"{name}: {_yaml_value(value)}\n" for name, value in settings.items())
+
+
+def _yaml_value(value: Any) -> str:
+    # As JSON, which is YAML; but JSON would make texts of keys that are numbers.
+    if not isinstance(value, Mapping):
+        return json.dumps(value)
+    return "{" + ", ".join(f"{json.dumps(key)}: {_yaml_value(each)}" for key, each in value.items()) + "}"
 
 
 def both(role: Role) -> tuple[Scope, ...]:
@@ -295,6 +307,15 @@ def drafter_losses(plan: Plan, name: str, says: str) -> list[Loss]:
 def longest_draft(plan: Plan) -> int:
     """Return the most tokens that any batch drafts: less than num_tokens where no batch reaches it."""
     return max(k for *_, k in decode_tiers(plan))
+
+
+def decode_sizes(plan: Plan, target: RolePlan, width: int) -> tuple[int, ...]:
+    """Return the batch sizes of decodes, in requests: those of all widths, for an engine with one list."""
+    if target.mode.is_separate:
+        return tuple(sorted({e.num_reqs for e in target.entries if e.query_len is not None and e.num_reqs}))
+    most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width)
+    fitting = {min(entry.num_tokens // width, most) for entry in target.entries}
+    return tuple(sorted(size for size in fitting if size))
 
 
 def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:

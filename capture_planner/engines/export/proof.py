@@ -37,7 +37,9 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
         emulation = emulated(export, plan.environment, emulate)
     except FlagError as error:
         machine = plan.environment.name
-        if export.backend is None or not _about_backend(error):
+        if export.backend is None or not all(
+            problem.path[:1] == (f"--{BACKEND}",) for problem in error.problems
+        ):
             reason = "; ".join(map(str, error.problems))
             return attrs.evolve(
                 export, unproved=f"{export.engine} does not start with these flags on {machine}: {reason}"
@@ -54,16 +56,12 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
     return attrs.evolve(export, losses=losses, proof=proof)
 
 
-def _about_backend(error: FlagError) -> bool:
-    return all(problem.path[:1] == (BACKEND,) for problem in error.problems)
-
-
 def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emulation:
     """Return what the engine does with the export; its file lies on disk meanwhile, where it needs one.
 
     Raises ``FlagError`` where the engine refuses the flags, with the name of the file as it is exported.
     """
-    if not export.needs_file:
+    if not export.by_file:
         return emulate(export.flags, environment)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, export.file_name)

@@ -11,11 +11,10 @@ from capture_planner.engines.export.core import (
     Loss,
     all_scopes,
     backend_setting,
+    decode_sizes,
     drafter_losses,
     fallback_loss,
     longest_draft,
-    words,
-    yaml_text,
 )
 from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Pool, Role
@@ -79,21 +78,11 @@ def export_sglang(plan: Plan) -> Export:
         settings |= {"cuda-graph-max-bs-prefill": prefill[-1], "cuda-graph-bs-prefill": list(prefill)}
     return Export(
         engine="sglang",
-        flags=words(settings),
-        file=yaml_text(settings),
+        settings=settings,
         file_name=FILE_NAME,
         sizes=decode,
         losses=(*unnamed, *_losses(plan, target, width, prefill), *fallback_loss(plan, "SGLang")),
     )
-
-
-def decode_sizes(plan: Plan, target: RolePlan, width: int) -> tuple[int, ...]:
-    """Return the batch sizes of decodes, in requests: those of all widths, as the engine has one list."""
-    if target.mode.is_separate:
-        return tuple(sorted({e.num_reqs for e in target.entries if e.query_len is not None and e.num_reqs}))
-    most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width)
-    fitting = {min(entry.num_tokens // width, most) for entry in target.entries}
-    return tuple(sorted(size for size in fitting if size))
 
 
 def prefill_sizes(target: RolePlan) -> tuple[int, ...]:

@@ -11,13 +11,11 @@ from capture_planner.engines.export.core import (
     Export,
     Loss,
     all_scopes,
+    decode_sizes,
     drafter_losses,
     fallback_loss,
     longest_draft,
-    words,
-    yaml_text,
 )
-from capture_planner.engines.export.sglang import decode_sizes
 from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind, Plan, RolePlan
@@ -58,10 +56,10 @@ def export_tensorrt_llm(plan: Plan) -> Export:
             options["speculative_config"]["draft_len_schedule"] = schedule
     return Export(
         engine="tensorrt-llm",
-        flags=(plan.model.name, *words({"config": FILE_NAME})),
-        file=yaml_text({name: value for name, value in options.items() if name != "speculative_config"})
-        + _speculative_text(options.get("speculative_config")),
+        settings=options,
         file_name=FILE_NAME,
+        by_file=True,
+        front=(plan.model.name,),
         sizes=sizes,
         losses=(*_losses(plan, target, schedule), *fallback_loss(plan, "TensorRT-LLM")),
     )
@@ -79,18 +77,6 @@ def draft_len_schedule(plan: Plan) -> dict[int, int] | None:
     if len(tiers) < 2 or not falls:
         return None
     return {last: k for _, last, k in tiers if k}
-
-
-def _speculative_text(config: dict[str, Any] | None) -> str:
-    """Write the block by lines: the keys of a schedule are numbers, and JSON would make them text."""
-    if config is None:
-        return ""
-    block = {name: value for name, value in config.items() if name != "draft_len_schedule"}
-    text = "speculative_config:\n" + "".join(f"  {line}\n" for line in yaml_text(block).splitlines())
-    if "draft_len_schedule" in config:
-        text += "  draft_len_schedule:\n"
-        text += "".join(f"    {last}: {k}\n" for last, k in config["draft_len_schedule"].items())
-    return text
 
 
 def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> list[Loss]:

@@ -18,8 +18,6 @@ from capture_planner.engines.export.core import (
     drafter_losses,
     drafters,
     planned,
-    words,
-    yaml_text,
 )
 from capture_planner.engines.export.mend import (
     Decodes,
@@ -31,7 +29,7 @@ from capture_planner.engines.export.mend import (
     target_decodes,
 )
 from capture_planner.entry import Entry
-from capture_planner.model import Method
+from capture_planner.model import Method, Speculative
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.plan import Kind, Plan, RolePlan
 from capture_planner.words import counted
@@ -81,21 +79,18 @@ def export_vllm(plan: Plan) -> Export:
         if plan.lora.specialize:
             settings["specialize-active-lora"] = True
     if plan.speculative is not None:
-        settings["speculative-config"] = _speculative_config(plan)
+        settings["speculative-config"] = _speculative_config(plan.speculative)
     settings["compilation-config"] = compilation
     return Export(
         engine="vllm",
-        flags=words(settings),
-        file=yaml_text(settings),
+        settings=settings,
         file_name=FILE_NAME,
         sizes=sizes,
         losses=(*losses, *unnamed, *_other_losses(plan, target)),
     )
 
 
-def _speculative_config(plan: Plan) -> dict[str, Any]:
-    speculative = plan.speculative
-    assert speculative is not None  # asked for only where the plan has it
+def _speculative_config(speculative: Speculative) -> dict[str, Any]:
     found: dict[str, Any] = {
         "method": speculative.method.value,
         "num_speculative_tokens": speculative.num_tokens,

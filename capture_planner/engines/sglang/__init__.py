@@ -20,11 +20,13 @@ from capture_planner.admissible import DecodeFamily, Domain
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.core import Emulation, Engine, Setting
+from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang import capture, graph_rules, rules
-from capture_planner.engines.sglang.flags import FLAGS, in_its_file, parse, refusal
+from capture_planner.engines.sglang.flags import FLAGS, name_of, parse
 from capture_planner.engines.sglang.managers import ranks_bucket
-from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, Resolution, checkpoint
+from capture_planner.engines.sglang.resolution import COUNTS_AS, Resolution, read_model
 from capture_planner.engines.sglang.rules import EAGLE_FAMILY
+from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.errors import FlagError
 from capture_planner.model import Method, Speculative
@@ -64,7 +66,7 @@ def resolve(command: Sequence[str], environment: Environment) -> Resolution:
     if environment.device.kind is not DeviceKind.CUDA:
         says = f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
         raise refusal("--device", says, "name a GPU's environment")
-    r = Resolution(args, sources, environment, checkpoint(args.model_path))
+    r = Resolution(args, sources, environment, read_model(args.model_path))
     rules.check_followed(r)
     rules.read_attention_dp(r)
     graph_rules.read_settings(r)
@@ -88,7 +90,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         pool = capture.request_pool(r)
         found = capture.managers(r, pool)
     except FlagError as error:
-        raise in_its_file(error, command) from None
+        raise in_its_file(error, command, name_of) from None
     args = r.args
     chunk = args.chunked_prefill_size
     width = (args.speculative_num_draft_tokens if args.speculative_algorithm else None) or 1
@@ -100,7 +102,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         command=tuple(command),
         settings=_settings(r, pool),
         sizes=decodes.sizes if decodes else (),
-        asked_sizes=tuple(r.decode.bs) if (DECODE, "bs") in r.locked else (),
+        asked_sizes=() if r.sources["cuda_graph_config.decode.bs"] == "default" else tuple(r.decode.bs),
         managers=found,
         decisions=tuple(r.decisions),
         limits=Limits(max_num_reqs=pool, max_num_tokens=tokens),
@@ -159,12 +161,18 @@ def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
     for phase in ("decode", "prefill"):
         settings = r.phase(phase)
         for key in ("backend", "max_bs", "bs"):
-            locked = (phase, key) in r.locked
-            value = getattr(settings, key)
-            source = "flag" if locked else "default"
-            shown.append(Setting(name=f"cuda_graph_config.{phase}.{key}", value=value, source=source))
-    shown.append(Setting(name="request_pool", value=pool, source="max_running_requests and max_total_tokens"))
+            name = f"cuda_graph_config.{phase}.{key}"
+            source = r.sources.get(name, "default")
+            shown.append(Setting(name=name, value=getattr(settings, key), source=source))
+    shown.append(Setting(name="request_pool", value=pool, source=r.sources["request_pool"]))
     return tuple(shown)
 
 
-ENGINE = Engine(name="sglang", version=VERSION, emulate=emulate, flags=FLAGS)
+ENGINE = Engine(
+    name="sglang",
+    version=VERSION,
+    emulate=emulate,
+    flags=FLAGS,
+    programs=("sglang serve", "serve", "python -m sglang.launch_server"),
+    limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),
+)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.core import written
+from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang.managers import (
     DecodeGraphs,
     PrefillGraphs,
@@ -36,19 +35,23 @@ def request_pool(r: Resolution) -> int:
     args = r.args
     tokens = args.max_total_tokens
     tokens = None if tokens is None else tokens // args.page_size * args.page_size
+    source = r.sources.get("max_running_requests", "default")
     if args.max_running_requests is not None:
         pool = max(1, args.max_running_requests // args.attn_dp_size)
         if r.attention_dp:
             says = f"{args.attn_dp_size} attention-DP ranks share the requests: {pool} each"
-            r.decide("requests-per-rank", args.max_running_requests, pool, says)
+            r.decisions.note("requests-per-rank", args.max_running_requests, pool, says)
+            source = "requests-per-rank"
     elif tokens is None:
         pool = _POOL_LEAST
     else:
         pool = max(min(int(tokens / context(r) * 512), _POOL_MOST), _POOL_LEAST)
+        source = r.sources["max_total_tokens"]
     if tokens is not None and pool > tokens // 2:
         says = f"a KV pool of {tokens} tokens holds {tokens // 2} requests"
-        r.decide("requests-by-pool", pool, tokens // 2, says)
-        pool = tokens // 2
+        r.decisions.note("requests-by-pool", pool, tokens // 2, says)
+        pool, source = tokens // 2, "requests-by-pool"
+    r.sources["request_pool"] = source
     if pool < 1:
         raise refusal("--max-total-tokens", "SGLang's pool holds no request", "give more tokens")
     return int(pool)
@@ -86,7 +89,7 @@ def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
     chain = _decodes(r, Role.DRAFT_DECODE, pool, args.speculative_eagle_topk, steps) if steps > 0 else None
     if steps < 1:
         says = "one draft step is the draft prefill itself, so that no draft decode is captured"
-        r.decide("one-draft-step", "decode graphs", "none", says, Role.DRAFT_DECODE)
+        r.decisions.note("one-draft-step", "decode graphs", "none", says, Role.DRAFT_DECODE)
     return (
         target,
         SglangManager(role=Role.DRAFT_PREFILL, decodes=extends, prefills=prompts, speculative=True),
@@ -104,7 +107,7 @@ def _target_decodes(r: Resolution, pool: int) -> DecodeGraphs | None:
     found = _decodes(r, Role.TARGET, pool, width)
     if found is not None:
         says = f"a verification has {width} tokens a request; a batch of another width runs eager"
-        r.decide("verify-width", 1, width, says)
+        r.decisions.note("verify-width", 1, width, says)
     return found
 
 
@@ -126,7 +129,7 @@ def _decodes(
     if not found:
         raise refusal(
             "--cuda-graph-bs-decode",
-            f"SGLang has no decode size left: of {_listed(wanted)}, none is in the pool of {pool} "
+            f"SGLang has no decode size left: of {written(wanted)}, none is in the pool of {pool} "
             f"requests and divisible by {alignment(r)}",
             "give sizes that are, or --cuda-graph-backend-decode disabled",
         )
@@ -135,7 +138,7 @@ def _decodes(
             f"decode sizes are those within a pool of {pool} requests whose tokens divide by "
             f"{alignment(r)}; the pool's own size is one where the list passes it"
         )
-        r.decide("decode-sizes-in-pool", _listed(wanted), _listed(found), says, role)
+        r.decisions.note("decode-sizes-in-pool", wanted, found, says, role)
     return DecodeGraphs(
         role=role,
         mode=GraphMode.FULL if r.decode.backend == FULL else GraphMode.PIECEWISE,
@@ -161,7 +164,7 @@ def _lora_cases(r: Resolution) -> tuple[int, ...]:
     if r.args.lora_backend != "triton_v2":
         return (most,)
     says = "triton_v2 skips its kernels without adapters, so each size is captured with them and without"
-    r.decide("lora-and-base-graphs", str(most), f"{most} 0", says)
+    r.decisions.note("lora-and-base-graphs", most, (most, 0), says)
     return (most, 0)
 
 
@@ -185,10 +188,10 @@ def _prefill_list(r: Resolution, pool: int) -> tuple[int, ...]:
     found = prefill_sizes(prefill.bs, most=most, alignment=alignment(r))
     if not found:
         says = f"no prefill size fits {most} tokens, so there are no prefill graphs"
-        r.decide("no-prefill-size", _listed(prefill.bs), "none", says)
+        r.decisions.note("no-prefill-size", prefill.bs, found, says)
     elif list(found) != sorted(set(prefill.bs)):
         says = f"prefill sizes are those up to {most} tokens, rounded up to multiples of {alignment(r)}"
-        r.decide("prefill-sizes-aligned", _listed(prefill.bs), _listed(found), says)
+        r.decisions.note("prefill-sizes-aligned", prefill.bs, found, says)
     return found
 
 
@@ -200,7 +203,9 @@ def _prefills(r: Resolution, role: Role, pool: int, sizes: tuple[int, ...]) -> P
     lora = bool(args.enable_lora) and not role.is_drafter
     if lora and (r.attention_dp or args.lora_backend == "torch_native"):
         why = "attention DP" if r.attention_dp else "torch_native adapters"
-        r.decide("no-lora-prefill", r.prefill.backend, DISABLED, f"prefills with {why} run eager", role)
+        r.decisions.note(
+            "no-lora-prefill", r.prefill.backend, DISABLED, f"prefills with {why} run eager", role
+        )
         return None
     if whole and r.attention[0] in _NO_WHOLE_PREFILL:
         raise refusal(
@@ -217,8 +222,3 @@ def _prefills(r: Resolution, role: Role, pool: int, sizes: tuple[int, ...]) -> P
         max_seq_len=r.prefill.max_seq_len,
         loras=args.max_loras_per_batch if lora else 0,
     )
-
-
-def _listed(sizes: Any) -> str:
-    words = [str(size) for size in sizes]
-    return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]]) or "none"

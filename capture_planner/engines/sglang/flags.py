@@ -10,35 +10,28 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ruamel.yaml.error import YAMLError
-
-from capture_planner.engines.parsing import Parser, did_you_mean, not_json
+from capture_planner.engines.parsing import Parser, did_you_mean, names, not_json, refusal
 from capture_planner.engines.sglang.names import CHOICES, INERT, NOT_FOLLOWED
-from capture_planner.engines.yaml_files import located, read_yaml, refused_file
-from capture_planner.errors import FlagError, InvalidDocument, Problem
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
+from capture_planner.engines.yaml_files import as_words, read_flags
+from capture_planner.errors import FlagError, Problem
 
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention")
 """Those of ordinary decoders on CUDA devices; the others are for other attention or other hardware."""
 
-_OTHER_ATTENTION = _names(
+_OTHER_ATTENTION = names(
     "dsa nsa qsa dsv4 compressed llada2_cfg_flashinfer flashmla trtllm_mla cutedsl_mla tokenspeed_mla hpc_ops "
     "minicpm_flashattn minicpm_flashinfer aiter wave intel_amx ascend intel_xpu"
 )
-_LORA_MODULES = _names(
+_LORA_MODULES = names(
     "q_proj k_proj v_proj o_proj q_a_proj kv_a_proj_with_mqa q_b_proj kv_b_proj wq_b wk weights_proj gate_proj "
     "up_proj down_proj qkv_proj gate_up_proj embed_tokens lm_head qkvr wo_ud all"
 )
-_LOAD_FORMATS = _names(
+_LOAD_FORMATS = names(
     "auto pt safetensors instanttensor npcache dummy sharded_state presharded gguf expert_pack bitsandbytes "
     "mistral layered flash_rl remote remote_instance fastsafetensors private runai_streamer"
 )
@@ -143,12 +136,12 @@ class _Parser(Parser):
 _Row = tuple[str, dict[str, Any], str]
 
 
-def _switch(names: str, says: str) -> _Row:
-    return names, {"action": "store_true", "default": None}, says
+def _switch(spelled: str, says: str) -> _Row:
+    return spelled, {"action": "store_true", "default": None}, says
 
 
 def _valued(
-    names: str,
+    spelled: str,
     kind: Callable[[str], Any],
     says: str,
     default: Any = None,
@@ -156,7 +149,7 @@ def _valued(
     nargs: str | None = None,
 ) -> _Row:
     options: dict[str, Any] = {"type": kind, "default": default, "choices": choices, "nargs": nargs}
-    return names, options, says
+    return spelled, options, says
 
 
 NO_MODEL = "(an ordinary decoder)"
@@ -233,9 +226,9 @@ _ROWS: tuple[_Row, ...] = (
 )
 
 FLAGS: dict[str, str] = {
-    name: says if name == names.split()[0] else f"as {names.split()[0]}"
-    for names, _, says in _ROWS
-    for name in names.split()
+    name: says if name == names(spelled)[0] else f"as {names(spelled)[0]}"
+    for spelled, _, says in _ROWS
+    for name in names(spelled)
 }
 """Each flag that graphs can depend on, with what it is for."""
 
@@ -249,9 +242,9 @@ def _dest(name: str) -> str:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="sglang serve", add_help=False)
-    for names, options, _ in _ROWS:
+    for spelled, options, _ in _ROWS:
         kept = {key: value for key, value in options.items() if value is not None or key == "default"}
-        parser.add_argument(*names.split(), dest=_dest(names.split()[0]), **kept)
+        parser.add_argument(*names(spelled), dest=_dest(names(spelled)[0]), **kept)
     types: dict[str, Callable[[str], Any]] = {
         "int": int, "float": float, "count": count, "json": json.loads, "text": str, "list": str
     }  # fmt: skip
@@ -269,11 +262,6 @@ def _parser() -> _Parser:
 
 
 _PARSER = _parser()
-
-
-def refusal(flag: str, reason: str, remedy: str) -> FlagError:
-    """Return the error of one flag, with what to give instead."""
-    return FlagError([Problem(path=(flag,), message=reason, remedy=remedy)])
 
 
 def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -306,7 +294,7 @@ def _stray(name: str, value: Any) -> bool:
 
 def _given(command: Sequence[str]) -> set[str]:
     """Return the destinations that a command line sets."""
-    return {_name(word) for word in command if word.startswith("--")}
+    return {name_of(word) for word in command if word.startswith("--")}
 
 
 def _without_config(command: list[str]) -> tuple[list[str], list[str]]:
@@ -319,59 +307,36 @@ def _without_config(command: list[str]) -> tuple[list[str], list[str]]:
     path = command[at + 1]
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         raise refusal("--config", f"SGLang reads YAML, and {path} ends otherwise", "name it *.yaml")
-    try:
-        data = read_yaml(path)
-    except InvalidDocument as error:
-        remedy = "name a YAML file of flags"
-        raise refused_file(error, "--config", "SGLang cannot read it", remedy) from None
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
-        wanted = "write one flag: value on each line, as in tp-size: 2"
-        says = "SGLang wants flags by name in the file"
-        raise FlagError([Problem(path=("--config",), file=path, line=1, message=says, remedy=wanted)])
-    words: list[str] = []
-    for key, value in data.items():
-        words += _words(str(key), value)
+    words = _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
     return command[:at] + command[at + 2 :], words
 
 
-def in_its_file(error: FlagError, command: Sequence[str]) -> FlagError:
-    """Return an error with the places of what stands in the file of ``--config``."""
-    words = list(command)
-    if words.count("--config") != 1 or words[-1] == "--config":
-        return error
-    given = {_name(word) for word in words if word.startswith("-")}
-    try:
-        return FlagError(located(error.problems, words[words.index("--config") + 1], given, _name))
-    except (InvalidDocument, YAMLError):
-        return error  # it is about the file itself
-
-
-def _name(flag: str) -> str:
+def name_of(flag: str) -> str:
     """Return SGLang's own name of a flag, however it is written; itself where there is none."""
     head = flag.partition("=")[0]
     head = head if head.startswith("-") else f"--{head}"
-    names = _PARSER._option_string_actions
-    fits = [head] if head in names else [name for name in names if name.startswith(head)]
-    return names[fits[0]].dest if fits else head
+    every = _PARSER._option_string_actions
+    fits = [head] if head in every else [name for name in every if name.startswith(head)]
+    return every[fits[0]].dest if fits else head
 
 
-def _words(key: str, value: Any) -> list[str]:
-    """Write one line of a YAML file as a command line has it."""
-    flag = f"--{key.replace('_', '-')}"
+def _words(content: Mapping[Any, Any]) -> list[str]:
+    """Write a YAML file's flags as a command line has them; some are refused there."""
     switches = set(INERT["switch"]) | set(NOT_FOLLOWED["switch"])
     switches |= {
-        n for names, options, _ in _ROWS if options.get("action") == "store_true" for n in names.split()
+        name
+        for spelled, options, _ in _ROWS
+        if options.get("action") == "store_true"
+        for name in names(spelled)
     }
     both = {name for name in switches if f"--no-{name[2:]}" in switches or name.startswith("--no-")}
-    if flag in _NO_YAML | both:
-        raise refusal("--config", f"SGLang does not take {flag} from a file", "give it on the command line")
-    spelled = f"--{key}"
-    if isinstance(value, bool):
-        if flag in switches:
-            return [spelled] if value else []
-        return [spelled, str(value).lower()]
-    if isinstance(value, list):
-        return [spelled, *map(str, value)] if value else []
-    return [spelled, json.dumps(value) if isinstance(value, dict) else str(value)]
+    for flag in map(_dashed, content):
+        if flag in _NO_YAML | both:
+            raise refusal(
+                "--config", f"SGLang does not take {flag} from a file", "give it on the command line"
+            )
+    return as_words(content, lambda name: _dashed(name) in switches)
+
+
+def _dashed(name: object) -> str:
+    return f"--{str(name).replace('_', '-')}"

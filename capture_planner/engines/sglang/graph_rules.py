@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.parsing import refusal
 from capture_planner.engines.sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Resolution
 from capture_planner.sizing.engines import GiB, sglang_default_max, sglang_requests, sglang_tokens
 
@@ -15,32 +15,31 @@ _LLAMA_2_PREFILL_TOKENS = 4096
 def read_settings(r: Resolution) -> None:
     """Fold the flags into one setting per phase and key: JSON wins, then flags of a phase, then switches."""
     args = r.args
-    given: list[tuple[str, str, Any]] = []
-    if args.disable_cuda_graph:
-        given += [(DECODE, "backend", DISABLED), (PREFILL, "backend", DISABLED)]
-    if args.disable_prefill_cuda_graph:
-        given.append((PREFILL, "backend", DISABLED))
-    if args.disable_decode_cuda_graph:
-        given.append((DECODE, "backend", DISABLED))
-    for phase in (DECODE, PREFILL):
-        for flag, key in (("backend", "backend"), ("max_bs", "max_bs"), ("bs", "bs")):
-            value = getattr(args, f"cuda_graph_{flag}_{phase}")
-            if value is not None:
-                given.append((phase, key, value))
-    if args.cuda_graph_max_seq_len_prefill is not None:
-        given.append((PREFILL, "max_seq_len", args.cuda_graph_max_seq_len_prefill))
+    given: list[tuple[str, str, str, Any]] = []
+    for flag, phases in (
+        ("disable_cuda_graph", (DECODE, PREFILL)),
+        ("disable_prefill_cuda_graph", (PREFILL,)),
+        ("disable_decode_cuda_graph", (DECODE,)),
+    ):
+        if getattr(args, flag):
+            given += [(flag, phase, "backend", DISABLED) for phase in phases]
+    named = [(phase, key) for phase in (DECODE, PREFILL) for key in ("backend", "max_bs", "bs")]
+    for phase, key in (*named, (PREFILL, "max_seq_len")):
+        flag = f"cuda_graph_{key}_{phase}"
+        if getattr(args, flag) is not None:
+            given.append((flag, phase, key, getattr(args, flag)))
     for phase, settings in (args.cuda_graph_config or {}).items():
-        given += [(phase, key, value) for key, value in settings.items()]
-    for phase, key, value in given:
+        given += [("cuda_graph_config", phase, key, value) for key, value in settings.items()]
+    for flag, phase, key, value in given:
         before = getattr(r.phase(phase), key)
         if (phase, key) in r.locked and before != value:
-            r.decide(
+            r.decisions.note(
                 "graph-setting-precedence",
                 before,
                 value,
                 f"two flags set {key} of {phase}s: the JSON wins over a phase's flag, and that over a switch",
             )
-        setattr(r.phase(phase), key, value)
+        r.put(phase, key, value, r.sources[flag])
         r.locked.add((phase, key))
     _check_types(r)
 
@@ -105,39 +104,41 @@ def _fill_decode(r: Resolution) -> None:
     args, decode = r.args, r.decode
     if decode.max_bs is None:
         memory, tensor = r.environment.device.memory, args.tp_size
-        decode.max_bs = sglang_default_max(memory, tensor)
+        r.put(DECODE, "max_bs", sglang_default_max(memory, tensor), "decode-max-by-memory")
         says = (
             f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks has decode graphs "
             f"for up to {decode.max_bs} requests"
         )
-        r.decide("decode-max-by-memory", None, decode.max_bs, says)
+        r.decisions.note("decode-max-by-memory", None, decode.max_bs, says)
         most = args.max_running_requests
         if most is not None and decode.max_bs > most:
             says = f"at most {most} requests run, so the default of {decode.max_bs} comes down"
-            r.decide("decode-max-by-requests", decode.max_bs, most, says)
-            decode.max_bs = most
+            r.decisions.note("decode-max-by-requests", decode.max_bs, most, says)
+            r.put(DECODE, "max_bs", most, "decode-max-by-requests")
     if decode.bs is not None:
         if not decode.bs:
             says = "SGLang takes the largest of decode.bs, which is empty"
             raise refusal("--cuda-graph-config", says, "give sizes, or leave bs out")
-        if decode.max_bs != max(decode.bs) and (DECODE, "max_bs") in r.locked:
+        largest, source = max(decode.bs), r.sources["cuda_graph_config.decode.bs"]
+        if decode.max_bs != largest and (DECODE, "max_bs") in r.locked:
             says = "the list of decode sizes is taken as it is, and its largest is the maximum"
-            r.decide("decode-list-wins", decode.max_bs, max(decode.bs), says)
-        decode.max_bs = max(decode.bs)
+            r.decisions.note("decode-list-wins", decode.max_bs, largest, says)
+            source = "decode-list-wins"
+        if decode.max_bs != largest or (DECODE, "max_bs") not in r.locked:
+            r.put(DECODE, "max_bs", largest, source)
         return
-    decode.bs = list(
-        sglang_requests(
-            decode.max_bs,
-            speculative=args.speculative_algorithm is not None,
-            padding=not args.disable_cuda_graph_padding,
-        )
+    sizes = sglang_requests(
+        decode.max_bs,
+        speculative=args.speculative_algorithm is not None,
+        padding=not args.disable_cuda_graph_padding,
     )
+    r.put(DECODE, "bs", list(sizes), "default")
 
 
 def _fill_prefill(r: Resolution) -> None:
     args, prefill = r.args, r.prefill
     if prefill.max_bs is None:
-        prefill.max_bs = args.chunked_prefill_size
+        r.put(PREFILL, "max_bs", args.chunked_prefill_size, r.sources["chunked_prefill_size"])
         pipelined = args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked
         if pipelined:
             _lower_prefill(r, _PIPELINE_PREFILL_TOKENS, "pipeline-prefill-max", "with pipeline stages")
@@ -146,14 +147,14 @@ def _fill_prefill(r: Resolution) -> None:
         if "llama-2" in args.model_path.lower():
             _lower_prefill(r, _LLAMA_2_PREFILL_TOKENS, "prefill-max-of-llama-2", "a Llama 2 by its name")
     if prefill.bs is None:
-        prefill.bs = list(sglang_tokens(prefill.max_bs))
+        r.put(PREFILL, "bs", list(sglang_tokens(prefill.max_bs)), "default")
 
 
 def _lower_prefill(r: Resolution, most: int, rule: str, why: str) -> None:
     if r.prefill.max_bs > most:
         says = f"prefill graphs end at {most} tokens: {why}"
-        r.decide(rule, r.prefill.max_bs, most, says)
-        r.prefill.max_bs = most
+        r.decisions.note(rule, r.prefill.max_bs, most, says)
+        r.put(PREFILL, "max_bs", most, rule)
 
 
 def lower_for_attention_dp(r: Resolution) -> None:
@@ -167,7 +168,7 @@ def lower_for_attention_dp(r: Resolution) -> None:
     if prefill.backend == DISABLED or prefill.max_bs <= share or (PREFILL, "max_bs") in r.locked:
         return
     says = f"prefill graphs end at a rank's share of the chunk, {share} tokens"
-    r.decide("prefill-max-per-rank", prefill.max_bs, share, says)
-    prefill.max_bs = share
+    r.decisions.note("prefill-max-per-rank", prefill.max_bs, share, says)
+    r.put(PREFILL, "max_bs", share, "prefill-max-per-rank")
     if (PREFILL, "bs") not in r.locked:
-        prefill.bs = list(sglang_tokens(share))
+        r.put(PREFILL, "bs", list(sglang_tokens(share)), "prefill-max-per-rank")

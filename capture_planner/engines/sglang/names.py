@@ -8,13 +8,10 @@ flag of ``INERT`` can have, where its parser lists them.
 
 from __future__ import annotations
 
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
+from capture_planner.engines.parsing import names
 
 INERT: dict[str, tuple[str, ...]] = {
-    "switch": _names(
+    "switch": names(
         """
         --skip-tokenizer-init --trust-remote-code --enable-fp32-lm-head --enable-tf32-matmul
         --no-enable-tf32-matmul --enable-priority-scheduling --disable-priority-preemption
@@ -60,7 +57,7 @@ INERT: dict[str, tuple[str, ...]] = {
         --enable-http-worker-reuseport --enable-flashinfer-allreduce-fusion
         """
     ),
-    "int": _names(
+    "int": names(
         """
         --tokenizer-worker-num --detokenizer-worker-num --max-queued-requests --prefill-decode-interval
         --prefill-max-requests --default-priority-value --priority-scheduling-preemption-threshold
@@ -92,7 +89,7 @@ INERT: dict[str, tuple[str, ...]] = {
         --prefill-decode-interval-min-bs
         """
     ),
-    "float": _names(
+    "float": names(
         """
         --mem-fraction-static --schedule-conservativeness --swa-full-tokens-ratio --watchdog-timeout
         --soft-watchdog-timeout --gc-warning-threshold-secs --speculative-accept-threshold-single
@@ -103,7 +100,7 @@ INERT: dict[str, tuple[str, ...]] = {
         --dynamic-batch-tokenizer-batch-timeout --hicache-host-memory-fraction
         """
     ),
-    "text": _names(
+    "text": names(
         """
         --tokenizer-path --tokenizer-mode --tokenizer-backend --model-loader-extra-config --revision
         --model-config-parser --dtype --quantization --quantization-param-path --modelopt-quant
@@ -142,7 +139,7 @@ INERT: dict[str, tuple[str, ...]] = {
         --sampling-backend --reasoning-parser --tool-call-parser --kv-canary-real-data
         """
     ),
-    "list": _names(
+    "list": names(
         """
         --numa-node --gc-threshold --log-requests-target --uvicorn-access-log-exclude-prefixes
         --tokenizer-metrics-allowed-custom-labels --bucket-time-to-first-token --bucket-inter-token-latency
@@ -152,7 +149,7 @@ INERT: dict[str, tuple[str, ...]] = {
         --prefill-delayer-wait-seconds-buckets --debug-tensor-dump-layers
         """
     ),
-    "json": _names(
+    "json": names(
         """
         --radix-eviction-policy-config --sidecar-args --default-chat-template-kwargs
         --preferred-sampling-params --extra-metric-labels --mm-process-config --limit-mm-data-per-request
@@ -163,7 +160,7 @@ INERT: dict[str, tuple[str, ...]] = {
 }
 
 NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
-    "switch": _names(
+    "switch": names(
         """
         --is-embedding --enable-multimodal --quantize-and-serve --enable-dynamic-chunking
         --prefill-only-disable-kv-cache --enable-page-major-kv-layout --enable-unified-memory
@@ -182,7 +179,7 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         --enable-nvidia-megakernel --enable-megamoe-for-layernorm-sp --enable-return-aux-hidden-states
         """
     ),
-    "int": _names(
+    "int": names(
         """
         --dcp-size --decode-context-parallel-size --attn-cp-size --attention-context-parallel-size
         --moe-dp-size --moe-data-parallel-size --dwdp-size --shared-experts-tp-size
@@ -191,17 +188,17 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         --min-free-slots-delay --kv-canary-sweep-interval --speculative-draft-sink-size
         """
     ),
-    "count": _names(
+    "count": names(
         """
         --cuda-graph-prefill-max-context --context-bucket
         """
     ),
-    "float": _names(
+    "float": names(
         """
         --disaggregation-decode-host-receive-threshold
         """
     ),
-    "text": _names(
+    "text": names(
         """
         --model-impl --json-model-override-args --dcp-comm-backend --cp-strategy --uno-lora-path
         --speculative-draft-attention-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend
@@ -215,12 +212,12 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         --disaggregation-decode-allocation-policy --monokernel-backend
         """
     ),
-    "list": _names(
+    "list": names(
         """
         --return-aux-hidden-state-layer-ids
         """
     ),
-    "json": _names(
+    "json": names(
         """
         --decoupled-spec-connect-endpoints
         """
@@ -228,10 +225,10 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "--tokenizer-mode": _names("auto slow"),
-    "--tokenizer-backend": _names("huggingface fastokens"),
-    "--dtype": _names("auto half float16 bfloat16 float float32"),
-    "--quantization": _names(
+    "--tokenizer-mode": names("auto slow"),
+    "--tokenizer-backend": names("huggingface fastokens"),
+    "--dtype": names("auto half float16 bfloat16 float float32"),
+    "--quantization": names(
         """
         awq fp8 mxfp8 gptq gptq_marlin awq_marlin bitsandbytes gguf modelopt modelopt_fp8 modelopt_fp4
         nvfp4_online modelopt_mixed petit_nvfp4 w8a8_int8 w8a8_fp8 moe_wna16 w4afp8 mxfp4 auto-round
@@ -239,68 +236,68 @@ CHOICES: dict[str, tuple[str, ...]] = {
         mlx_q4 mlx_q8 unquant humming
         """
     ),
-    "--schedule-policy": _names(
+    "--schedule-policy": names(
         """
         lpm random fcfs dfs-weight lof priority routing-key hrrn shortest-prefill-first
         """
     ),
-    "--retraction-policy": _names("length priority"),
-    "--radix-eviction-policy": _names("lru lfu slru priority tlru"),
-    "--load-balance-method": _names(
+    "--retraction-policy": names("length priority"),
+    "--radix-eviction-policy": names("lru lfu slru priority tlru"),
+    "--load-balance-method": names(
         """
         auto round_robin follow_bootstrap_room total_requests total_tokens
         """
     ),
-    "--sampling-defaults": _names("openai model"),
-    "--log-requests-level": _names("0 1 2 3"),
-    "--log-requests-format": _names("text json"),
-    "--grammar-backend": _names("xgrammar outlines llguidance none"),
-    "--mm-attention-backend": _names(
+    "--sampling-defaults": names("openai model"),
+    "--log-requests-level": names("0 1 2 3"),
+    "--log-requests-format": names("text json"),
+    "--grammar-backend": names("xgrammar outlines llguidance none"),
+    "--mm-attention-backend": names(
         """
         sdpa fa3 fa4 triton_attn ascend_attn aiter_attn flashinfer_cudnn amx_attn xpu_attn
         """
     ),
-    "--fp8-gemm-backend": _names(
+    "--fp8-gemm-backend": names(
         """
         auto deep_gemm flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm flashinfer_cutedsl
         cutlass triton aiter
         """
     ),
-    "--fp4-gemm-backend": _names(
+    "--fp4-gemm-backend": names(
         """
         auto flashinfer_cudnn flashinfer_cutedsl flashinfer_cutlass flashinfer_trtllm marlin
         """
     ),
-    "--bf16-gemm-backend": _names("auto cutedsl gemv torch"),
-    "--dsa-prefill-backend": _names(
+    "--bf16-gemm-backend": names("auto cutedsl gemv torch"),
+    "--dsa-prefill-backend": names(
         """
         flashmla_sparse flashmla_sparse_q8 flashmla_kv flashmla_auto flashinfer_sparse_mla
         triton_sparse_mla fa3 tilelang triton aiter trtllm intel_xpu
         """
     ),
-    "--dsv4-prefill-backend": _names("auto flashmla_sparse flashmla_sparse_q8"),
-    "--dsa-decode-backend": _names(
+    "--dsv4-prefill-backend": names("auto flashmla_sparse flashmla_sparse_q8"),
+    "--dsa-decode-backend": names(
         """
         flashmla_sparse flashmla_sparse_q8 flashmla_kv flashmla_auto flashinfer_sparse_mla fa3 tilelang
         triton aiter trtllm intel_xpu
         """
     ),
-    "--dsa-paged-mqa-logits-backend": _names("auto deepgemm cutedsl aiter"),
-    "--dsa-topk-backend": _names("sgl-kernel torch flashinfer"),
-    "--mamba-backend": _names("triton flashinfer"),
-    "--boundary-reduction": _names("auto ar rs rsv rs+rsv"),
-    "--flashinfer-allreduce-fusion-backend": _names("auto trtllm mnnvl cutedsl"),
-    "--speculative-draft-load-format": _names(
+    "--dsa-paged-mqa-logits-backend": names("auto deepgemm cutedsl aiter"),
+    "--dsa-topk-backend": names("sgl-kernel torch flashinfer"),
+    "--mamba-backend": names("triton flashinfer"),
+    "--boundary-reduction": names("auto ar rs rsv rs+rsv"),
+    "--flashinfer-allreduce-fusion-backend": names("auto trtllm mnnvl cutedsl"),
+    "--speculative-draft-load-format": names(
         """
         auto pt safetensors instanttensor npcache dummy sharded_state presharded gguf expert_pack
         bitsandbytes mistral layered flash_rl remote remote_instance fastsafetensors private
         runai_streamer
         """
     ),
-    "--speculative-attention-mode": _names("prefill decode"),
-    "--speculative-dsa-topk-backend": _names("sgl-kernel torch flashinfer"),
-    "--speculative-draft-kv-cache-dtype": _names("auto fp8_e5m2 fp8_e4m3 bf16 bfloat16"),
-    "--speculative-draft-model-quantization": _names(
+    "--speculative-attention-mode": names("prefill decode"),
+    "--speculative-dsa-topk-backend": names("sgl-kernel torch flashinfer"),
+    "--speculative-draft-kv-cache-dtype": names("auto fp8_e5m2 fp8_e4m3 bf16 bfloat16"),
+    "--speculative-draft-model-quantization": names(
         """
         awq fp8 mxfp8 gptq gptq_marlin awq_marlin bitsandbytes gguf modelopt modelopt_fp8 modelopt_fp4
         nvfp4_online modelopt_mixed petit_nvfp4 w8a8_int8 w8a8_fp8 moe_wna16 w4afp8 mxfp4 auto-round
@@ -308,61 +305,61 @@ CHOICES: dict[str, tuple[str, ...]] = {
         mlx_q4 mlx_q8 unquant humming
         """
     ),
-    "--speculative-ngram-match-type": _names("BFS PROB"),
-    "--deepep-v2-mode": _names("direct hybrid"),
-    "--flashinfer-mxfp4-moe-precision": _names("default bf16 fp8"),
-    "--deepep-mode": _names("auto normal low_latency"),
-    "--fuseep-mode": _names("1 2"),
-    "--deepep-dispatcher-output-dtype": _names("auto bf16 fp8 int8 nvfp4"),
-    "--expert-distribution-recorder-mode": _names("stat stat_approx per_pass per_token"),
-    "--expert-balancedness-report-mode": _names("off server_log prometheus both"),
-    "--mamba-ssm-dtype": _names("float32 bfloat16 float16"),
-    "--linear-attn-backend": _names(
+    "--speculative-ngram-match-type": names("BFS PROB"),
+    "--deepep-v2-mode": names("direct hybrid"),
+    "--flashinfer-mxfp4-moe-precision": names("default bf16 fp8"),
+    "--deepep-mode": names("auto normal low_latency"),
+    "--fuseep-mode": names("1 2"),
+    "--deepep-dispatcher-output-dtype": names("auto bf16 fp8 int8 nvfp4"),
+    "--expert-distribution-recorder-mode": names("stat stat_approx per_pass per_token"),
+    "--expert-balancedness-report-mode": names("off server_log prometheus both"),
+    "--mamba-ssm-dtype": names("float32 bfloat16 float16"),
+    "--linear-attn-backend": names(
         """
         triton cutedsl flashinfer flashkda nvidia_kda ptx_kda helion intel_xpu
         """
     ),
-    "--linear-attn-prefill-backend": _names(
+    "--linear-attn-prefill-backend": names(
         """
         triton cutedsl flashinfer flashkda nvidia_kda ptx_kda helion intel_xpu
         """
     ),
-    "--linear-attn-verify-backend": _names(
+    "--linear-attn-verify-backend": names(
         """
         triton cutedsl flashinfer flashkda nvidia_kda ptx_kda helion intel_xpu nv_cutedsl
         """
     ),
-    "--hicache-host-memory-mode": _names("cache buffer_only"),
-    "--hicache-write-policy": _names("write_back write_through write_through_selective"),
-    "--hicache-io-backend": _names("direct kernel kernel_ascend"),
-    "--hicache-mem-layout": _names(
+    "--hicache-host-memory-mode": names("cache buffer_only"),
+    "--hicache-write-policy": names("write_back write_through write_through_selective"),
+    "--hicache-io-backend": names("direct kernel kernel_ascend"),
+    "--hicache-mem-layout": names(
         """
         layer_first page_first page_first_direct page_first_kv_split page_head
         """
     ),
-    "--hicache-storage-backend": _names(
+    "--hicache-storage-backend": names(
         """
         file sim mooncake npu_memcache hf3fs nixl aibrix dynamic eic simm mori shm tensorcast seaweedfs
         """
     ),
-    "--hicache-storage-prefetch-policy": _names("best_effort wait_complete timeout"),
-    "--unified-cache-external-linker-backend": _names("mooncake mori dynamic"),
-    "--image-processor-backend": _names("auto torchvision pil"),
-    "--mm-global-cache-backend": _names("mooncake"),
-    "--mm-feature-transport": _names("cpu cuda_ipc cuda_vmm"),
-    "--lora-eviction-policy": _names("lru fifo"),
-    "--disaggregation-transfer-backend": _names("mooncake nixl ascend fake mori mooncake_tcp"),
-    "--encoder-transfer-backend": _names("auto zmq_to_scheduler zmq_to_tokenizer mooncake"),
-    "--startup-weight-load-mode": _names("serial overlap"),
-    "--remote-instance-weight-loader-backend": _names("transfer_engine nccl modelexpress"),
-    "--return-hidden-states-mode": _names("last full"),
-    "--weight-cache-mode": _names("off daemon client"),
-    "--ple-offload-backend": _names("pinned file"),
-    "--dsv4-attn-backend": _names("auto flashmla flashmla_mega trtllm"),
-    "--qsa-indexer-dtype": _names("auto bfloat16 fp8_e4m3"),
-    "--dsa-triton-union": _names("0 2 4"),
-    "--sampling-backend": _names("flashinfer intel_xpu ascend pytorch"),
-    "--reasoning-parser": _names(
+    "--hicache-storage-prefetch-policy": names("best_effort wait_complete timeout"),
+    "--unified-cache-external-linker-backend": names("mooncake mori dynamic"),
+    "--image-processor-backend": names("auto torchvision pil"),
+    "--mm-global-cache-backend": names("mooncake"),
+    "--mm-feature-transport": names("cpu cuda_ipc cuda_vmm"),
+    "--lora-eviction-policy": names("lru fifo"),
+    "--disaggregation-transfer-backend": names("mooncake nixl ascend fake mori mooncake_tcp"),
+    "--encoder-transfer-backend": names("auto zmq_to_scheduler zmq_to_tokenizer mooncake"),
+    "--startup-weight-load-mode": names("serial overlap"),
+    "--remote-instance-weight-loader-backend": names("transfer_engine nccl modelexpress"),
+    "--return-hidden-states-mode": names("last full"),
+    "--weight-cache-mode": names("off daemon client"),
+    "--ple-offload-backend": names("pinned file"),
+    "--dsv4-attn-backend": names("auto flashmla flashmla_mega trtllm"),
+    "--qsa-indexer-dtype": names("auto bfloat16 fp8_e4m3"),
+    "--dsa-triton-union": names("0 2 4"),
+    "--sampling-backend": names("flashinfer intel_xpu ascend pytorch"),
+    "--reasoning-parser": names(
         """
         auto apertus2509 beam deepseek-r1 deepseek-v3 deepseek-v4 deepseek-v41 dots glm45 ling3 hunyuan
         gpt-oss k2_horizon kimi kimi_k2 kimi_k3 mimo muse poolside_v1 qwen3 qwen3-thinking minimax
@@ -371,7 +368,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         response_template
         """
     ),
-    "--tool-call-parser": _names(
+    "--tool-call-parser": names(
         """
         auto apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41
         dots glm glm45 glm47 gpt-oss k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 mimo minicpm5 mistral

@@ -10,10 +10,9 @@ import attrs
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
-from capture_planner.engines.sglang.flags import refusal
+from capture_planner.engines.core import Decisions
+from capture_planner.engines.parsing import refusal
 from capture_planner.environment import Environment
-from capture_planner.modes import Role
-from capture_planner.plan import Decision
 
 FULL, BREAKABLE, DISABLED = "full", "breakable", "disabled"
 """How a phase's graphs are captured: whole, in segments between what cannot be captured, or not at all."""
@@ -42,7 +41,7 @@ _LENGTH_LEFT_OUT = 2048
 
 
 @attrs.frozen
-class Checkpoint:
+class Model:
     """What is known of the served model: an ordinary text decoder, and what its config.json says."""
 
     source: str = ASSUMED
@@ -54,7 +53,7 @@ class Checkpoint:
     multimodal: bool = False
 
 
-def checkpoint(path: str) -> Checkpoint:
+def read_model(path: str) -> Model:
     """Read a model's config.json by folder or name; a name that is not known leaves everything unknown.
 
     Raises ``FlagError`` for a folder without one that can be read.
@@ -62,7 +61,7 @@ def checkpoint(path: str) -> Checkpoint:
     try:
         found = checkpoints.find(path)
         names = found.config.get("architectures") or [None]
-        return Checkpoint(
+        return Model(
             source=found.source,
             architecture=names[0],
             context=None if found.source == ASSUMED else _context(found.text, found.rope),
@@ -93,15 +92,16 @@ class Resolution:
 
     args: argparse.Namespace
     sources: dict[str, str]
+    """Where each value comes from that is not the default, by flag; ``cuda_graph_config.decode.bs`` for a phase's."""
     environment: Environment
-    model: Checkpoint
+    model: Model
     decode: Phase = attrs.Factory(lambda: Phase(FULL))
     prefill: Phase = attrs.Factory(lambda: Phase(BREAKABLE))
     locked: set[tuple[str, str]] = attrs.Factory(set)
     """(phase, key) pairs that a flag has set, which the defaults' rules leave alone."""
     attention: tuple[str, str] = ("", "")
     """Backends of prefills and decodes."""
-    decisions: list[Decision] = attrs.Factory(list)
+    decisions: Decisions = attrs.Factory(Decisions)
 
     @property
     def named(self) -> str | None:
@@ -111,25 +111,24 @@ class Resolution:
     def phase(self, name: str) -> Phase:
         return self.decode if name == DECODE else self.prefill
 
-    def decide(self, rule: str, before: object, after: object, says: str, role: Role = Role.TARGET) -> None:
-        """Write down what a rule has done."""
-        self.decisions.append(
-            Decision(rule=rule, role=role, before=_shown(before), after=_shown(after), says=says)
-        )
-
     def rewrite(self, name: str, value: Any, rule: str, says: str) -> None:
         """Change a flag's value, and write down why."""
         before = getattr(self.args, name)
         setattr(self.args, name, value)
         self.sources[name] = rule
-        self.decide(rule, before, value, says)
+        self.decisions.note(rule, before, value, says)
+
+    def put(self, phase: str, key: str, value: Any, source: str) -> None:
+        """Set a phase's value, and where it comes from."""
+        setattr(self.phase(phase), key, value)
+        self.sources[f"cuda_graph_config.{phase}.{key}"] = source
 
     def disable(self, phase: str, rule: str, says: str) -> None:
         """Turn a phase's graphs off, and write down why where they were on."""
-        settings = self.phase(phase)
-        if settings.backend != DISABLED:
-            self.decide(rule, settings.backend, DISABLED, says)
-        settings.backend = DISABLED
+        before = self.phase(phase).backend
+        if before != DISABLED:
+            self.decisions.note(rule, before, DISABLED, says)
+            self.put(phase, "backend", DISABLED, rule)
 
     @property
     def attention_dp(self) -> bool:
@@ -139,10 +138,3 @@ class Resolution:
     def attention_tp(self) -> int:
         """Tensor-parallel ranks of attention."""
         return int(self.args.tp_size) // int(self.args.attn_dp_size)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list | tuple):
-        words = [str(item) for item in value]
-        return " ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]])
-    return "none" if value is None else str(value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from capture_planner.engines import checkpoints
-from capture_planner.engines.parsing import did_you_mean
-from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS, refusal
+from capture_planner.engines.parsing import did_you_mean, refusal
+from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS
 from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Resolution
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
@@ -66,6 +66,7 @@ def read_attention_dp(r: Resolution) -> None:
         says = "--enable-dp-attention makes --dp-size count attention-DP groups instead of replicas"
         r.rewrite("attn_dp_size", args.dp_size, "old-attention-dp", says)
         args.dp_size = 1
+        r.sources["dp_size"] = "old-attention-dp"
 
 
 def check_parallel(r: Resolution) -> None:
@@ -110,6 +111,7 @@ def choose_attention(r: Resolution) -> None:
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
     if prefill is not None and prefill == decode:
         args.attention_backend = prefill
+        r.sources["attention_backend"] = r.sources["prefill_attention_backend"]
     elif args.attention_backend is None:
         chosen = _default_attention(r)
         says = f"no attention backend is named, and this device's default is {chosen}"
@@ -174,7 +176,8 @@ def resolve_speculation(r: Resolution) -> None:
         return
     name = args.speculative_algorithm.upper()
     if name == "NEXTN":
-        r.decide("nextn-is-eagle", "NEXTN", "EAGLE", "NEXTN is run as EAGLE")
+        r.decisions.note("nextn-is-eagle", "NEXTN", "EAGLE", "NEXTN is run as EAGLE")
+        r.sources["speculative_algorithm"] = "nextn-is-eagle"
         name = "EAGLE"
     args.speculative_algorithm = name
     if r.attention_dp and name in ("STANDALONE", "NGRAM"):
@@ -212,6 +215,8 @@ def _resolve_eagle(r: Resolution) -> None:
         says = f"no draft size is given: {steps} steps, {topk} branches and {tokens} tokens are taken"
         r.rewrite("speculative_num_steps", steps, "draft-size-by-model", says)
         args.speculative_eagle_topk, args.speculative_num_draft_tokens = topk, tokens
+        for name in ("speculative_eagle_topk", "speculative_num_draft_tokens"):
+            r.sources[name] = "draft-size-by-model"
     if args.speculative_eagle_topk is None:
         says = "SGLang compares it with 1, and it is missing"
         raise refusal("--speculative-eagle-topk", says, "give it; 1 is a chain")
@@ -229,6 +234,7 @@ def _resolve_eagle(r: Resolution) -> None:
 def _resolve_ngram(r: Resolution) -> None:
     args = r.args
     args.speculative_eagle_topk = args.speculative_ngram_max_bfs_breadth
+    r.sources["speculative_eagle_topk"] = r.sources.get("speculative_ngram_max_bfs_breadth", "default")
     if args.speculative_num_draft_tokens is None:
         r.rewrite("speculative_num_draft_tokens", 12, "ngram-draft-tokens", "n-gram drafts have 12 tokens")
     if args.speculative_num_steps is None:
@@ -237,7 +243,7 @@ def _resolve_ngram(r: Resolution) -> None:
                 "--speculative-ngram-max-bfs-breadth", "SGLang divides by it, and it is 0", "give 1 or more"
             )
         args.speculative_num_steps = args.speculative_num_draft_tokens // args.speculative_eagle_topk
-        r.sources["speculative_num_steps"] = "ngram-draft-tokens"
+        r.sources["speculative_num_steps"] = r.sources["speculative_num_draft_tokens"]
     if args.speculative_eagle_topk > 1 and args.page_size > 1 and args.attention_backend != "flashinfer":
         raise refusal(
             "--page-size", "SGLang verifies n-gram branches on pages with flashinfer only", "give 1"

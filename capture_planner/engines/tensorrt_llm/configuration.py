@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from capture_planner.engines.parsing import names
 from capture_planner.engines.tensorrt_llm.drafting import read_drafting
 from capture_planner.engines.tensorrt_llm.flags import FIELDS, read_file, read_flags
 from capture_planner.engines.tensorrt_llm.settings import Graphs, Resolved
 from capture_planner.engines.tensorrt_llm.values import (
-    Notes,
     Path,
+    Problems,
     integer,
     mapping,
-    names,
     only,
     shown,
     truth,
@@ -74,31 +74,31 @@ _ENCODER = ("num_tokens", "max_num_token", "seq_lens", "max_seq_len")
 
 def resolve(command: Sequence[str]) -> Resolved:
     """Return what a command line comes to; raises ``FlagError`` with all that is wrong with it."""
-    notes = Notes()
-    read = read_flags(command, notes)
+    problems = Problems()
+    read = read_flags(command, problems)
     given, spelled = read.values, read.spelled
-    in_file = {} if read.file is None else read_file(read.file, notes)
-    only(in_file, _FOLLOWED | _IGNORED | set(_MUST_BE), (_CONFIG,), notes)
+    in_file = {} if read.file is None else read_file(read.file, problems)
+    only(in_file, _FOLLOWED | {*_IGNORED, *_MUST_BE}, (_CONFIG,), problems)
     values: dict[str, Any] = {**in_file, **given}
     sources = {name: "flag" if name in given else "file" for name in values}
     for name, (harmless, what) in _MUST_BE.items():
         if name in values and values[name] not in harmless:
-            notes.unfollowed(_where(name, spelled), what, remedy="leave it out")
+            problems.unfollowed(_where(name, spelled), what, remedy="leave it out")
     sizes = {
-        name: _size(values, name, spelled, notes)
+        name: _size(values, name, spelled, problems)
         for name in ("max_batch_size", "max_num_tokens", "max_seq_len", *_RANKS)
     }
     speculative = values.get("speculative_config")
-    drafting = None if speculative is None else read_drafting(speculative, notes)
+    drafting = None if speculative is None else read_drafting(speculative, problems)
     graphs: Graphs | None = Graphs()
     if "cuda_graph_config" in values:
-        graphs = _graphs(values["cuda_graph_config"], notes)
-    attention_dp = _truth(values, "enable_attention_dp", notes)
-    overlap = not _truth(values, "disable_overlap_scheduler", notes)
+        graphs = _graphs(values["cuda_graph_config"], problems)
+    attention_dp = _truth(values, "enable_attention_dp", problems)
+    overlap = not _truth(values, "disable_overlap_scheduler", problems)
     tensor = sizes["tensor_parallel_size"] or 1
     experts = sizes["moe_expert_parallel_size"]
     if experts is not None and tensor % experts:
-        notes.refused(
+        problems.refused(
             _where("moe_expert_parallel_size", spelled),
             f"experts over {experts} ranks do not divide {tensor} tensor-parallel ranks",
             remedy=f"give a divisor of {tensor}",
@@ -117,8 +117,8 @@ def resolve(command: Sequence[str]) -> Resolved:
         sources=sources,
         overridden=tuple(sorted(name for name in given if name in in_file)),
     )
-    if notes.problems:
-        raise FlagError(read.placed(notes.problems))
+    if problems.found:
+        raise FlagError(read.placed(problems.found))
     return resolved
 
 
@@ -132,72 +132,72 @@ def _where(name: str, spelled: Mapping[str, str]) -> Path:
     return (spelled[name],) if name in spelled else (_CONFIG, name)
 
 
-def _size(values: Mapping[str, Any], name: str, spelled: Mapping[str, str], notes: Notes) -> int | None:
+def _size(values: Mapping[str, Any], name: str, spelled: Mapping[str, str], problems: Problems) -> int | None:
     """Return a number of at least 1; None where it is not given, and the engine's default holds."""
     value = values.get(name)
     path = _where(name, spelled)
     if value is None and name in values and name not in spelled and name in _NEVER_NULL:
-        notes.refused(
+        problems.refused(
             path, "it is null, and has no default for that", remedy="give a number, or leave it out"
         )
-    number = None if value is None else integer(value, path, notes)
+    number = None if value is None else integer(value, path, problems)
     if number is None:
         return None
     most = _MOST.get(name, 1 << 20)
     if not 1 <= number <= most:
         ours = f"nothing can be scheduled with {number}" if number < 1 else f"{number} is more than {most}"
-        notes.unfollowed(path, ours, remedy=f"give 1 to {most}")
+        problems.unfollowed(path, ours, remedy=f"give 1 to {most}")
         return None
     return number
 
 
-def _truth(values: Mapping[str, Any], name: str, notes: Notes) -> bool:
-    return name in values and truth(values[name], (_CONFIG, name), notes)
+def _truth(values: Mapping[str, Any], name: str, problems: Problems) -> bool:
+    return name in values and truth(values[name], (_CONFIG, name), problems)
 
 
-def _graphs(value: Any, notes: Notes) -> Graphs | None:
+def _graphs(value: Any, problems: Problems) -> Graphs | None:
     """Return ``cuda_graph_config``; None for null, which is no graphs."""
     path = (_CONFIG, "cuda_graph_config")
-    data = None if value is None else mapping(value, path, notes)
+    data = None if value is None else mapping(value, path, problems)
     if data is None:
         return None
     mode = data.get("mode", "encode" if any(data.get(key) not in (None, 0) for key in _ENCODER) else "decode")
     if mode == "encode":
-        notes.unfollowed(path, "graphs of encoders", remedy="give batch_sizes or max_batch_size")
+        problems.unfollowed(path, "graphs of encoders", remedy="give batch_sizes or max_batch_size")
         return None
     if mode != "decode":
-        notes.refused(
+        problems.refused(
             (*path, "mode"), f"it is neither decode nor encode, but {shown(mode)}", remedy="give decode"
         )
-    only(data, ("batch_sizes", "max_batch_size", "enable_padding", "mode"), path, notes)
-    sizes = _batch_sizes(data.get("batch_sizes"), (*path, "batch_sizes"), notes)
+    only(data, ("batch_sizes", "max_batch_size", "enable_padding", "mode"), path, problems)
+    sizes = _batch_sizes(data.get("batch_sizes"), (*path, "batch_sizes"), problems)
     top_path = (*path, "max_batch_size")
-    top = integer(data.get("max_batch_size", 0), top_path, notes, low=0)
+    top = integer(data.get("max_batch_size", 0), top_path, problems, low=0)
     if sizes and top and top != max(sizes):
-        notes.refused(
+        problems.refused(
             top_path,
             f"it is {top} and the largest of batch_sizes {max(sizes)}, and both have to be the same",
             "the sizes alone say it",
             remedy="leave it out",
         )
     if top is not None and top > 1 << 16:
-        notes.unfollowed(top_path, f"a size of {top}", remedy=f"give at most {1 << 16}")
+        problems.unfollowed(top_path, f"a size of {top}", remedy=f"give at most {1 << 16}")
         top = 0
-    padding = truth(data.get("enable_padding", False), (*path, "enable_padding"), notes)
+    padding = truth(data.get("enable_padding", False), (*path, "enable_padding"), problems)
     return Graphs(batch_sizes=sizes or None, max_batch_size=top or 0, enable_padding=padding)
 
 
-def _batch_sizes(value: Any, path: Path, notes: Notes) -> tuple[int, ...]:
+def _batch_sizes(value: Any, path: Path, problems: Problems) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        notes.refused(path, f"it is not a list, but {shown(value)}", remedy="write it as in [1, 2, 4]")
+        problems.refused(path, f"it is not a list, but {shown(value)}", remedy="write it as in [1, 2, 4]")
         return ()
     sizes = []
     for index, item in enumerate(value):
-        size = integer(item, (*path, index), notes)
+        size = integer(item, (*path, index), problems)
         if size is not None and size < 1:
-            notes.unfollowed((*path, index), f"a graph of {size} requests", remedy="give sizes from 1 on")
+            problems.unfollowed((*path, index), f"a graph of {size} requests", remedy="give sizes from 1 on")
         elif size is not None:
             sizes.append(size)
     return tuple(sizes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.tensorrt_llm.settings import ALGORITHMS, Drafting
-from capture_planner.engines.tensorrt_llm.values import Notes, Path, integer, mapping, only, shown, truth
+from capture_planner.engines.tensorrt_llm.values import Path, Problems, integer, mapping, only, shown, truth
 
 _CONFIG = "--config"
 
@@ -66,55 +66,55 @@ _UNFOLLOWED = ("SaveState", "User_Provided", "DSpark", "AUTO")
 _MOST_DRAFTS = 255
 
 
-def read_drafting(value: Any, notes: Notes) -> Drafting | None:
+def read_drafting(value: Any, problems: Problems) -> Drafting | None:
     """Return ``speculative_config``."""
     path: Path = (_CONFIG, "speculative_config")
-    data = mapping(value, path, notes)
+    data = mapping(value, path, problems)
     if data is None:
         return None
     kind = data.get("decoding_type")
     if kind in _UNFOLLOWED:
-        notes.unfollowed((*path, "decoding_type"), f"the graphs of {kind}", remedy="leave it out")
+        problems.unfollowed((*path, "decoding_type"), f"the graphs of {kind}", remedy="leave it out")
         return None
     if not isinstance(kind, str) or kind not in ALGORITHMS:
         known = (*ALGORITHMS, *_UNFOLLOWED)
         remedy = did_you_mean(str(kind), known, f"give one of {', '.join(known)}")
-        notes.refused((*path, "decoding_type"), f"it knows no {shown(kind)}", remedy=remedy)
+        problems.refused((*path, "decoding_type"), f"it knows no {shown(kind)}", remedy=remedy)
         return None
-    only(data, (*_ANY_DECODING, *_OWN_DECODING[kind]), path, notes)
+    only(data, (*_ANY_DECODING, *_OWN_DECODING[kind]), path, problems)
     if kind in _NEEDS_MODEL and not any(
         data.get(key) for key in ("speculative_model", "speculative_model_dir")
     ):
-        notes.refused((*path, "speculative_model"), f"{kind} needs a draft model", remedy="name one")
-    drafts = _max_draft_len(kind, data, path, notes)
+        problems.refused((*path, "speculative_model"), f"{kind} needs a draft model", remedy="name one")
+    drafts = _max_draft_len(kind, data, path, problems)
     if drafts is None:
         return None
-    schedule = _schedule(data.get("draft_len_schedule"), drafts, (*path, "draft_len_schedule"), notes)
+    schedule = _schedule(data.get("draft_len_schedule"), drafts, (*path, "draft_len_schedule"), problems)
     concurrency = data.get("max_concurrency")
-    most = None if concurrency is None else integer(concurrency, (*path, "max_concurrency"), notes, low=1)
+    most = None if concurrency is None else integer(concurrency, (*path, "max_concurrency"), problems, low=1)
     if most is not None and schedule is not None:
-        notes.refused(
+        problems.refused(
             (*path, "max_concurrency"),
             "it and draft_len_schedule exclude each other",
             "the schedule says where drafting ends",
             remedy="leave one out",
         )
-    total = _total(data, drafts, path, notes)
+    total = _total(data, drafts, path, problems)
     algorithm = ALGORITHMS[kind]
     changing = schedule is not None or most is not None
     if changing and total != drafts:
-        notes.unfollowed(
+        problems.unfollowed(
             (*path, "use_dynamic_tree"), "a tree of drafts whose length changes", remedy="leave it out"
         )
     if changing and data.get("use_mtp_vanilla"):
         ours = "a length of drafts that changes, for vanilla MTP"
-        notes.unfollowed((*path, "use_mtp_vanilla"), ours, remedy="leave it out")
+        problems.unfollowed((*path, "use_mtp_vanilla"), ours, remedy="leave it out")
     if most is not None and algorithm.dynamic and schedule is None:
         schedule, most = {most: drafts}, None
     longest = 2 * drafts - 1 if algorithm.doubled else total
     if longest > _MOST_DRAFTS:
         ours = f"decodes of {1 + longest} tokens a request"
-        notes.unfollowed((*path, "max_draft_len"), ours, remedy="draft fewer tokens")
+        problems.unfollowed((*path, "max_draft_len"), ours, remedy="draft fewer tokens")
     return Drafting(
         decoding_type=kind,
         max_draft_len=drafts,
@@ -124,93 +124,93 @@ def read_drafting(value: Any, notes: Notes) -> Drafting | None:
     )
 
 
-def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, notes: Notes) -> int | None:
+def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Problems) -> int | None:
     """Return K. MTP may leave it to the checkpoint, which is not here to be asked."""
     name, value = "max_draft_len", data.get("max_draft_len")
     if kind == "MTP" and "max_draft_len" not in data and "num_nextn_predict_layers" in data:
         name, value = "num_nextn_predict_layers", data["num_nextn_predict_layers"]
     where = (*path, name)
     if value is None and kind == "MTP":
-        notes.unfollowed(where, "a length that the checkpoint decides", remedy="give max_draft_len")
+        problems.unfollowed(where, "a length that the checkpoint decides", remedy="give max_draft_len")
         return None
-    number = None if value is None else integer(value, where, notes)
+    number = None if value is None else integer(value, where, problems)
     if value is not None and number is None:
         return None
     if number is None or number < 1:
         given = "is not given" if number is None else f"is {number}"
         says = f"{kind} has to draft at least one token, and it {given}"
-        notes.refused(where, says, remedy="give 1 or more")
+        problems.refused(where, says, remedy="give 1 or more")
         return None
     return number
 
 
-def _schedule(value: Any, drafts: int, path: Path, notes: Notes) -> dict[int, int] | None:
+def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[int, int] | None:
     """Return a schedule, ascending by threshold."""
-    data = None if value is None else mapping(value, path, notes)
+    data = None if value is None else mapping(value, path, problems)
     if data is None:
         return None
     found: dict[int, int] = {}
-    before = len(notes.problems)
+    before = len(problems.found)
     for key, length in data.items():
         where = (*path, str(key))
-        threshold, draft_len = integer(key, where, notes, low=1), integer(length, where, notes, low=0)
+        threshold, draft_len = integer(key, where, problems, low=1), integer(length, where, problems, low=0)
         if threshold is None or draft_len is None:
             continue
         found[threshold] = draft_len
         if draft_len > drafts:
             says = f"a length of {draft_len} is more than max_draft_len, {drafts}"
-            notes.refused(where, says, remedy=f"give at most {drafts}")
-    if len(notes.problems) > before:
+            problems.refused(where, says, remedy=f"give at most {drafts}")
+    if len(problems.found) > before:
         return None
     if not found:
-        notes.refused(path, "it is empty", remedy="give a threshold and its length, or leave it out")
+        problems.refused(path, "it is empty", remedy="give a threshold and its length, or leave it out")
         return None
     first = min(found)
     if found[first] != drafts:
-        notes.refused(
+        problems.refused(
             (*path, str(first)),
             f"its least threshold drafts {found[first]}, and has to draft max_draft_len, {drafts}",
             remedy=f"give {first}: {drafts}",
         )
         return None
     if len(found) > 63 or max(found) > 1 << 20:
-        notes.unfollowed(path, "more than 63 thresholds, or one above a million", remedy="give fewer")
+        problems.unfollowed(path, "more than 63 thresholds, or one above a million", remedy="give fewer")
         return None
     return dict(sorted(found.items()))
 
 
-def _total(data: Mapping[str, Any], drafts: int, path: Path, notes: Notes) -> int:
+def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems) -> int:
     """Return the drafts that a step verifies of one request."""
     if data.get("eagle_choices") is not None:
-        notes.unfollowed((*path, "eagle_choices"), "a static tree of drafts", remedy="leave it out")
+        problems.unfollowed((*path, "eagle_choices"), "a static tree of drafts", remedy="leave it out")
         return drafts
     if not (
-        "use_dynamic_tree" in data and truth(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), notes)
+        "use_dynamic_tree" in data and truth(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), problems)
     ):
-        return _linear_total(data, drafts, path, notes)
+        return _linear_total(data, drafts, path, problems)
     where = (*path, "dynamic_tree_max_topK")
     wide = data.get("dynamic_tree_max_topK")
-    breadth = None if wide is None else integer(wide, where, notes)
+    breadth = None if wide is None else integer(wide, where, problems)
     if breadth is None or breadth < 1:
         if wide is None or breadth is not None:
-            notes.refused(where, "a dynamic tree needs it, and at least 1", remedy="give 1 or more")
+            problems.refused(where, "a dynamic tree needs it, and at least 1", remedy="give 1 or more")
         return drafts
     given = data.get("max_total_draft_tokens")
     if given is None:
         return breadth * drafts
     where = (*path, "max_total_draft_tokens")
-    total = integer(given, where, notes)
+    total = integer(given, where, problems)
     if total is not None and not drafts <= total <= breadth * drafts:
         says = f"it is {total}, and has to be {drafts} to {breadth * drafts}"
-        notes.refused(where, says, remedy="leave it out, or give one of these")
+        problems.refused(where, says, remedy="leave it out, or give one of these")
         return drafts
     return drafts if total is None else total
 
 
-def _linear_total(data: Mapping[str, Any], drafts: int, path: Path, notes: Notes) -> int:
+def _linear_total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems) -> int:
     """Return K: all but Eagle write it over what was given for the tokens of a tree."""
     given = data.get("max_total_draft_tokens")
     if given is not None and str(data["decoding_type"]).startswith("Eagle") and given != drafts:
         where = (*path, "max_total_draft_tokens")
-        notes.unfollowed(where, "a chain of drafts with the tokens of a tree", remedy="leave it out")
+        problems.unfollowed(where, "a chain of drafts with the tokens of a tree", remedy="leave it out")
     return drafts

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from capture_planner.engines.core import Emulation, Engine, Setting
+from capture_planner.engines.core import Decisions, Emulation, Engine, Setting
 from capture_planner.engines.tensorrt_llm import rules
 from capture_planner.engines.tensorrt_llm.configuration import resolve
 from capture_planner.engines.tensorrt_llm.flags import FLAGS
 from capture_planner.engines.tensorrt_llm.manager import DecodeGraphs
 from capture_planner.engines.tensorrt_llm.settings import Drafting, Graphs, Resolved
-from capture_planner.engines.tensorrt_llm.values import Notes
+from capture_planner.engines.tensorrt_llm.values import Problems
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError
-from capture_planner.modes import Role
-from capture_planner.plan import Decision
 from capture_planner.spec import Limits, Parallel
 from capture_planner.words import counted
 
@@ -31,18 +29,18 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     """
     del environment
     resolved = resolve(command)
-    steps = _Steps()
-    graphs = _graphs(resolved, steps)
+    decisions = Decisions()
+    graphs, source = _graphs(resolved, decisions)
     drafting = resolved.drafting
     return Emulation(
         engine=NAME,
         version=VERSION,
         command=tuple(command),
-        settings=tuple(_settings(resolved, graphs)),
+        settings=tuple(_settings(resolved, graphs, source)),
         sizes=graphs.sizes,
         asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
         managers=(graphs,),
-        decisions=tuple(steps.taken),
+        decisions=tuple(decisions),
         limits=Limits(max_num_reqs=resolved.max_batch_size, max_num_tokens=resolved.max_num_tokens),
         speculative=None
         if drafting is None
@@ -53,44 +51,34 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     )
 
 
-ENGINE = Engine(name=NAME, version=VERSION, emulate=emulate, flags=FLAGS)
+ENGINE = Engine(
+    name=NAME,
+    version=VERSION,
+    emulate=emulate,
+    flags=FLAGS,
+    programs=("trtllm-serve serve", "trtllm-serve", "serve"),
+    limits=("--max_batch_size", "--max_num_tokens", "--config"),
+    also_called=("trtllm-serve", "trtllm", "trt-llm"),
+)
 
 
-class _Steps:
-    """The decisions, in order."""
-
-    def __init__(self) -> None:
-        self.taken: list[Decision] = []
-
-    def take(self, rule: str, before: object, after: object, says: str) -> None:
-        decision = Decision(rule=rule, before=_text(before), after=_text(after), role=Role.TARGET, says=says)
-        self.taken.append(decision)
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)
-
-
-def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
-    """Run the rules, and note what each one did."""
+def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str]:
+    """Run the rules, and note what each one did; return with the graphs where their sizes come from."""
     for name in resolved.overridden:
-        steps.take("flag-over-file", "file", "flag", f"{name} is given twice; the flag holds, not the file")
+        decisions.note(
+            "flag-over-file", "file", "flag", f"{name} is given twice; the flag holds, not the file"
+        )
     drafting = resolved.drafting
     if drafting is not None:
-        _note_drafting(drafting, resolved, steps)
+        _note_drafting(drafting, resolved, decisions)
     if resolved.graphs is None:
         says = "cuda_graph_config is null: everything runs eager"
-        steps.take("graphs-off", "FULL_DECODE_ONLY", "NONE", says)
-        return DecodeGraphs(
+        decisions.note("graphs-off", None, "NONE", says)
+        off = DecodeGraphs(
             sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False
         )
-    sizes, padding = _sizes(resolved.graphs, drafting, steps)
+        return off, "file"
+    sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
     most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
     admitted = rules.admitted_sizes(sizes, most, padding)
     if admitted != sizes:
@@ -101,25 +89,26 @@ def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
         )
         if most in admitted and most not in sizes:
             says += f", and as batches are padded, {most} takes the place of the first of them"
-        steps.take("sizes-admitted", dropped, tuple(s for s in admitted if s not in sizes), says)
+        decisions.note("sizes-admitted", dropped, tuple(s for s in admitted if s not in sizes), says)
+        source = "sizes-admitted"
     schedule = resolved.schedule
     if schedule is not None and not admitted:
-        notes = Notes()
-        notes.refused(
+        problems = Problems()
+        problems.refused(
             ("--max_num_tokens",),
             "start-up asks for the largest of its sizes, and there is none",
             f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
             remedy=f"give at least {resolved.width}",
         )
-        raise FlagError(notes.problems)
+        raise FlagError(problems.found)
     shapes = rules.captured_shapes(
         admitted,
         (0,) if drafting is None else drafting.draft_lens,
         schedule,
         0 if drafting is None else drafting.max_draft_len,
     )
-    _note_shapes(admitted, shapes, resolved, steps)
-    return DecodeGraphs(
+    _note_shapes(admitted, shapes, resolved, decisions)
+    graphs = DecodeGraphs(
         sizes=tuple(dict.fromkeys(admitted)),
         shapes=shapes,
         padding=padding,
@@ -127,83 +116,89 @@ def _graphs(resolved: Resolved, steps: _Steps) -> DecodeGraphs:
         drafting=drafting,
         schedule=schedule,
     )
+    return graphs, source
 
 
-def _note_drafting(drafting: Drafting, resolved: Resolved, steps: _Steps) -> None:
+def _note_drafting(drafting: Drafting, resolved: Resolved, decisions: Decisions) -> None:
     if drafting.decoding_type == "Eagle":
         says = "this backend knows Eagle3 alone, and takes Eagle for it"
-        steps.take("eagle-is-eagle3", "Eagle", "Eagle3", says)
+        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", says)
     if drafting.algorithm.one_engine:
         says = (
             f"the drafter of {drafting.decoding_type} runs inside the target's graphs: no role but the target"
         )
-        steps.take("one-engine", drafting.decoding_type, "target", says)
+        decisions.note("one-engine", drafting.decoding_type, "target", says)
     schedule = drafting.schedule
     if schedule is not None and resolved.schedule is None:
         says = (
             f"{drafting.decoding_type} pads its drafts to the longest: the schedule changes no graph's length"
         )
-        steps.take("schedule-without-effect", _written(schedule), drafting.max_draft_len, says)
+        decisions.note("schedule-without-effect", _written(schedule), drafting.max_draft_len, says)
 
 
-def _sizes(given: Graphs, drafting: Drafting | None, steps: _Steps) -> tuple[tuple[int, ...], bool]:
-    """Return the sizes before any is dropped, and whether batches are padded."""
-    padding = given.enable_padding
+def _sizes(
+    given: Graphs, drafting: Drafting | None, decisions: Decisions
+) -> tuple[tuple[int, ...], bool, str]:
+    """Return the sizes before any is dropped, whether batches are padded, and where the sizes come from."""
+    padding, source = given.enable_padding, "file"
     sizes = rules.configured_sizes(given.batch_sizes, given.max_batch_size, padding)
     if given.batch_sizes is None:
         top = given.max_batch_size or rules.DEFAULT_MAX_BATCH_SIZE
         kind = "eights, and 64s above 128" if padding else "all up to 32, then powers of two"
         whose = "" if given.max_batch_size else ", the default"
         says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {_onoff(padding)}: {kind}"
-        steps.take("generated-sizes", None, sizes, says)
+        decisions.note("generated-sizes", None, sizes, says)
+        source = "generated-sizes"
     elif sizes != given.batch_sizes:
-        steps.take("sizes-sorted", given.batch_sizes, sizes, "sizes are taken in ascending order")
+        decisions.note("sizes-sorted", given.batch_sizes, sizes, "sizes are taken in ascending order")
+        source = "sizes-sorted"
     schedule = None if drafting is None else drafting.schedule
     if schedule is None:
-        return sizes, padding
+        return sizes, padding, source
     if not padding:
         padding = True
         says = "the draft length has a schedule: batches are padded whatever enable_padding says"
-        steps.take("schedule-pads", False, True, says)
+        decisions.note("schedule-pads", False, True, says)
     with_thresholds = rules.with_thresholds(sizes, schedule)
     if with_thresholds != sizes:
         added = tuple(size for size in with_thresholds if size not in sizes)
         says = "thresholds of the schedule are captured too, up to the largest size"
-        steps.take("schedule-sizes", None, added, says)
-    return with_thresholds, padding
+        decisions.note("schedule-sizes", None, added, says)
+        source = "schedule-sizes"
+    return with_thresholds, padding, source
 
 
 def _note_shapes(
-    sizes: Sequence[int], shapes: Sequence[rules.Shape], resolved: Resolved, steps: _Steps
+    sizes: Sequence[int], shapes: Sequence[rules.Shape], resolved: Resolved, decisions: Decisions
 ) -> None:
     drafting, schedule = resolved.drafting, resolved.schedule
     if not shapes:
         says = "no size is left: everything runs eager"
-        steps.take("graphs-off", "FULL_DECODE_ONLY", "NONE", says)
+        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", says)
         return
     if schedule is not None and drafting is not None:
         says = (
             "each size is captured at the draft length of its own threshold, and the largest with the longest "
             "drafts besides, so that no later graph makes the shared workspace grow"
         )
-        steps.take("schedule-graphs", _written(schedule), counted(len(shapes), "graph"), says)
+        decisions.note("schedule-graphs", _written(schedule), counted(len(shapes), "graph"), says)
     elif drafting is not None and len(drafting.draft_lens) > 1:
         says = (
             f"above {drafting.max_concurrency} requests nothing is drafted: each size is captured with and "
             "without drafts"
         )
-        steps.take("graphs-without-drafts", len(set(sizes)), len(shapes), says)
+        decisions.note("graphs-without-drafts", len(set(sizes)), len(shapes), says)
     says = "prompts, and batches with one, run eager"
-    steps.take("decode-only", "any batch", "decodes", says)
+    decisions.note("decode-only", "any batch", "decodes", says)
     if drafting is not None and drafting.algorithm.one_engine:
         says = "each shape is captured twice, for batches that are all greedy and for those that sample"
-        steps.take("sampling-variants", len(shapes), 2 * len(shapes), says)
+        decisions.note("sampling-variants", len(shapes), 2 * len(shapes), says)
     if resolved.attention_dp and resolved.tensor > 1:
         says = (
             f"a graph runs where all {resolved.tensor} ranks decode, and have the same number of requests "
             "once each is padded for the largest"
         )
-        steps.take("ranks-agree", "each rank", "all ranks", says)
+        decisions.note("ranks-agree", "each rank", "all ranks", says)
 
 
 def _onoff(flag: bool) -> str:
@@ -214,7 +209,7 @@ def _written(schedule: Mapping[int, int]) -> str:
     return ", ".join(f"{draft_len} to {threshold}" for threshold, draft_len in schedule.items())
 
 
-def _settings(resolved: Resolved, graphs: DecodeGraphs) -> Iterator[Setting]:
+def _settings(resolved: Resolved, graphs: DecodeGraphs, sizes_source: str) -> Iterator[Setting]:
     """Yield what the engine ends up with, under its own names."""
     given, drafting = resolved.graphs, resolved.drafting
     values: dict[str, Any] = {
@@ -234,13 +229,11 @@ def _settings(resolved: Resolved, graphs: DecodeGraphs) -> Iterator[Setting]:
         yield Setting(name="cuda_graph_config", value=None, source=source)
     else:
         changed = "schedule-pads" if graphs.padding is not given.enable_padding else source
-        admitted = source if given.batch_sizes == graphs.sizes else "sizes-admitted"
-        generated = source if given.batch_sizes else "generated-sizes"
         yield Setting(name="cuda_graph_config.enable_padding", value=graphs.padding, source=changed)
         yield Setting(
             name="cuda_graph_config.batch_sizes",
             value=list(graphs.sizes),
-            source=admitted if given.batch_sizes else generated,
+            source=sizes_source,
         )
     if drafting is None:
         yield Setting(name="speculative_config", value=None, source="default")

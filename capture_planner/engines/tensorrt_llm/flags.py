@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 from ruamel.yaml.error import YAMLError
 
-from capture_planner.engines.parsing import did_you_mean
-from capture_planner.engines.tensorrt_llm.values import Notes, integer, names
+from capture_planner.engines.parsing import did_you_mean, names
+from capture_planner.engines.tensorrt_llm.values import Problems, integer
 from capture_planner.engines.yaml_files import located_inside, read_yaml, refused_file
 from capture_planner.errors import InvalidDocument, Problem
 
@@ -104,42 +104,40 @@ class Given:
             return found  # one of them says so
 
 
-def read_flags(command: Sequence[str], notes: Notes) -> Given:
+def read_flags(command: Sequence[str], problems: Problems) -> Given:
     """Return what is given: of a flag that is given twice, the last.
 
-    The program's name, ``serve`` and one model may stand among the flags.
+    One model may stand among the flags.
     """
     given = Given()
     words = deque(command)
-    while words and words[0] in ("trtllm-serve", "serve"):
-        words.popleft()
     models = 0
     while words:
         word = words.popleft()
         if not word.startswith("-"):
             models += 1
             if models > 1:
-                notes.refused((word,), "it takes one model, and this is another", remedy="leave it out")
+                problems.refused((word,), "it takes one model, and this is another", remedy="leave it out")
             continue
         name, equals, value = word.partition("=")
         if name in _SWITCHES:
             if equals:
-                notes.refused((name,), "it takes no value", remedy="it is a switch: write it without one")
+                problems.refused((name,), "it takes no value", remedy="it is a switch: write it without one")
             continue
         known = name in FIELDS or name in _FILES or name in _IGNORED
         if not known:
-            notes.refused((name,), "it knows no such flag", remedy=_remedy(name))
+            problems.refused((name,), "it knows no such flag", remedy=_remedy(name))
         if not equals:
             if not words or (not known and words[0].startswith("-")):
                 if known:
-                    notes.refused((name,), "it needs a value", remedy="give its value behind it")
+                    problems.refused((name,), "it needs a value", remedy="give its value behind it")
                 continue
             value = words.popleft()
         if name in _FILES:
             given.file, given.file_flag = value, name
         elif name in FIELDS:
             field = FIELDS[name]
-            given.values[field] = value if field in _TEXT else integer(value, (name,), notes)
+            given.values[field] = value if field in _TEXT else integer(value, (name,), problems)
             given.spelled[field] = name
     return given
 
@@ -151,20 +149,20 @@ def _remedy(flag: str) -> str:
     return did_you_mean(flag, known, f"known are {', '.join(FLAGS)}")
 
 
-def read_file(path: str, notes: Notes) -> Mapping[str, Any]:
+def read_file(path: str, problems: Problems) -> Mapping[str, Any]:
     """Return what a YAML file holds; an empty one holds nothing."""
     try:
         data = read_yaml(path)
     except InvalidDocument as error:
         remedy = "name a YAML file of options"
         found = refused_file(error, "--config", "TensorRT-LLM refuses it", remedy)
-        notes.problems += found.problems
+        problems.found += found.problems
         return {}
     if data is None:
         return {}
     if not isinstance(data, Mapping):
         remedy = "write one option: value on each line, as in max_batch_size: 64"
         says = "TensorRT-LLM refuses it: it is not a mapping at its top"
-        notes.problems.append(Problem(path=("--config",), file=path, line=1, message=says, remedy=remedy))
+        problems.found.append(Problem(path=("--config",), file=path, line=1, message=says, remedy=remedy))
         return {}
     return data

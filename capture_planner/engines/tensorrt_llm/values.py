@@ -21,30 +21,25 @@ _WORDS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fromke
 )
 
 
-def names(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
 @attrs.define
-class Notes:
-    """The problems found so far."""
+class Problems:
+    """What is wrong, as far as it was found."""
 
-    problems: list[Problem] = attrs.Factory(list)
+    found: list[Problem] = attrs.Factory(list)
 
     def refused(self, path: Path, engine: str, ours: str = "", *, remedy: str) -> None:
         """Note what the engine refuses: its reason, then ours, and what to give instead."""
         message = f"TensorRT-LLM refuses it: {engine}" + (f"; {ours}" if ours else "")
-        self.problems.append(Problem(path=path, message=message, remedy=remedy))
+        self.found.append(Problem(path=path, message=message, remedy=remedy))
 
     def unfollowed(self, path: Path, ours: str, *, remedy: str) -> None:
         """Note what the engine takes and this does not follow."""
         message = f"TensorRT-LLM takes it, and it is not emulated: {ours}"
-        self.problems.append(Problem(path=path, message=message, remedy=remedy))
+        self.found.append(Problem(path=path, message=message, remedy=remedy))
 
 
-def integer(value: Any, path: Path, notes: Notes, *, low: int | None = None) -> int | None:
-    """Return a whole number, given as a number, a truth or text; None, with a note, for anything else."""
+def integer(value: Any, path: Path, problems: Problems, *, low: int | None = None) -> int | None:
+    """Return a whole number, given as a number, a truth or text; None, with a problem, for anything else."""
     number: int | None = None
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         number = int(value)
@@ -54,9 +49,9 @@ def integer(value: Any, path: Path, notes: Notes, *, low: int | None = None) -> 
         except ValueError:
             number = None
     if number is None:
-        notes.refused(path, f"it is not a whole number, but {shown(value)}", remedy=_number_remedy(value))
+        problems.refused(path, f"it is not a whole number, but {shown(value)}", remedy=_number_remedy(value))
     elif low is not None and number < low:
-        notes.refused(path, f"it is {number}, and has to be at least {low}", remedy=f"give {low} or more")
+        problems.refused(path, f"it is {number}, and has to be at least {low}", remedy=f"give {low} or more")
         return None
     return number
 
@@ -69,35 +64,37 @@ def _some_of(known: list[str]) -> str:
     return f"known are {', '.join(known)}" if len(known) <= 20 else "leave it out"
 
 
-def truth(value: Any, path: Path, notes: Notes) -> bool:
-    """Return a truth, given as one, as 0 or 1, or as a word; False, with a note, for anything else."""
+def truth(value: Any, path: Path, problems: Problems) -> bool:
+    """Return a truth, given as one, as 0 or 1, or as a word; False, with a problem, for anything else."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float) and value in (0, 1):
         return bool(value)
     found = _WORDS.get(value.lower()) if isinstance(value, str) else None
     if found is None:
-        notes.refused(path, f"it is neither true nor false, but {shown(value)}", remedy="give true or false")
+        problems.refused(
+            path, f"it is neither true nor false, but {shown(value)}", remedy="give true or false"
+        )
     return bool(found)
 
 
-def mapping(value: Any, path: Path, notes: Notes) -> Mapping[str, Any] | None:
-    """Return a mapping; None, with a note, for anything else."""
+def mapping(value: Any, path: Path, problems: Problems) -> Mapping[str, Any] | None:
+    """Return a mapping; None, with a problem, for anything else."""
     if isinstance(value, Mapping):
         return value
-    notes.refused(
+    problems.refused(
         path, f"it is not a mapping, but {shown(value)}", remedy="write key: value on lines below it"
     )
     return None
 
 
-def only(data: Mapping[Any, Any], known: Iterable[str], path: Path, notes: Notes) -> None:
+def only(data: Mapping[Any, Any], known: Iterable[str], path: Path, problems: Problems) -> None:
     """Note each key that is not known: the engine takes none beside its own."""
     known = sorted(known)
     for key in data:
         if key not in known:
             remedy = did_you_mean(str(key), known, _some_of(known))
-            notes.refused((*path, str(key)), "it knows no such key", remedy=remedy)
+            problems.refused((*path, str(key)), "it knows no such key", remedy=remedy)
 
 
 def shown(value: Any) -> str:

@@ -12,10 +12,11 @@ from capture_planner.engines.vllm.config import Configuration
 from capture_planner.engines.vllm.flags import VARIABLES, Given, read, refusal
 from capture_planner.engines.vllm.managers import managers
 from capture_planner.engines.vllm.model import COUNTS_AS
-from capture_planner.engines.vllm.places import in_its_file
+from capture_planner.engines.vllm.places import name_of
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
 from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError, InvalidValue
 from capture_planner.model import Method, Speculative
@@ -82,7 +83,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     try:
         settings, configuration = resolve(command, environment)
     except FlagError as error:
-        raise in_its_file(error, command) from None
+        raise in_its_file(error, command, name_of) from None
     if settings.sizes and settings.sizes[0] < 1:
         raise refusal(
             "--cudagraph-capture-sizes",
@@ -211,4 +212,12 @@ def _backend_source(configuration: Configuration) -> str:
     return given.source("attention_backend" if "attention_backend" in given.values else "attention_config")
 
 
-ENGINE = Engine(name="vllm", version=VERSION, emulate=emulate, flags=FLAGS)
+ENGINE = Engine(
+    name="vllm",
+    version=VERSION,
+    emulate=emulate,
+    flags=FLAGS,
+    programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
+    limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
+    variables="VLLM_",
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capture_planner.engines.core import Decisions
 from capture_planner.engines.vllm import precision
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import backend_name
@@ -13,8 +14,7 @@ from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part, names
 from capture_planner.engines.vllm.speculation import speculation
 from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
-from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Decision
+from capture_planner.modes import GraphMode
 from capture_planner.spec import Lora
 
 GiB = 1 << 30
@@ -30,7 +30,8 @@ class Asked:
 
     def __init__(self, given: Given, environment: Environment) -> None:
         self.given, self.environment = given, environment
-        self.decisions: list[Decision] = []
+        self.decisions = Decisions()
+        self.note = self.decisions.note
         self.sources: dict[str, str] = {}
         if environment.device.kind is not DeviceKind.CUDA:
             raise refusal(
@@ -42,20 +43,6 @@ class Asked:
         self.spec = speculation(given, self.model, self.tensor, self.max_model_len)
         self._budgets()
         self._adapters()
-
-    def note(
-        self,
-        rule: str,
-        before: object,
-        after: object,
-        says: str,
-        role: Role = Role.TARGET,
-        backend: str | None = None,
-    ) -> None:
-        """Write down a step that changed a value."""
-        self.decisions.append(
-            Decision(rule=rule, before=str(before), after=str(after), role=role, backend=backend, says=says)
-        )
 
     def _parts(self) -> None:
         given = self.given

@@ -19,9 +19,11 @@ from typing import Any, ClassVar
 
 import attrs
 
-from capture_planner.engines.parsing import Parser, not_json
-from capture_planner.engines.yaml_files import read_yaml, refused_file
-from capture_planner.errors import FlagError, InvalidDocument, Problem
+from capture_planner.engines.parsing import Parser, not_json, refusal
+from capture_planner.engines.yaml_files import as_words, read_flags
+from capture_planner.errors import FlagError
+
+__all__ = ["VARIABLES", "Given", "read", "refusal", "short_number", "table"]
 
 VARIABLES = {
     "VLLM_USE_V2_MODEL_RUNNER": "1 or 0: which model runner drives the graphs",
@@ -62,16 +64,9 @@ class Given:
         return "file" if name in self.from_file else "flag"
 
 
-def refusal(flag: str, reason: str, remedy: str = "", *inside: str | int) -> FlagError:
-    """Return the error for one flag, with a place inside its JSON value where there is one."""
-    return FlagError([Problem(path=(flag, *inside), message=reason, remedy=remedy)])
-
-
 def read(command: Sequence[str]) -> Given:
     """Return what ``vllm serve`` reads from its words; raises ``FlagError`` with the first that it refuses."""
     variables, words = _variables(list(command))
-    if words[:2] == ["vllm", "serve"]:
-        words = words[2:]
     words = _model_first(words)
     from_file: list[str] = []
     if "--config" in words:
@@ -137,45 +132,12 @@ def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
     path = words[index + 1]
     if path.rpartition(".")[2] not in ("yaml", "yml"):
         raise refusal("--config", f"vLLM reads .yaml and .yml only, not {path}", "rename the file")
-    content = _load(path)
+    # A false is dropped: vLLM looks for the --no- form among the flags of `vllm`, not of `serve`.
+    content = as_words(read_flags(path, "vLLM", "max-num-seqs: 64"))
     others = words[:index] + words[index + 2 :]
     if (not words[0].startswith("-")) or "--model" in content:
         return content, others
     raise refusal("--config", "vLLM finds a model neither in front nor in the file", "name a model")
-
-
-def _load(path: str) -> list[str]:
-    try:
-        content = read_yaml(path)
-    except InvalidDocument as error:
-        says, remedy = "vLLM cannot read it", "name a YAML file of flags"
-        raise refused_file(error, "--config", says, remedy) from None
-    if not isinstance(content, dict):
-        wanted = "write one flag: value on each line, as in max-num-seqs: 64"
-        raise FlagError(
-            [
-                Problem(
-                    path=("--config",),
-                    file=path,
-                    line=1,
-                    message="vLLM wants flags by name in the file",
-                    remedy=wanted,
-                )
-            ]
-        )
-    words: list[str] = []
-    for name, value in content.items():
-        flag = f"--{name}"
-        if isinstance(value, bool):
-            # A false is dropped: vLLM looks for the --no- form among the flags of `vllm`, not of `serve`.
-            words += [flag] if value else []
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)] if value else []
-        elif isinstance(value, dict):
-            words += [flag, json.dumps(value)]
-        else:
-            words += [flag, str(value)]
-    return words
 
 
 def _spelled(words: Sequence[str]) -> list[str]:
