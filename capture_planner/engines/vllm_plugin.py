@@ -41,9 +41,13 @@ _said: set[str] = set()
 
 
 def register() -> None:
-    """Watch for the graph manager, where a plan is named; any number of calls is as one."""
+    """Watch for the graph manager, where a plan is named; any number of calls is as one.
+
+    The plan is read at once, so that a wrong file is known before a model is loaded.
+    """
     if not os.environ.get(PLAN):
         return
+    _read_plan()
     module = sys.modules.get(MODULE)
     if module is not None and hasattr(module, MANAGER):
         _watch(module)
@@ -64,8 +68,9 @@ def differences(plan: Plan, config: Any, mode: str) -> Iterator[str]:
         config.compilation_config,
         config.scheduler_config,
     )
-    sizes = sorted({entry.num_tokens for entry in target.entries})
-    yield from _sizes(sizes, sorted(compilation.cudagraph_capture_sizes or ()))
+    captured = sorted(compilation.cudagraph_capture_sizes or ())
+    sizes = _planned_sizes(plan, captured)
+    yield from _sizes(sizes, captured)
     for name, planned, found in (
         ("max_cudagraph_capture_size", max(sizes, default=0), compilation.max_cudagraph_capture_size or 0),
         ("cudagraph_mode", target.mode.value, mode),
@@ -75,6 +80,15 @@ def differences(plan: Plan, config: Any, mode: str) -> Iterator[str]:
         if planned != found:
             yield f"{name}: the plan has {planned}, vLLM has {found}"
     yield from _speculative(plan, config.speculative_config, scheduler.max_num_seqs)
+
+
+def _planned_sizes(plan: Plan, found: list[int]) -> list[int]:
+    """Return the sizes of the plan's target, or those that ``export`` writes for it where vLLM has these."""
+    from capture_planner.engines.export.vllm import export_vllm
+    from capture_planner.modes import Role
+
+    exported = sorted(export_vllm(plan).settings.get("cudagraph-capture-sizes", ()))
+    return exported if exported == found else sorted({e.num_tokens for e in plan.role(Role.TARGET).entries})
 
 
 def _sizes(planned: Sequence[int], found: Sequence[int]) -> Iterator[str]:
@@ -169,19 +183,34 @@ def _watch(module: ModuleType) -> None:
     manager.__init__ = checked
 
 
-def _check(resolved: Callable[[], tuple[Any, str]]) -> None:
-    """Compare with the plan; whatever goes wrong in that is itself a line."""
-    path = os.environ.get(PLAN)
-    if not path:
-        return
+def _read_plan() -> Plan | None:
+    """Return the plan; None where it cannot be read, which is said."""
+    path = os.environ[PLAN]
     try:
         from capture_planner.codec import load_plan
 
-        config, mode = resolved()
-        lines = [f"{line} ({path})" for line in differences(load_plan(path), config, mode)]
+        return load_plan(path)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        _say(logging.ERROR, [f"nothing is checked: {path}: {type(error).__name__}: {reason}"], error)
+        _not_checked(path, error)
+        return None
+
+
+def _not_checked(path: str, error: Exception) -> None:
+    reason = " ".join(str(error).split())
+    _say(logging.ERROR, [f"nothing is checked: {path}: {type(error).__name__}: {reason}"], error)
+
+
+def _check(resolved: Callable[[], tuple[Any, str]]) -> None:
+    """Compare with the plan; whatever goes wrong in that is itself a line."""
+    path = os.environ.get(PLAN)
+    plan = _read_plan() if path else None
+    if path is None or plan is None:
+        return
+    try:
+        config, mode = resolved()
+        lines = [f"{line} ({path})" for line in differences(plan, config, mode)]
+    except Exception as error:
+        _not_checked(path, error)
         return
     if lines:
         _say(logging.WARNING, lines)

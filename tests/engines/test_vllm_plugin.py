@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from capture_planner import codec
 from capture_planner._record import replace
 from capture_planner.engines import vllm_plugin
+from capture_planner.engines.export.vllm import export_vllm
 from capture_planner.errors import RunError
 from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Role
@@ -320,3 +321,30 @@ def test_a_schedule_differs_where_it_drafts_otherwise(ranges, random):
     assert len(lines) == bool(wrong)
     if wrong:
         assert f": {len(wrong)} of {most} batch sizes draft otherwise, first {wrong[0]}:" in lines[0]
+
+
+PLANS = sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_flags_that_export_writes_pass(path):
+    """Sizes that the plan's own export gives vLLM are no difference."""
+    plan = codec.load_plan(path)
+    sizes = export_vllm(plan).settings.get("cudagraph-capture-sizes", [])
+    config = config_of(plan)
+    config.compilation_config.cudagraph_capture_sizes = sorted(sizes)
+    config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
+    assert not [line for line in said(plan, config) if "capture_size" in line and sizes]
+
+
+def test_a_file_that_is_no_plan_is_known_before_a_model_is_loaded(tmp_path, monkeypatch, caplog):
+    """It is said when the plugin is registered; strict stops the start there."""
+    monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(vllm_plugin, "_said", set())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    with caplog.at_level(logging.ERROR, "capture_planner.vllm"):
+        vllm_plugin.register()
+    assert "nothing is checked" in caplog.text
+    monkeypatch.setenv(vllm_plugin.STRICT, "1")
+    with pytest.raises(RunError, match="none.yaml"):
+        vllm_plugin.register()
