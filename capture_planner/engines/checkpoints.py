@@ -6,6 +6,7 @@ public ``config.json`` that the engines' rules read, and where they were found.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -17,6 +18,9 @@ import attrs
 
 FOLDER, KNOWN, ASSUMED = "model", "known", "assumed"
 """Where facts come from, as settings say it: the model's own folder, the list of known models, or nowhere."""
+
+
+_NO_MODEL = (".yaml", ".yml", ".json", ".jsonl", ".csv")
 
 
 @attrs.frozen
@@ -44,14 +48,16 @@ class Checkpoint:
 def find(name: str) -> Checkpoint:
     """Return what is known of a model; a folder wins over a known model of that name.
 
-    Raises ``OSError`` for a folder without a ``config.json`` that can be read, ``ValueError`` where that is
-    no JSON object.
+    A plan or another file of text is no model, whether it is there or not. Raises ``OSError`` for that, and for a
+    folder without a ``config.json`` that can be read, ``ValueError`` where it is no JSON object.
     """
     if Path(name).is_dir():
         config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
         return Checkpoint(name, FOLDER, config)
+    if Path(name).suffix in _NO_MODEL:
+        raise FileNotFoundError(name)
     if name in known():
         return Checkpoint(name, KNOWN, known()[name])
     return Checkpoint(name, ASSUMED, {})
@@ -73,7 +79,9 @@ def assumption(name: str | None, counts_as: str) -> str:
     """Return the clause that says what a model without facts counts as; ``name`` is None where none was named."""
     if name is None:
         return f"no model was named, and {counts_as} is taken"
-    return f"{name} is no local folder and no known model, and counts as {counts_as}"
+    near = difflib.get_close_matches(name.lower(), {each.lower(): each for each in known()}, n=1, cutoff=0.85)
+    known_as = next((f" ({each} is one)" for each in known() if [each.lower()] == near), "")
+    return f"{name} is no local folder and no known model{known_as}, and counts as {counts_as}"
 
 
 def note(name: str | None, counts_as: str, results: str) -> str:

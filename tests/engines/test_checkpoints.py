@@ -239,3 +239,17 @@ def test_assumed_facts_are_those_of_a_dense_decoder():
     model = read_model("--model", "some/model")
     assert (model.known, model.mla, model.experts, model.max_len) == (False, False, 0, ASSUMED_LENGTH)
     assert f"{ASSUMED_LENGTH} tokens" in emulate("vllm", ["some/model"], H100).notes[0]
+
+
+@pytest.mark.parametrize(("engine", "flag"), [("vllm", "--model"), ("sglang", "--model-path")])
+def test_a_plan_is_no_model(engine, flag):
+    """A file that is given to ``check --engine`` by mistake is refused, whether it is there or not."""
+    with pytest.raises(FlagError, match="checked without --engine"):
+        emulate(engine, [flag, "plans/none.yaml"], find_environment("h100"))
+
+
+def test_a_name_that_is_nearly_known_names_the_one_that_is():
+    """Another spelling, or a quantized variant."""
+    for name in ("qwen/qwen3-32b", "Qwen/Qwen3-32B-FP8"):
+        assert "(Qwen/Qwen3-32B is one)" in checkpoints.assumption(name, "x")
+    assert "is one" not in checkpoints.assumption("nobody/nothing", "x")

@@ -346,5 +346,5 @@ def test_a_file_that_is_no_plan_is_known_before_a_model_is_loaded(tmp_path, monk
         vllm_plugin.register()
     assert "nothing is checked" in caplog.text
     monkeypatch.setenv(vllm_plugin.STRICT, "1")
-    with pytest.raises(RunError, match="none.yaml"):
+    with pytest.raises(RunError, match=r"none\.yaml"):
         vllm_plugin.register()

@@ -70,7 +70,9 @@ def read_model(path: str) -> Model:
         )
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = f"SGLang cannot read the config.json in {path}: {error}"
-        raise refusal("--model-path", reason, "give a model's own folder") from error
+        raise refusal(
+            "--model-path", reason, "give a model's own folder; a plan is checked without --engine"
+        ) from error
 
 
 def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> int:

@@ -104,7 +104,11 @@ def read_model(flag: str, name: str) -> Model:
         checkpoint = checkpoints.find(name)
         return _from_config(checkpoint) if checkpoint.source != ASSUMED else Model(name=name)
     except FileNotFoundError as error:
-        raise refusal(flag, f"vLLM finds no config.json in {name}", "name the folder of a model") from error
+        raise refusal(
+            flag,
+            f"vLLM finds no config.json in {name}",
+            "name the folder of a model; a plan is checked without --engine",
+        ) from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         file = Path(name) / "config.json"
         raise refusal(flag, f"vLLM cannot read {file}: {error}", "give a model's own config.json") from error
