@@ -1,6 +1,7 @@
 """What vLLM's dtypes, KV cache and models do to backends and graphs, and what is refused as not emulated."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -249,3 +250,28 @@ def test_other_drafters_are_refused(config, tmp_path):
     words = ["-sc", json.dumps({**config, "num_speculative_tokens": 1}).replace("{models}", str(tmp_path))]
     with pytest.raises(FlagError, match="not emulated"):
         resolved(*words)
+
+
+@pytest.mark.parametrize(("tensor", "own", "mode"), [(8, 8, "FULL"), (8, 1, "PIECEWISE"), (4, 1, "FULL")])
+def test_an_independent_draft_on_ranks_of_its_own(tensor, own, mode, tmp_path):
+    """FlashInfer sees a rank's heads of the target beside all KV heads of a draft that is not split."""
+    write_models(tmp_path)
+    draft = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2, "draft_tensor_parallel_size": own}
+    words = [str(tmp_path / "dense"), "-tp", str(tensor), "-sc", json.dumps(draft)]
+    words += ["--attention-backend", "FLASHINFER"]
+    assert resolve(words, H100)[0].mode.decode_mode.value == mode
+    with pytest.raises(FlagError) if tensor != own else nullcontext():
+        resolve(["VLLM_USE_V2_MODEL_RUNNER=0", *words], H100)
+
+
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8"])
+def test_a_draft_with_a_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
+    """Its backend must take the default block, as if it were asked for, where the target's need not."""
+    write_models(tmp_path)
+    draft = {"method": "mtp", "num_speculative_tokens": 3}
+    words = [str(tmp_path / "mla"), "--attention-backend", "FLASHMLA", "-sc"]
+    assert resolve([*words, json.dumps(draft)], H100)[0].backend == "FLASHMLA"
+    own = json.dumps({**draft, "kv_cache_dtype": cache})
+    with pytest.raises(FlagError, match="blocks are multiples of 64, not 16"):
+        resolve([*words, own], H100)
+    assert resolve([*words, own, "--block-size", "64"], H100)[0].backend == "FLASHMLA"

@@ -127,6 +127,9 @@ class Configuration(Asked):
             )
         if spec is not None and spec.method == "dspark" and not v2:
             raise refusal(SPECULATIVE, "vLLM's V1 runner has no dspark", "leave V2 on", "method")
+        if spec is not None and spec.method == "draft_model" and not v2 and spec.tensor != self.tensor:
+            reason = f"vLLM's V1 runner wants the target's {self.tensor} ranks, got {spec.tensor}"
+            raise refusal(SPECULATIVE, reason, "leave V2 on", "draft_tensor_parallel_size")
         if spec is not None and spec.method == "dflash" and not v2:
             raise refusal(SPECULATIVE, f"{REASON}: dflash on model runner V1", "leave V2 on", "method")
         if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:
@@ -331,6 +334,11 @@ class Configuration(Asked):
         ranks = self.data if self.model.experts else 1
         if self.compile == 3 and self.all2all == "deepep_high_throughput" and ranks > 1:
             self.set_mode("deepep", GraphMode.NONE, "DeepEP's high-throughput kernels are not captured")
+
+    @property
+    def captures_pieces(self) -> bool:
+        """Whether anything is captured in pieces."""
+        return self.breakable or self.compile == 3
 
     def splits_attention(self) -> bool:
         return self.splitting is not None and all(op in self.splitting for op in names()["attention_ops"])

@@ -6,6 +6,8 @@ from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model
 from capture_planner.engines.vllm.parts import names
 
+DEFAULT_BLOCK = 16
+"""Tokens of a KV block where nothing says it."""
 _SHORT = {"half": "float16", "float": "float32"}
 _NO_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
 _BY_CHECKPOINT = "vLLM reads {} from a quantized checkpoint, and the model's config.json has none"

@@ -32,6 +32,8 @@ class Speculation:
     schedule: tuple[tuple[int, int, int], ...] | None
     model: Model
     drafter: Drafter
+    tensor: int
+    """Ranks that share the draft model; an independent one may run on each alone."""
     backend: str | None
     adaptive: bool
     eager: bool
@@ -145,6 +147,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         schedule=schedule,
         model=draft,
         drafter=kinds.get(method, Drafter.NONE),
+        tensor=(draft_tensor or tensor) if method == "draft_model" else tensor,
         backend=backend,
         adaptive=adaptive,
         eager=part.boolean("enforce_eager", False) or False,
