@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner.engines.vllm import data_parallel, first, legacy, schedule
-from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill, draft_decode_mode
+from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill
 from capture_planner.engines.vllm.managers import managers
 from capture_planner.engines.vllm.table import TableManager
 from capture_planner.entry import Batch, Entry
@@ -163,7 +163,7 @@ def test_table_is_the_rule_in_words(
 def test_reason_comes_without_an_entry(seed: int) -> None:
     """Every batch has an entry or a reason, with padding that leads from the batch to the entry."""
     case = cases.case(1, seed)
-    for manager in managers(case.configuration):
+    for manager in managers(case.configuration.settings):
         entries = {graph.entry for graph in manager.graphs}
         for rows, loras in case.batches:
             answer = manager.dispatch(cases.as_batch(manager.role, rows, loras))
@@ -251,15 +251,14 @@ def test_drafter_is_asked_with_the_targets_padding() -> None:
 def test_drafter_managers(seed: int) -> None:
     """Draft decodes are never piecewise; chains are those of the schedule, each at every size."""
     found = cases.case(2, seed).configuration
-    k, runner = found.num_speculative_tokens, found.runner
-    for manager in managers(found):
+    runner = found.runner
+    for manager in managers(found.settings):
         if not isinstance(manager, DraftDecode):
             continue
         assert runner == "v2"
-        assert manager.mode is draft_decode_mode(found.mode)
-        assert GraphMode.PIECEWISE not in {graph.entry.mode for graph in manager.graphs}
-        tiers = schedule.normalized([*found.schedule]) if found.schedule else ()
-        lookup = schedule.draft_tokens(tiers, max_num_reqs=found.max_num_seqs, num_speculative=k)
+        full = GraphMode.FULL in found.mode.decode_mode.allowed
+        assert {graph.entry.mode for graph in manager.graphs} <= ({GraphMode.FULL} if full else set())
+        lookup = found.drafted
         steps = {graph.entry.draft_steps for graph in manager.graphs}
         expected = {n - 1 for n in lookup if n > 1} if found.draft_fused else {None}
         assert steps == (expected if manager.table.graphs else set())
@@ -291,7 +290,7 @@ def test_chain_that_is_not_captured_runs_eager_and_padded() -> None:
 def test_ranks_agree(seed: int) -> None:
     """All ranks run the same number of rows in the same mode, or none has a graph and none pads."""
     case = cases.case(3, seed)
-    target = managers(case.configuration)[0]
+    target = managers(case.configuration.settings)[0]
     assume(isinstance(target, TableManager))
     for step in case.steps:
         batches = [
@@ -315,7 +314,7 @@ def test_ranks_agree(seed: int) -> None:
 
 def test_no_rank_has_work() -> None:
     """Where no rank has a token, nothing runs and nothing is agreed."""
-    target = managers(cases.case(3, 0).configuration)[0]
+    target = managers(cases.case(3, 0).configuration.settings)[0]
     assert isinstance(target, TableManager)
     nothing = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
     answers, agreement = data_parallel.agree(target, [nothing, nothing])

@@ -30,6 +30,7 @@ from capture_planner.engines.export.mend import (
     nearest,
     target_decodes,
 )
+from capture_planner.engines.vllm.drafter import draft_decode_mode
 from capture_planner.entry import Entry
 from capture_planner.model import Method
 from capture_planner.modes import Chain, GraphMode, Pool, Role
@@ -199,7 +200,7 @@ def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
 
 def _other_losses(plan: Plan, target: RolePlan) -> list[Loss]:
     losses = drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
-    decodes = GraphMode.FULL_DECODE_ONLY if target.mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+    decodes = draft_decode_mode(target.mode)
     for drafter in drafters(plan):
         role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
         if drafter.mode is not mode:

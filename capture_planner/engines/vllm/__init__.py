@@ -142,7 +142,8 @@ def _speculative(settings: VllmSettings) -> Speculative | None:
 def _lora(settings: VllmSettings) -> Lora | None:
     if not settings.max_loras:
         return None
-    return Lora(max_active=settings.max_loras, specialize=settings.specialize_lora)
+    # A graph for one adapter alone is there only where each power of two has one.
+    return Lora(max_active=settings.max_loras, specialize=1 in settings.lora_cases)
 
 
 def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Setting, ...]:

@@ -15,7 +15,6 @@ from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Decision
-from capture_planner.spec import Lora
 
 GiB = 1 << 30
 COMPILATION = "--compilation-config"
@@ -27,6 +26,8 @@ class Asked:
     asked_sizes: list[int] | None
     asked_max: int | None
     splitting: list[str] | None
+    specialize: bool = False
+    """``--specialize-active-lora`` beside ``--enable-lora``."""
 
     def __init__(self, given: Given, environment: Environment) -> None:
         self.given, self.environment = given, environment
@@ -102,7 +103,7 @@ class Asked:
         if self.splitting is not None and not isinstance(self.splitting, list):
             raise cc.refuse("splitting_ops", "vLLM wants a list of operators", "as in []")
         self.partition = cc.boolean("use_inductor_graph_partition", False) or False
-        self.specialize = cc.boolean("cudagraph_specialize_lora", True) or False
+        self.separate_lora = cc.boolean("cudagraph_specialize_lora", True) or False
         self.compiler = cc.text("backend") or "inductor"
         if self.compile == 3 and self.compiler not in ("eager", "inductor"):
             raise cc.refuse(
@@ -264,10 +265,11 @@ class Asked:
 
     def _adapters(self) -> None:
         given = self.given
-        self.max_loras = given.get("max_loras", 1) if given.get("enable_lora", False) else 0
+        self.max_loras = 0
         if not given.get("enable_lora", False):
-            self.lora_cases: tuple[int, ...] = (0,)
             return
+        self.max_loras = given.get("max_loras", 1)
+        self.specialize = bool(given.get("specialize_active_lora", False))
         if self.model.architecture in names()["no_lora"]:
             raise refusal("--enable-lora", "vLLM has no adapters for this model", "leave it out")
         if self.max_loras < 1:
@@ -281,6 +283,3 @@ class Asked:
                 f"with adapters vLLM wants 1 + K tokens for each of {self.seqs} requests, got {self.tokens}",
                 f"give {self.seqs * (self.spec.tokens + 1)} or more, or fewer draft tokens",
             )
-        self.separate_lora = self.specialize
-        self.specialize = self.specialize and bool(given.get("specialize_active_lora", False))
-        self.lora_cases = Lora(max_active=self.max_loras, specialize=self.specialize).cases()

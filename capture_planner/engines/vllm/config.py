@@ -29,8 +29,8 @@ class Configuration(Asked):
     sizes: tuple[int, ...]
     max_size: int
     schedule: tuple[tuple[int, int, int], ...] | None
-    drafted: tuple[int, ...] = ()
-    """K by batch size, from 0 on; empty without a schedule."""
+    drafted: tuple[int, ...]
+    """Draft tokens of each batch size, as ``schedule.draft_tokens`` returns them."""
 
     def __init__(self, given: Given, environment: Environment) -> None:
         super().__init__(given, environment)
@@ -54,10 +54,7 @@ class Configuration(Asked):
         if self.runner is Runner.V2 and spec.method != "draft_model" and not spec.overrides:
             return
         self.asked_sizes, self.asked_max = list(self.sizes), self.max_size
-        if self.schedule is not None and self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
-            self.set_mode(
-                "schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule"
-            )
+        self._schedule_without_full()
         runner, overlaps = self.runner, self.ubatching
         if spec.method == "draft_model":
             # An independent draft's ranks overlap nothing, so that its copy may be one for V2.
@@ -185,14 +182,15 @@ class Configuration(Asked):
                     "schedule", "schedule", f"K = {spec.tokens}", f"{why}, so K is {spec.tokens} throughout"
                 )
                 self.schedule = None
-        if spec is None or self.schedule is None:
-            return
-        tiers = normalized([*self.schedule])
-        self.drafted = draft_tokens(tiers, max_num_reqs=self.seqs, num_speculative=spec.tokens)
-        if self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
-            self.set_mode(
-                "schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule"
-            )
+        tiers = () if self.schedule is None else normalized([*self.schedule])
+        tokens = spec.tokens if spec is not None else 0
+        self.drafted = draft_tokens(tiers, max_num_reqs=self.seqs, num_speculative=tokens)
+        self._schedule_without_full()
+
+    def _schedule_without_full(self) -> None:
+        if self.schedule is not None and self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
+            says = "the V1 runner captures no FULL graphs by schedule"
+            self.set_mode("schedule-v1", GraphMode.PIECEWISE, says)
 
     def _without_compilation(self) -> None:
         """Drop piecewise graphs where nothing is compiled in pieces."""
@@ -277,6 +275,8 @@ class Configuration(Asked):
         return None
 
     def _tiers(self) -> list[tuple[int, int]]:
+        if self.schedule is None:
+            return []
         widest = {1 + k: size for size, k in enumerate(self.drafted) if size}
         return list(widest.items())
 

@@ -10,12 +10,13 @@ from capture_planner.engines.vllm import legacy
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import Attention
 from capture_planner.engines.vllm.config import Configuration
+from capture_planner.engines.vllm.drafter import draft_modes
 from capture_planner.engines.vllm.flags import refusal
 from capture_planner.engines.vllm.model import Model
 from capture_planner.engines.vllm.parts import COMPILE
 from capture_planner.engines.vllm.precision import DEFAULT_BLOCK, check_cache
 from capture_planner.engines.vllm.resolution import Ladder
-from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings
+from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings, lora_cases
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
 from capture_planner.engines.vllm.speculation import Speculation
 from capture_planner.modes import GraphMode, GraphSupport
@@ -53,7 +54,16 @@ def resolved(config: Configuration) -> VllmSettings:
     mode = ladder.resolve(config.mode)
     if config.runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and tokens:
         _round(config, 1 + tokens, mode)
-    prefill, decode = _draft_modes(config, mode, draft.own if draft is not None else support)
+    prefill = decode = None
+    if spec is not None and draft is not None:
+        prefill, decode = draft_modes(
+            mode,
+            spec.drafter,
+            config.runner,
+            support=draft.own,
+            breakable=config.breakable,
+            eager=spec.eager,
+        )
     return VllmSettings(
         runner=config.runner,
         sizes=config.sizes,
@@ -70,15 +80,17 @@ def resolved(config: Configuration) -> VllmSettings:
         method=spec.method if spec is not None else None,
         num_speculative_tokens=tokens,
         schedule=config.schedule,
-        decode_query_lens=tuple(sorted({1 + k for k in config.drafted[1:] or (tokens,)})),
+        drafted=config.drafted,
         draft_fused=draft is not None and draft.fused,
         draft_query_len=spec.width if spec is not None else 0,
-        lora_cases=_lora_cases(config),
+        lora_cases=lora_cases(
+            config.max_loras, config.runner, separate=config.separate_lora, specialize=config.specialize
+        ),
         varlen=varlen,
         data_parallel_size=config.data,
         tensor_parallel_size=config.tensor,
         max_loras=config.max_loras,
-        specialize_lora=config.specialize and bool(config.max_loras),
+        specialize_lora=config.specialize,
         compilation=COMPILE[config.compile or 0],
         async_scheduling=config.asynchronous,
         backend=backend,
@@ -156,29 +168,6 @@ def _attention(config: Configuration, model: Model) -> Attention:
         cache=config.cache,
         block=config.block,
     )
-
-
-def _lora_cases(config: Configuration) -> tuple[int, ...]:
-    """Return the adapter counts captured for: model runner V1 may have none without adapters."""
-    alone = config.runner is Runner.V1 and config.max_loras and not config.separate_lora
-    return config.lora_cases[-1:] if alone else config.lora_cases
-
-
-def _draft_modes(
-    config: Configuration, mode: GraphMode, support: GraphSupport
-) -> tuple[GraphMode | None, GraphMode | None]:
-    drafter = config.spec.drafter if config.spec is not None else Drafter.NONE
-    if config.runner is Runner.V1 and config.spec is not None and config.spec.has_draft_cache:
-        every = GraphMode.NONE if config.spec.eager else legacy.draft_mode(mode)
-        return every, every
-    if config.runner is Runner.V1 or drafter is Drafter.NONE:
-        return None, None
-    decode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE
-    if drafter is Drafter.PARALLEL:
-        return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
-    if drafter is Drafter.MODULES:
-        return (decode if mode.has_piecewise and not config.breakable else mode), None
-    return mode, decode
 
 
 def _round(config: Configuration, query_len: int, mode: GraphMode) -> None:
