@@ -2,13 +2,12 @@
 
 import json
 
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import FLAGS, VERSION, resolve
+from capture_planner.engines.vllm import FLAGS, emulate, resolve
 from capture_planner.engines.vllm.attention import EMULATED, Attention
 from capture_planner.engines.vllm.flags import read, short_number, table
 from capture_planner.engines.vllm.model import Model
@@ -74,10 +73,26 @@ def test_variables_and_the_command_itself_may_stand_in_front():
     assert resolve(words, H100)[0].runner == "v1"
 
 
+def test_spec_flags_are_parts_of_the_speculative_config(tmp_path):
+    """--spec-method and its like are read as the JSON, count as given, and clash with the same part of it."""
+    short = ["--spec-method", "ngram", "--spec-tokens", "3"]
+    whole = ["-sc", '{"method": "ngram", "num_speculative_tokens": 3}']
+    assert read(["m", *short]) == read(["m", *whole])
+    assert read(["m", "--spec-tokens", "3", "-sc.method=ngram"]) == read(["m", *whole])
+    shown = {each.name: each for each in emulate(["m", *short], H100).settings}
+    assert shown["not_relevant"].value == []
+    assert (shown["num_speculative_tokens"].value, shown["num_speculative_tokens"].source) == (3, "flag")
+    file = tmp_path / "flags.yaml"
+    file.write_text("spec-method: ngram\nspec-tokens: 3\n")
+    assert read(["m", "--config", str(file)]).source("speculative_config") == "file"
+    assert "takes method once" in str(refused(*whole, "--spec-method", "ngram"))
+    assert "JSON object" in str(refused("-sc", "3", "--spec-method", "ngram"))
+
+
 def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
     """Flags of --config count as written in front of the others; their source is the file."""
     file = tmp_path / "flags.yaml"
-    file.write_text("max-num-seqs: 8\nmax-num-batched-tokens: 512\nspecial: 1\n".replace("special: 1\n", ""))
+    file.write_text("max-num-seqs: 8\nmax-num-batched-tokens: 512\n")
     given_ = read(["m", "--config", str(file), "--max-num-seqs", "16"])
     assert given_.values["max_num_seqs"] == 16
     assert given_.values["max_num_batched_tokens"] == 512
@@ -278,11 +293,4 @@ def test_interactive_sizes_are_every_size_up_to_32(reqs, tokens, top):
 def test_the_flags_are_vllms():
     """Every flag of the engine object is one of the recorded release's, or a variable."""
     known = {name for entry in table().values() for name in entry["names"]}
-    assert VERSION == "0.33.0"
     assert {name for name in FLAGS if name.startswith("-")} <= known
-
-
-def test_settings_are_frozen():
-    """Settings are values."""
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        settings().max_size = 3

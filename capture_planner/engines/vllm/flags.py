@@ -37,6 +37,8 @@ _SCALE = {
     "G": 1 << 30,
     "T": 1 << 40,
 }
+_SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Flags that stand for one part of ``--speculative-config``."""
 _SHORT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 
 
@@ -379,4 +381,19 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = _parser().parse_known_args(_undotted(_spelled(words)))
     if unknown:
         raise FlagError(_parser().strangers(unknown))
-    return dict(vars(namespace))
+    return _folded(dict(vars(namespace)))
+
+
+def _folded(found: dict[str, Any]) -> dict[str, Any]:
+    """Put ``--spec-method`` and its like into ``--speculative-config``, which they are short for."""
+    short = [(flag, key, found.pop(flag, None)) for flag, key in _SPECULATIVE.items()]
+    given = [each for each in short if each[2] is not None]
+    whole = found.get("speculative_config")
+    if given and isinstance(whole, dict | None):
+        found["speculative_config"] = whole = dict(whole or {})
+        for flag, key, value in given:
+            if key in whole:
+                says = f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too"
+                raise refusal("--speculative-config", says, "drop one", key)
+            whole[key] = value
+    return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 from capture_planner.engines.parsing import did_you_mean
@@ -14,7 +12,6 @@ from capture_planner.engines.vllm.settings import Drafter
 from capture_planner.engines.vllm.unemulated import REASON
 
 FLAG = "--speculative-config"
-_FLAGS = (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens"))
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _NOT_EMULATED = ("extract_hidden_states",)
@@ -71,17 +68,6 @@ class Speculation:
 def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Speculation | None:
     """Return the drafter that the flags name, or None; raises ``FlagError`` as vLLM would refuse it."""
     value = given.get("speculative_config")
-    for flag, key in _FLAGS:
-        if given.get(flag) is not None:
-            value = {} if value is None else value
-            if isinstance(value, dict) and key in value:
-                raise refusal(
-                    FLAG,
-                    f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too",
-                    "drop one",
-                    key,
-                )
-            value = {**value, key: given.get(flag)}
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -274,8 +260,3 @@ def _draft_length(part: Part, asked: int | None, draft: Model, target: Model, ma
         refuse = target.refusal if max_len == target.max_len else refusal
         raise refuse(FLAG, reason, "give less", "max_model_len")
     return asked
-
-
-def data(value: Any) -> Any:
-    """Return a schedule as the engine's JSON has it."""
-    return None if value is None else [list(entry) for entry in value]
