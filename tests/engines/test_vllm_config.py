@@ -89,6 +89,23 @@ def test_spec_flags_are_parts_of_the_speculative_config(tmp_path):
     assert "JSON object" in str(refused("-sc", "3", "--spec-method", "ngram"))
 
 
+@pytest.mark.parametrize(
+    ("number", "read_as"),
+    [(True, 1), (2.0, 2), (" 2 ", 2), ("2.0", 2), (2.9, None), ("2.", None), (None, None)],
+)
+def test_numbers_of_a_schedule_are_read_as_vllms_types_do(number, read_as):
+    """True, whole floats and texts count as numbers; what is shown and emulated has integers only."""
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    config["num_speculative_tokens_per_batch_size"] = [[1, 16, number]]
+    words = ["-sc", json.dumps(config)]
+    if read_as is None:
+        assert "three whole numbers" in str(refused(*words))
+        return
+    found = emulate(["m", *words], H100)
+    assert found.speculative.schedule == ((1, 16, read_as),)
+    assert type(found.speculative.schedule[0][2]) is int
+
+
 def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
     """Flags of --config count as written in front of the others; their source is the file."""
     file = tmp_path / "flags.yaml"

@@ -15,9 +15,10 @@ _ALL = "give ranges of batch sizes from 1 on, without overlap, as in [[1, 16, 3]
 
 
 def normalized(schedule: Any) -> tuple[Tier, ...]:
-    """Return the schedule by batch size, as vLLM reads it from JSON; raises ``FlagError``.
+    """Return the schedule, as given, by batch size; raises ``FlagError`` as vLLM's scheduler refuses it.
 
-    Every number goes through ``int``, as in the engine, so that ``2.9`` counts as 2.
+    Every number goes through ``int``, as in the engine's own function. A command line gives whole numbers
+    only: its types have refused 2.9 before.
     """
     if not isinstance(schedule, list):
         raise _refused("not a list of [first, last, draft tokens]", _ALL)

@@ -7,7 +7,7 @@ import attrs
 from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model, read_model
-from capture_planner.engines.vllm.parts import Part, names
+from capture_planner.engines.vllm.parts import Part, names, whole_number
 from capture_planner.engines.vllm.settings import Drafter
 from capture_planner.engines.vllm.unemulated import REASON
 
@@ -175,11 +175,12 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
         raise part.refuse(key, "vLLM wants a list of [first, last, K]", "as in [[1, 16, 3], [17, 256, 1]]")
     found: list[tuple[int, int, int]] = []
     for index, entry in enumerate(value):
-        if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(n, int) for n in entry):
-            raise refusal(
-                FLAG, f"vLLM wants [first, last, K], got {entry!r}", "give three numbers", key, index
-            )
-        found.append((entry[0], entry[1], entry[2]))
+        match [whole_number(item) for item in entry] if isinstance(entry, list) else []:
+            case [int(first), int(last), int(k)]:
+                found.append((first, last, k))
+            case _:
+                says = f"vLLM wants [first, last, K], got {entry!r}"
+                raise refusal(FLAG, says, "give three whole numbers", key, index)
     return tuple(found)
 
 
