@@ -16,7 +16,7 @@ from capture_planner.engines.vllm.parts import names
 from capture_planner.engines.vllm.settings import Drafter
 from capture_planner.engines.vllm.unemulated import _FLAGS
 from capture_planner.engines.walk import walk
-from capture_planner.errors import FlagError
+from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.plan import Kind
 from capture_planner.testing.engines.vllm_models import MODELS, write_models
@@ -154,7 +154,7 @@ def test_every_decoder_is_emulated(name, tmp_path):
 )
 def test_other_models_are_refused(config, tmp_path):
     """A model whose graphs are not known is refused, and never answered as a decoder."""
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolve([folder(tmp_path, **config)], H100)
 
 
@@ -182,7 +182,7 @@ def test_flags_that_are_not_emulated_are_refused(flag):
         flag, "{}" if "json" in entry["kind"] else "x"
     )
     words = [name] if entry["kind"] == "switch" else [name, '{"a": 1}' if "object" in entry["kind"] else odd]
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolved(*words)
 
 
@@ -198,7 +198,7 @@ def test_flags_that_are_not_emulated_are_refused(flag):
 )
 def test_parts_that_are_not_emulated_are_refused(word):
     """The same holds for parts of JSON flags and for single values."""
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolved(word)
 
 
@@ -248,7 +248,7 @@ def test_other_drafters_are_refused(config, tmp_path):
     """A method or a draft whose graphs are not known says so."""
     write_models(tmp_path)
     words = ["-sc", json.dumps({**config, "num_speculative_tokens": 1}).replace("{models}", str(tmp_path))]
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolved(*words)
 
 

@@ -14,7 +14,7 @@ from capture_planner.engines.vllm.model import COUNTS_AS
 from capture_planner.engines.vllm.places import in_its_file
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
-from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError, InvalidValue
 from capture_planner.model import Method, Speculative
@@ -89,8 +89,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
             "give sizes from 1 on",
         )
     if configuration.ubatching and settings.data_parallel_size > 1 and settings.mode is not GraphMode.NONE:
-        reason = f"{REASON}: data-parallel ranks that split a batch have a graph of both halves too"
-        raise refusal("--enable-dbo", reason, "leave it out, or emulate one rank")
+        what = "data-parallel ranks that split a batch have a graph of both halves too"
+        raise not_emulated("--enable-dbo", what, "leave it out, or emulate one rank")
     return Emulation(
         engine="vllm",
         version=VERSION,
@@ -136,7 +136,8 @@ def _speculative(settings: VllmSettings) -> Speculative | None:
         return Speculative(method=method, num_tokens=settings.num_speculative_tokens, schedule=schedule)
     except InvalidValue as error:
         reason = f"vLLM takes it, and it is more than is emulated: {error}"
-        raise refusal("--speculative-config", reason, "draft fewer tokens, or give fewer ranges") from error
+        remedy = "draft fewer tokens, or give fewer ranges"
+        raise not_emulated("--speculative-config", "", remedy, reason=reason) from error
 
 
 def _lora(settings: VllmSettings) -> Lora | None:

@@ -8,7 +8,7 @@ from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized
 from capture_planner.engines.vllm.settings import Runner
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
-from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.environment import Environment
 from capture_planner.modes import GraphMode
 from capture_planner.sizing.engines import vllm_tokens
@@ -128,7 +128,7 @@ class Configuration(Asked):
             reason = f"vLLM's V1 runner wants the target's {self.tensor} ranks, got {spec.tensor}"
             raise refusal(SPECULATIVE, reason, "leave V2 on", "draft_tensor_parallel_size")
         if spec is not None and spec.method == "dflash" and not v2:
-            raise refusal(SPECULATIVE, f"{REASON}: dflash on model runner V1", "leave V2 on", "method")
+            raise not_emulated(SPECULATIVE, "dflash on model runner V1", "leave V2 on", "method")
         if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:
             self.note(
                 "draft-length", self.max_model_len, spec.max_len, "the draft model takes no longer prompts"

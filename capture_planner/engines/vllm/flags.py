@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import attrs
 
 from capture_planner.engines.parsing import Parser, not_json
+from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.engines.yaml_files import read_yaml, refused_file
 from capture_planner.errors import FlagError, InvalidDocument, Problem
 
@@ -102,9 +103,8 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
         name, _, value = words.pop(0).partition("=")
         if name not in VARIABLES:
             near = difflib.get_close_matches(name, VARIABLES, n=1)
-            raise refusal(
-                name, "this variable is not emulated", f"leave it out{f', or set {near[0]}' if near else ''}"
-            )
+            remedy = f"leave it out{f', or set {near[0]}' if near else ''}"
+            raise not_emulated(name, "", remedy, reason="this variable is not emulated")
         if value not in ("0", "1"):
             raise refusal(name, f"vLLM reads a number here, not {value!r}", "give 0 or 1")
         found[name] = value

@@ -9,7 +9,7 @@ from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model, read_model
 from capture_planner.engines.vllm.parts import Part, names, whole_number
 from capture_planner.engines.vllm.settings import Drafter
-from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.vllm.unemulated import not_emulated
 
 FLAG = "--speculative-config"
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
@@ -98,11 +98,11 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     if tokens is None:
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
-        raise part.refuse("method", f"{REASON}: {method}", "emulate EAGLE, MTP, DFlash or n-gram")
+        raise not_emulated(FLAG, method, "emulate EAGLE, MTP, DFlash or n-gram", "method")
     if method == "dspark" and draft.architecture not in ("", "Qwen3DSparkModel"):
-        raise part.refuse("model", f"{REASON}: DSpark of {draft.architecture}", "name a Qwen3 draft")
+        raise not_emulated(FLAG, f"DSpark of {draft.architecture}", "name a Qwen3 draft", "model")
     if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
-        raise part.refuse("model", f"{REASON}: {draft.architecture}", "name a DFlash draft without a head")
+        raise not_emulated(FLAG, draft.architecture, "name a DFlash draft without a head", "model")
     longest = _draft_length(part, asked, draft, target, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if method != "dspark" and adaptive and part.boolean("use_local_argmax_reduction", False):
