@@ -38,6 +38,7 @@ def of_schedule(tiers: tuple[schedule.Tier, ...], mode: GraphMode) -> tuple[Tabl
         platform_max=512,
         tiers=[(1 + drafts, last) for _, last, drafts in tiers],
     )
+    lookup = schedule.draft_tokens(tiers, max_num_reqs=256, num_speculative=k)
     manager = TableManager(
         role=Role.TARGET,
         mode=mode,
@@ -45,9 +46,8 @@ def of_schedule(tiers: tuple[schedule.Tier, ...], mode: GraphMode) -> tuple[Tabl
         max_size=sizes[-1],
         max_num_reqs=256,
         query_len=1 + k,
-        query_lens=schedule.query_lens(tiers, max_num_reqs=256, num_speculative=k),
+        query_lens=schedule.query_lens(lookup),
     )
-    lookup = schedule.draft_tokens(tiers, max_num_reqs=256, num_speculative=k)
     return manager, [decode(reqs, 1 + lookup[reqs]) for reqs in range(1, 257)]
 
 
@@ -65,7 +65,7 @@ def test_published_schedules_miss_graphs(
 ) -> None:
     """Decodes miss a compatible graph, and graphs are out of reach, as often as the engine was seen to."""
     manager, batches = of_schedule(tiers, GraphMode.FULL_AND_PIECEWISE)
-    assert sum(manager.misses(batch) for batch in batches) == missed
+    assert sum(cases.misses(manager, batch) for batch in batches) == missed
     full = [graph.entry for graph in manager.graphs if graph.entry.mode is GraphMode.FULL]
     reached = {manager.dispatch(batch).entry for batch in batches} & {*full}
     assert (len(full), len(reached)) == (captured, reachable)
@@ -244,7 +244,7 @@ def test_drafter_is_asked_with_the_targets_padding() -> None:
     assert (answer.padded_tokens, answer.padded_reqs) == (6, 3)
     differing = [b for b in batches if prefill.dispatch(b).mode is not target.dispatch(b).mode]
     assert len(differing) == 15
-    assert all(target.misses(b) for b in differing)
+    assert all(cases.misses(target, b) for b in differing)
 
 
 @given(SEEDS)
@@ -382,5 +382,4 @@ def test_schedule_carries_forward(seed: int) -> None:
         last = next((drafts for start, end, drafts in tiers if start <= n <= end), last)
         dense.append(min(last, k))
     assert [*lookup] == dense
-    widths = schedule.query_lens(tiers, max_num_reqs=reqs, num_speculative=k)
-    assert [*widths] == sorted({1 + drafts for drafts in dense[1:]})
+    assert [*schedule.query_lens(lookup)] == sorted({1 + drafts for drafts in dense[1:]})

@@ -127,8 +127,8 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     mend = _mended(plan, covered, widths, own, mixed)
     says = (
         f"with the plan's own {len(own)} sizes {len(hidden)} decode batch sizes would miss their graph, hidden "
-        f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which "
-        f"{len(mend.missed)} do, and which pad decodes at most {float(mend.worst - 1):.1%}"
+        f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which none "
+        f"does, and which pad decodes at most {float(mend.worst - 1):.1%}"
     )
     return mend.sizes, (Loss(name="sizes-mended", says=says, scope=both(Role.TARGET)),)
 

@@ -15,8 +15,8 @@ from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Decision
+from capture_planner.sizing.engines import GiB
 
-GiB = 1 << 30
 COMPILATION = "--compilation-config"
 
 

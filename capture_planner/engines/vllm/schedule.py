@@ -54,10 +54,9 @@ def draft_tokens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative:
     )
 
 
-def query_lens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative: int) -> tuple[int, ...]:
-    """Return the query lengths that decodes can have, ascending: 1 + k for each scheduled k."""
-    lookup = draft_tokens(tiers, max_num_reqs=max_num_reqs, num_speculative=num_speculative)
-    return tuple(sorted({1 + k for k in lookup[1:]}))
+def query_lens(drafted: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the query lengths that decodes can have, ascending: 1 + k for each k of ``draft_tokens``."""
+    return tuple(sorted({1 + k for k in drafted[1:]}))
 
 
 def _tier(index: int, entry: Any) -> Tier:

@@ -6,6 +6,7 @@ import enum
 
 import attrs
 
+from capture_planner.engines.vllm.schedule import query_lens
 from capture_planner.modes import GraphMode
 from capture_planner.spec import Lora
 
@@ -83,7 +84,7 @@ class VllmSettings:
     @property
     def decode_query_lens(self) -> tuple[int, ...]:
         """All query lengths that decodes of the target can have, ascending."""
-        return tuple(sorted({1 + k for k in self.drafted[1:]}))
+        return query_lens(self.drafted)
 
     @property
     def query_len(self) -> int:

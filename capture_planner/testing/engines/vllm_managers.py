@@ -184,6 +184,15 @@ def answers(case: Case) -> dict[str, Any]:
     }
 
 
+def misses(manager: TableManager, batch: Batch) -> bool:
+    """Say whether a batch gets no FULL graph although a captured one could replay it."""
+    query = manager.query(batch)
+    graph = manager.find(query)
+    if graph is not None and graph.entry.mode is GraphMode.FULL:
+        return False
+    return any(graph.entry.mode is GraphMode.FULL for graph in manager.compatible(query))
+
+
 def summary(rows: list[list[Any]]) -> list[Any]:
     """Return few graphs as they are, and many as their number and a digest."""
     if len(rows) <= 16:
