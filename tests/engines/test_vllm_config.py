@@ -292,6 +292,31 @@ def test_budgets_follow_the_device():
     assert budgets == {"b200": (16384, 1024), "h100": (8192, 1024), "a100": (2048, 256), "l40s": (2048, 256)}
 
 
+@given(st.integers(1, 3000), st.sampled_from([None, 64, 100, 5000]))
+def test_a_budget_that_another_bounds_names_the_rule(tokens, reqs):
+    """Fewer tokens than requests bound the requests where no flag gives them, and the setting says so."""
+    words = ["--max-num-batched-tokens", str(tokens), *(["--max-num-seqs", str(reqs)] if reqs else [])]
+    if reqs and reqs > tokens:
+        assert refused(*words).path == ("--max-num-batched-tokens",)
+        return
+    found = emulate(["m", *words], H100)
+    shown = {each.name: each for each in found.settings}
+    bounded = [each for each in found.decisions if each.rule == "requests-by-tokens"]
+    source = "flag" if reqs else "requests-by-tokens" if tokens < 1024 else "default"
+    assert (shown["max_num_seqs"].value, shown["max_num_seqs"].source) == (reqs or min(1024, tokens), source)
+    assert [(each.before, each.after) for each in bounded] == [("1024", str(tokens))] * (
+        source == "requests-by-tokens"
+    )
+
+
+def test_requests_bound_the_tokens():
+    """Where no flag gives tokens, there are no more than whole prompts of all requests."""
+    found = emulate(["m", "--max-num-seqs", "2", "--max-model-len", "100"], H100)
+    shown = {each.name: (each.value, each.source) for each in found.settings}
+    assert shown["max_num_batched_tokens"] == (200, "tokens-by-requests")
+    assert ("8192", "200") in {(each.before, each.after) for each in found.decisions}
+
+
 def test_a_host_without_a_gpu_is_refused():
     """There are no CUDA graphs on a processor."""
     assert refused(environment=find_environment("cpu")).path == ("--environment",)

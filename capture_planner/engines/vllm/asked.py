@@ -20,7 +20,7 @@ from capture_planner.sizing.engines import GiB
 COMPILATION = "--compilation-config"
 
 
-class Asked:
+class Flags:
     """The flags of one command line; its attributes are what vLLM's own configuration objects start with."""
 
     asked_sizes: list[int] | None
@@ -63,19 +63,8 @@ class Asked:
         # Each value is checked where a flag is given twice; the last one counts.
         for value in (*given.overridden.get("compilation_config", ()), given.get("compilation_config")):
             self._graphs(value)
-        for flag, key in (
-            ("cudagraph_capture_sizes", "asked_sizes"),
-            ("max_cudagraph_capture_size", "asked_max"),
-        ):
-            value = given.get(flag)
-            if value is not None and getattr(self, key) is not None:
-                name = "--" + flag.replace("_", "-")
-                raise refusal(
-                    name, f"vLLM takes it once, and {COMPILATION} gives {flag} too", "drop one of both"
-                )
-            if value is not None:
-                setattr(self, key, value)
-            self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        self.asked_sizes = self._once("cudagraph_capture_sizes", self.asked_sizes)
+        self.asked_max = self._once("max_cudagraph_capture_size", self.asked_max)
         self.listed_sizes = tuple(self.asked_sizes or ())
         for value in (*given.overridden.get("attention_config", ()), given.get("attention_config")):
             self._attention(value)
@@ -90,6 +79,18 @@ class Asked:
             raise refusal("--optimization-level", f"vLLM has no level {level}", "give 0, 1, 2 or 3")
         self.level = int(level)
         self.performance = given.get("performance_mode", "balanced")
+
+    def _once(self, flag: str, inside: Any) -> Any:
+        """Return the value of a flag that may stand in ``--compilation-config`` too, but not in both."""
+        given, value = self.given, self.given.get(flag)
+        if value is not None and inside is not None:
+            name, says = (
+                f"--{flag.replace('_', '-')}",
+                f"vLLM takes it once, and {COMPILATION} gives {flag} too",
+            )
+            raise refusal(name, says, "drop one of both")
+        self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        return inside if value is None else value
 
     def _graphs(self, value: dict[str, Any] | None) -> None:
         cc = Part(COMPILATION, "compilation_config", value)
@@ -236,8 +237,19 @@ class Asked:
             raise refusal("--enable-chunked-prefill", reason, "give --no-enable-prefix-caching too")
         if not chunked:
             tokens = max(tokens, self.max_model_len)
-        tokens = min(seqs * self.max_model_len, tokens) if asked_tokens is None else asked_tokens
-        seqs = min(seqs, tokens) if asked_seqs is None else seqs
+        self.sources["max_num_batched_tokens"] = given.source("max_num_batched_tokens")
+        self.sources["max_num_seqs"] = given.source("max_num_seqs")
+        if asked_tokens is not None:
+            tokens = asked_tokens
+        elif tokens > seqs * self.max_model_len:
+            most, rule = seqs * self.max_model_len, "tokens-by-requests"
+            says = f"{seqs} requests of {self.max_model_len} tokens have no more than {most}"
+            self.note(rule, tokens, most, says)
+            self.sources["max_num_batched_tokens"], tokens = rule, most
+        if asked_seqs is None and seqs > tokens:
+            rule = "requests-by-tokens"
+            self.note(rule, seqs, tokens, f"a batch of {tokens} tokens has no more requests")
+            self.sources["max_num_seqs"], seqs = rule, tokens
         self.tokens, self.seqs = tokens, seqs
         if seqs < 1:
             raise refusal("--max-num-seqs", f"vLLM wants at least 1, got {seqs}", "give 1 or more")

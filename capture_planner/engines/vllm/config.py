@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capture_planner.engines.vllm.asked import COMPILATION, Asked
+from capture_planner.engines.vllm.asked import COMPILATION, Flags
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized
@@ -20,7 +20,7 @@ _WIDE = "GptOssForCausalLM"
 _MICROBATCHING = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 
 
-class Configuration(Asked):
+class Configuration(Flags):
     """One run through vLLM's configuration; its attributes are what vLLM's own objects hold at each step."""
 
     runner: Runner
