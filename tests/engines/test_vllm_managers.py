@@ -8,12 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner.engines.vllm import data_parallel, first, legacy, schedule
-from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill
+from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill, draft_modes
 from capture_planner.engines.vllm.managers import managers
+from capture_planner.engines.vllm.settings import Drafter, Runner
 from capture_planner.engines.vllm.table import TableManager
 from capture_planner.entry import Batch, Entry
 from capture_planner.errors import FlagError
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.sizing.engines import vllm_tokens
 from capture_planner.testing.engines import vllm_managers as cases
 
@@ -378,3 +379,19 @@ def test_schedule_carries_forward(seed: int) -> None:
         dense.append(min(last, k))
     assert [*lookup] == dense
     assert [*schedule.query_lens(lookup)] == sorted({1 + drafts for drafts in dense[1:]})
+
+
+@given(st.sampled_from(GraphMode), st.sampled_from(Drafter), st.booleans(), st.sampled_from(GraphSupport))
+def test_modes_of_drafters(mode: GraphMode, drafter: Drafter, breakable: bool, support: GraphSupport) -> None:
+    """A drafter captures no more than its target, pieces in its first pass only, and eager drafts nothing."""
+    first_, later = draft_modes(mode, drafter, Runner.V2, breakable=breakable, support=support)
+    assert (first_ is None) == (drafter in (Drafter.NONE, Drafter.PARALLEL))
+    assert (later is None) == (drafter in (Drafter.NONE, Drafter.MODULES))
+    assert first_ is None or first_ <= mode
+    assert later in (None, GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
+    assert later is not GraphMode.FULL_DECODE_ONLY or mode.decode_mode is GraphMode.FULL
+    if drafter is Drafter.MODULES and first_ is not None:
+        assert breakable or not first_.has_piecewise
+    if drafter is Drafter.PARALLEL and support < GraphSupport.UNIFORM_BATCH:
+        assert later is GraphMode.NONE
+    assert set(draft_modes(mode, drafter, Runner.V1, eager=True)) == {GraphMode.NONE}

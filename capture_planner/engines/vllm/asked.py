@@ -84,11 +84,8 @@ class Flags:
         """Return the value of a flag that may stand in ``--compilation-config`` too, but not in both."""
         given, value = self.given, self.given.get(flag)
         if value is not None and inside is not None:
-            name, says = (
-                f"--{flag.replace('_', '-')}",
-                f"vLLM takes it once, and {COMPILATION} gives {flag} too",
-            )
-            raise refusal(name, says, "drop one of both")
+            says = f"vLLM takes it once, and {COMPILATION} gives {flag} too"
+            raise refusal(f"--{flag.replace('_', '-')}", says, "drop one of both")
         self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
         return inside if value is None else value
 
