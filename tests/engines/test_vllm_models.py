@@ -275,3 +275,14 @@ def test_a_draft_with_a_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
     with pytest.raises(FlagError, match="blocks are multiples of 64, not 16"):
         resolve([*words, own], H100)
     assert resolve([*words, own, "--block-size", "64"], H100)[0].backend == "FLASHMLA"
+
+
+@pytest.mark.parametrize(("cache", "mode"), [(None, "FULL_DECODE_ONLY"), ("auto", "PIECEWISE")])
+def test_each_copy_of_the_configuration_rewrites_the_mode(cache, mode, tmp_path):
+    """A pooling encoder-decoder's mode goes to and fro: under V1 a draft makes a copy, and one for its cache."""
+    write_models(tmp_path)
+    draft = {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 2}
+    draft |= {"kv_cache_dtype": cache} if cache else {}
+    words = [str(tmp_path / "whisper"), "--runner", "pooling", "-sc", json.dumps(draft)]
+    words = ["VLLM_USE_V2_MODEL_RUNNER=0", *words]
+    assert resolve(words, find_environment("b200"))[0].configured_mode.value == mode

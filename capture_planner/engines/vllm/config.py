@@ -6,7 +6,7 @@ from capture_planner.engines.vllm.asked import COMPILATION, Flags
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized
-from capture_planner.engines.vllm.settings import Runner
+from capture_planner.engines.vllm.settings import Drafter, Runner
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
 from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.environment import Environment
@@ -51,21 +51,30 @@ class Configuration(Flags):
         spec = self.spec
         if spec is None or not spec.has_draft_cache:
             return
-        if self.runner is Runner.V2 and spec.method != "draft_model" and not spec.overrides:
-            return
-        self.asked_sizes, self.asked_max = list(self.sizes), self.max_size
         self._schedule_without_full()
+        independent, own = spec.method == "draft_model", spec.backend is not None
+        copies = spec.copies
+        if self.runner is Runner.V1:
+            copies += not own  # it sets the backend in a copy, given or not
+        elif independent or spec.drafter is Drafter.PARALLEL:
+            copies = 0 if independent else 1
+        for _ in range(copies):
+            self._rewrite_again()
         runner, overlaps = self.runner, self.ubatching
-        if spec.method == "draft_model":
+        if independent:
             # An independent draft's ranks overlap nothing, so that its copy may be one for V2.
             self.ubatching = False
             if self.given.variables.get("VLLM_USE_V2_MODEL_RUNNER") is None and not self._v2_lacks():
                 self.runner = Runner.V2
             self._check_state(spec.length)
-        self._limit_modes()
+            self._rewrite_again(of_target=False)
+            self.runner, self.ubatching = runner, overlaps
+
+    def _rewrite_again(self, *, of_target: bool = True) -> None:
+        self.asked_sizes, self.asked_max = list(self.sizes), self.max_size
+        self._limit_modes(of_target=of_target)
         self._sizes()
         self._last_rewrites()
-        self.runner, self.ubatching = runner, overlaps
 
     def _check_state(self, length: int) -> None:
         """Refuse a state for the whole prompt that is kept in blocks of another length."""
@@ -201,7 +210,7 @@ class Configuration(Flags):
                 self.asked_max, self.asked_sizes = 0, []
                 self._no_sizes()
 
-    def _limit_modes(self) -> None:
+    def _limit_modes(self, *, of_target: bool = True) -> None:
         self._no_sizes()
         self._without_compilation()
         spec = self.spec
@@ -212,7 +221,9 @@ class Configuration(Flags):
                 "give more tokens",
             )
         full = GraphMode.FULL in self.mode.allowed
-        if full and self.pooling:
+        if not of_target:
+            pass  # an independent draft is a plain decoder
+        elif full and self.pooling:
             self.set_mode("pooling", GraphMode.PIECEWISE, "pooling models have no FULL graphs")
         elif self.model.encoder_decoder and self.mode not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY):
             self.set_mode(

@@ -39,8 +39,8 @@ class Speculation:
     parallel: bool
     heterogeneous: bool
     draft_lm_head: bool
-    overrides: bool
-    """Whether the draft has settings of its own for which vLLM copies the whole configuration."""
+    copies: int
+    """How many settings of its own the draft has; for each, vLLM copies the whole configuration."""
     length: int
     """Tokens that the draft model is given."""
     cache: str | None
@@ -141,9 +141,8 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         parallel=method not in _PARALLEL and (part.boolean("parallel_drafting", False) or False),
         heterogeneous=heterogeneous,
         draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
-        overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
-        or backend is not None
-        or method in _PARALLEL,
+        copies=sum(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
+        + (backend is not None),
         length=longest or max_len,
         cache=_cache(part),
         max_len=longest if method == "draft_model" or not draft.stretches else None,
