@@ -27,7 +27,7 @@ from capture_planner.catalog import find_environment
 from capture_planner.engines.checkpoints import known
 from capture_planner.engines.vllm import resolve
 from capture_planner.engines.vllm.flags import read, table
-from capture_planner.errors import FlagError
+from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.testing.engines.vllm import answer_of, cases, write_models
 
 VALUES = ("3", "x", "0.5", "auto", "", "None", '{"a": 1}', "1k", "2K", "1.5K", "-1", "[1, 2]", "a=b", "-0.5")
@@ -143,19 +143,14 @@ def _accepts(module: ModuleType, engine: Any, wheel: Path, words: list[str]) -> 
 
 
 def _outcome(ours: Any) -> str:
-    if _declines(ours):
+    if isinstance(ours, NotEmulated):
         return "not emulated"
     return "refused" if isinstance(ours, FlagError) else f"{ours['runner']} {ours['mode']}"
 
 
-def _declines(ours: Any) -> bool:
-    """Say whether ours refuses because it does not know, whatever vLLM does."""
-    return isinstance(ours, FlagError) and "not emulated" in str(ours)
-
-
 def _difference(ours: Any, theirs: Any, refused: bool) -> str:
     """Return what differs between our answer and the engine's, or nothing."""
-    if _declines(ours):
+    if isinstance(ours, NotEmulated):
         return ""
     if isinstance(ours, FlagError):
         return "" if refused else f"ours refuses: {ours}; vLLM: {theirs}"

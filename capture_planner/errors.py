@@ -4,6 +4,7 @@
      +- InvalidValue          a value breaks a rule; carries one Problem per broken rule
      |   +- InvalidDocument   the same, for a file: each Problem has a line and a column
      |   +- FlagError         an engine would refuse its flags, or we cannot follow one; each Problem names it
+     |       +- NotEmulated   we cannot follow them, whatever the engine does with them
      +- PlanningError         a valid spec for which there is no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
      +- DispatchError         a question the plan cannot be asked, such as an unknown role
@@ -86,6 +87,10 @@ class FlagError(InvalidValue):
     ``path`` of a Problem is the flag, as in ``("--max-num-seqs",)``, or leads into its JSON value;
     ``message`` gives the engine's own reason first, then ours; ``remedy`` what to give instead.
     """
+
+
+class NotEmulated(FlagError):
+    """Flags that the engine may take, and that are not emulated."""
 
 
 class PlanningError(InvalidValue):

@@ -99,4 +99,4 @@ def _deployed(letter: str, named: str, environment: Environment) -> Plan | Emula
     try:
         return emulated(name, words[1:], environment)
     except FlagError as error:
-        raise FlagError(problem.under((letter,)) for problem in error.problems) from None
+        raise type(error)(problem.under((letter,)) for problem in error.problems) from None

@@ -136,7 +136,7 @@ def in_its_file(error: FlagError, command: Sequence[str], name_of: Callable[[str
         return error
     given = {name_of(word) for word in words if word.startswith("-")}
     try:
-        return FlagError(_located(error.problems, words[words.index("--config") + 1], given, name_of))
+        return type(error)(_located(error.problems, words[words.index("--config") + 1], given, name_of))
     except (InvalidDocument, YAMLError):
         return error  # it is about the file itself
 

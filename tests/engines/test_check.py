@@ -24,6 +24,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind
 from capture_planner.sizing.engines import vllm_tokens
 from capture_planner.spec import Limits
+from capture_planner.testing.engines.vllm_managers import misses
 
 H100 = find_environment("h100")
 SEQS = 256
@@ -37,7 +38,8 @@ PUBLISHED = {
 def emulation(schedule, sizes, *, seqs=SEQS, tokens=8192, most=512, mode=GraphMode.FULL_AND_PIECEWISE):
     """The target of vLLM with a schedule and a list of sizes; no schedule: one token a request."""
     k = max((k for _, _, k in schedule), default=0)
-    widths = query_lens(normalized([*schedule]), max_num_reqs=seqs, num_speculative=k) if schedule else (1,)
+    tiers = normalized([*schedule]) if schedule else ()
+    widths = query_lens(draft_tokens(tiers, max_num_reqs=seqs, num_speculative=k))
     manager = TableManager(
         role=Role.TARGET,
         mode=mode,
@@ -186,7 +188,7 @@ def test_a_miss_is_a_graph_that_fits_and_is_not_found(emulated):
     found = by_code(check(emulated)).get("EN002")
     missed = 0
     for each in walk(emulated):
-        if manager.misses(each.batch) or (each.best is not None and each.answer.entry is None):
+        if misses(manager, each.batch) or (each.best is not None and each.answer.entry is None):
             missed += each.last - each.extent + 1
     assert (found.seen.count if found else 0) == missed
 

@@ -2,13 +2,12 @@
 
 import json
 
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import FLAGS, VERSION, resolve
+from capture_planner.engines.vllm import FLAGS, emulate, resolve
 from capture_planner.engines.vllm.attention import EMULATED, Attention
 from capture_planner.engines.vllm.flags import read, short_number, table
 from capture_planner.engines.vllm.model import Model
@@ -72,6 +71,39 @@ def test_variables_may_stand_in_front():
     assert given_.model == "some/model"
     assert given_.variables == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     assert resolve(words, H100)[0].runner == "v1"
+
+
+def test_spec_flags_are_parts_of_the_speculative_config(tmp_path):
+    """--spec-method and its like are read as the JSON, count as given, and clash with the same part of it."""
+    short = ["--spec-method", "ngram", "--spec-tokens", "3"]
+    whole = ["-sc", '{"method": "ngram", "num_speculative_tokens": 3}']
+    assert read(["m", *short]) == read(["m", *whole])
+    assert read(["m", "--spec-tokens", "3", "-sc.method=ngram"]) == read(["m", *whole])
+    shown = {each.name: each for each in emulate(["m", *short], H100).settings}
+    assert shown["not_relevant"].value == []
+    assert (shown["num_speculative_tokens"].value, shown["num_speculative_tokens"].source) == (3, "flag")
+    file = tmp_path / "flags.yaml"
+    file.write_text("spec-method: ngram\nspec-tokens: 3\n")
+    assert read(["m", "--config", str(file)]).source("speculative_config") == "file"
+    assert "takes method once" in str(refused(*whole, "--spec-method", "ngram"))
+    assert "JSON object" in str(refused("-sc", "3", "--spec-method", "ngram"))
+
+
+@pytest.mark.parametrize(
+    ("number", "read_as"),
+    [(True, 1), (2.0, 2), (" 2 ", 2), ("2.0", 2), (2.9, None), ("2.", None), (None, None)],
+)
+def test_numbers_of_a_schedule_are_read_as_vllms_types_do(number, read_as):
+    """True, whole floats and texts count as numbers; what is shown and emulated has integers only."""
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    config["num_speculative_tokens_per_batch_size"] = [[1, 16, number]]
+    words = ["-sc", json.dumps(config)]
+    if read_as is None:
+        assert "three whole numbers" in str(refused(*words))
+        return
+    found = emulate(["m", *words], H100)
+    assert found.speculative.schedule == ((1, 16, read_as),)
+    assert type(found.speculative.schedule[0][2]) is int
 
 
 def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
@@ -260,6 +292,31 @@ def test_budgets_follow_the_device():
     assert budgets == {"b200": (16384, 1024), "h100": (8192, 1024), "a100": (2048, 256), "l40s": (2048, 256)}
 
 
+@given(st.integers(1, 3000), st.sampled_from([None, 64, 100, 5000]))
+def test_a_budget_that_another_bounds_names_the_rule(tokens, reqs):
+    """Fewer tokens than requests bound the requests where no flag gives them, and the setting says so."""
+    words = ["--max-num-batched-tokens", str(tokens), *(["--max-num-seqs", str(reqs)] if reqs else [])]
+    if reqs and reqs > tokens:
+        assert refused(*words).path == ("--max-num-batched-tokens",)
+        return
+    found = emulate(["m", *words], H100)
+    shown = {each.name: each for each in found.settings}
+    bounded = [each for each in found.decisions if each.rule == "requests-by-tokens"]
+    source = "flag" if reqs else "requests-by-tokens" if tokens < 1024 else "default"
+    assert (shown["max_num_seqs"].value, shown["max_num_seqs"].source) == (reqs or min(1024, tokens), source)
+    assert [(each.before, each.after) for each in bounded] == [("1024", str(tokens))] * (
+        source == "requests-by-tokens"
+    )
+
+
+def test_requests_bound_the_tokens():
+    """Where no flag gives tokens, there are no more than whole prompts of all requests."""
+    found = emulate(["m", "--max-num-seqs", "2", "--max-model-len", "100"], H100)
+    shown = {each.name: (each.value, each.source) for each in found.settings}
+    assert shown["max_num_batched_tokens"] == (200, "tokens-by-requests")
+    assert ("8192", "200") in {(each.before, each.after) for each in found.decisions}
+
+
 def test_a_host_without_a_gpu_is_refused():
     """There are no CUDA graphs on a processor."""
     assert refused(environment=find_environment("cpu")).path == ("--environment",)
@@ -278,11 +335,4 @@ def test_interactive_sizes_are_every_size_up_to_32(reqs, tokens, top):
 def test_the_flags_are_vllms():
     """Every flag of the engine object is one of the recorded release's, or a variable."""
     known = {name for entry in table().values() for name in entry["names"]}
-    assert VERSION == "0.33.0"
     assert {name for name in FLAGS if name.startswith("-")} <= known
-
-
-def test_settings_are_frozen():
-    """Settings are values."""
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        settings().max_size = 3

@@ -8,12 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner.engines.vllm import data_parallel, first, legacy, schedule
-from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill, draft_decode_mode
+from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill, draft_modes
 from capture_planner.engines.vllm.managers import managers
+from capture_planner.engines.vllm.settings import Drafter, Runner
 from capture_planner.engines.vllm.table import TableManager
 from capture_planner.entry import Batch, Entry
 from capture_planner.errors import FlagError
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.sizing.engines import vllm_tokens
 from capture_planner.testing.engines import vllm_managers as cases
 
@@ -38,6 +39,7 @@ def of_schedule(tiers: tuple[schedule.Tier, ...], mode: GraphMode) -> tuple[Tabl
         platform_max=512,
         tiers=[(1 + drafts, last) for _, last, drafts in tiers],
     )
+    lookup = schedule.draft_tokens(tiers, max_num_reqs=256, num_speculative=k)
     manager = TableManager(
         role=Role.TARGET,
         mode=mode,
@@ -45,9 +47,8 @@ def of_schedule(tiers: tuple[schedule.Tier, ...], mode: GraphMode) -> tuple[Tabl
         max_size=sizes[-1],
         max_num_reqs=256,
         query_len=1 + k,
-        query_lens=schedule.query_lens(tiers, max_num_reqs=256, num_speculative=k),
+        query_lens=schedule.query_lens(lookup),
     )
-    lookup = schedule.draft_tokens(tiers, max_num_reqs=256, num_speculative=k)
     return manager, [decode(reqs, 1 + lookup[reqs]) for reqs in range(1, 257)]
 
 
@@ -65,7 +66,7 @@ def test_published_schedules_miss_graphs(
 ) -> None:
     """Decodes miss a compatible graph, and graphs are out of reach, as often as the engine was seen to."""
     manager, batches = of_schedule(tiers, GraphMode.FULL_AND_PIECEWISE)
-    assert sum(manager.misses(batch) for batch in batches) == missed
+    assert sum(cases.misses(manager, batch) for batch in batches) == missed
     full = [graph.entry for graph in manager.graphs if graph.entry.mode is GraphMode.FULL]
     reached = {manager.dispatch(batch).entry for batch in batches} & {*full}
     assert (len(full), len(reached)) == (captured, reachable)
@@ -136,34 +137,29 @@ def test_table_is_the_rule_in_words(
     batches = [decode(n, width) for n in range(1, reqs + 1) for width in widths]
     batches += [mixed(rng.randint(1, min(n, reqs)), n) for n in range(1, 90)]
     for batch in batches:
-        query, expected = manager.query(batch), None
-        for kind in (GraphMode.PIECEWISE, GraphMode.FULL):
-            fitting = [
-                g.entry.num_tokens
-                for g in graphs
-                if g.entry.mode is kind and g.entry.num_tokens >= batch.num_tokens
-            ]
-            for graph in graphs:
-                if (
-                    graph.entry.mode is kind
-                    and graph.entry.num_tokens == min(fitting, default=0)
-                    and (graph.entry.num_reqs is None or graph.entry.num_reqs >= batch.num_reqs)
-                    and graph.entry.query_len in (None, batch.uniform_query_len)
-                    and (graph.max_query_len is None or batch.past_prompt)
-                ):
-                    expected = graph.entry
+        large = [g for g in graphs if g.entry.num_tokens >= batch.num_tokens]
+        compatible = [
+            g
+            for g in large
+            if (g.entry.num_reqs is None or g.entry.num_reqs >= batch.num_reqs)
+            and g.entry.query_len in (None, batch.uniform_query_len)
+            and (g.max_query_len is None or batch.past_prompt)
+        ]
+        found = []
+        for kind in (GraphMode.FULL, GraphMode.PIECEWISE):
+            nearest = min((g.entry.num_tokens for g in large if g.entry.mode is kind), default=0)
+            found += [g.entry for g in compatible if g.entry.mode is kind and g.entry.num_tokens == nearest]
         answer = manager.dispatch(batch)
-        assert answer.entry == expected
-        if expected is None:
-            assert answer.reason is manager.reason(query)
-            assert (answer.reason is Reason.SHADOWED) == bool(manager.compatible(query))
+        assert answer.entry == (found[0] if found else None)
+        assert (answer.reason is Reason.SHADOWED) == bool(compatible and not found)
+        assert (answer.reason is None) == bool(found)
 
 
 @given(SEEDS)
 def test_reason_comes_without_an_entry(seed: int) -> None:
     """Every batch has an entry or a reason, with padding that leads from the batch to the entry."""
     case = cases.case(1, seed)
-    for manager in managers(case.configuration):
+    for manager in managers(case.configuration.settings):
         entries = {graph.entry for graph in manager.graphs}
         for rows, loras in case.batches:
             answer = manager.dispatch(cases.as_batch(manager.role, rows, loras))
@@ -244,22 +240,21 @@ def test_drafter_is_asked_with_the_targets_padding() -> None:
     assert (answer.padded_tokens, answer.padded_reqs) == (6, 3)
     differing = [b for b in batches if prefill.dispatch(b).mode is not target.dispatch(b).mode]
     assert len(differing) == 15
-    assert all(target.misses(b) for b in differing)
+    assert all(cases.misses(target, b) for b in differing)
 
 
 @given(SEEDS)
 def test_drafter_managers(seed: int) -> None:
     """Draft decodes are never piecewise; chains are those of the schedule, each at every size."""
     found = cases.case(2, seed).configuration
-    k, runner = found.num_speculative_tokens, found.runner
-    for manager in managers(found):
+    runner = found.runner
+    for manager in managers(found.settings):
         if not isinstance(manager, DraftDecode):
             continue
         assert runner == "v2"
-        assert manager.mode is draft_decode_mode(found.mode)
-        assert GraphMode.PIECEWISE not in {graph.entry.mode for graph in manager.graphs}
-        tiers = schedule.normalized([*found.schedule]) if found.schedule else ()
-        lookup = schedule.draft_tokens(tiers, max_num_reqs=found.max_num_seqs, num_speculative=k)
+        full = GraphMode.FULL in found.mode.decode_mode.allowed
+        assert {graph.entry.mode for graph in manager.graphs} <= ({GraphMode.FULL} if full else set())
+        lookup = found.drafted
         steps = {graph.entry.draft_steps for graph in manager.graphs}
         expected = {n - 1 for n in lookup if n > 1} if found.draft_fused else {None}
         assert steps == (expected if manager.table.graphs else set())
@@ -291,7 +286,7 @@ def test_chain_that_is_not_captured_runs_eager_and_padded() -> None:
 def test_ranks_agree(seed: int) -> None:
     """All ranks run the same number of rows in the same mode, or none has a graph and none pads."""
     case = cases.case(3, seed)
-    target = managers(case.configuration)[0]
+    target = managers(case.configuration.settings)[0]
     assume(isinstance(target, TableManager))
     for step in case.steps:
         batches = [
@@ -315,7 +310,7 @@ def test_ranks_agree(seed: int) -> None:
 
 def test_no_rank_has_work() -> None:
     """Where no rank has a token, nothing runs and nothing is agreed."""
-    target = managers(cases.case(3, 0).configuration)[0]
+    target = managers(cases.case(3, 0).configuration.settings)[0]
     assert isinstance(target, TableManager)
     nothing = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
     answers, agreement = data_parallel.agree(target, [nothing, nothing])
@@ -383,5 +378,20 @@ def test_schedule_carries_forward(seed: int) -> None:
         last = next((drafts for start, end, drafts in tiers if start <= n <= end), last)
         dense.append(min(last, k))
     assert [*lookup] == dense
-    widths = schedule.query_lens(tiers, max_num_reqs=reqs, num_speculative=k)
-    assert [*widths] == sorted({1 + drafts for drafts in dense[1:]})
+    assert [*schedule.query_lens(lookup)] == sorted({1 + drafts for drafts in dense[1:]})
+
+
+@given(st.sampled_from(GraphMode), st.sampled_from(Drafter), st.booleans(), st.sampled_from(GraphSupport))
+def test_modes_of_drafters(mode: GraphMode, drafter: Drafter, breakable: bool, support: GraphSupport) -> None:
+    """A drafter captures no more than its target, pieces in its first pass only, and eager drafts nothing."""
+    first_, later = draft_modes(mode, drafter, Runner.V2, breakable=breakable, support=support)
+    assert (first_ is None) == (drafter in (Drafter.NONE, Drafter.PARALLEL))
+    assert (later is None) == (drafter in (Drafter.NONE, Drafter.MODULES))
+    assert first_ is None or first_ <= mode
+    assert later in (None, GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
+    assert later is not GraphMode.FULL_DECODE_ONLY or mode.decode_mode is GraphMode.FULL
+    if drafter is Drafter.MODULES and first_ is not None:
+        assert breakable or not first_.has_piecewise
+    if drafter is Drafter.PARALLEL and support < GraphSupport.UNIFORM_BATCH:
+        assert later is GraphMode.NONE
+    assert set(draft_modes(mode, drafter, Runner.V1, eager=True)) == {GraphMode.NONE}

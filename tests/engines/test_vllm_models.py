@@ -1,6 +1,7 @@
 """What vLLM's dtypes, KV cache and models do to backends and graphs, and what is refused as not emulated."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from capture_planner.engines.vllm.parts import names
 from capture_planner.engines.vllm.settings import Drafter
 from capture_planner.engines.vllm.unemulated import _FLAGS
 from capture_planner.engines.walk import walk
-from capture_planner.errors import FlagError
+from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.plan import Kind
 from capture_planner.testing.engines.vllm_models import MODELS, write_models
@@ -153,7 +154,7 @@ def test_every_decoder_is_emulated(name, tmp_path):
 )
 def test_other_models_are_refused(config, tmp_path):
     """A model whose graphs are not known is refused, and never answered as a decoder."""
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolve([folder(tmp_path, **config)], H100)
 
 
@@ -181,7 +182,7 @@ def test_flags_that_are_not_emulated_are_refused(flag):
         flag, "{}" if "json" in entry["kind"] else "x"
     )
     words = [name] if entry["kind"] == "switch" else [name, '{"a": 1}' if "object" in entry["kind"] else odd]
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolved(*words)
 
 
@@ -197,7 +198,7 @@ def test_flags_that_are_not_emulated_are_refused(flag):
 )
 def test_parts_that_are_not_emulated_are_refused(word):
     """The same holds for parts of JSON flags and for single values."""
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolved(word)
 
 
@@ -247,5 +248,41 @@ def test_other_drafters_are_refused(config, tmp_path):
     """A method or a draft whose graphs are not known says so."""
     write_models(tmp_path)
     words = ["-sc", json.dumps({**config, "num_speculative_tokens": 1}).replace("{models}", str(tmp_path))]
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         resolved(*words)
+
+
+@pytest.mark.parametrize(("tensor", "own", "mode"), [(8, 8, "FULL"), (8, 1, "PIECEWISE"), (4, 1, "FULL")])
+def test_an_independent_draft_on_ranks_of_its_own(tensor, own, mode, tmp_path):
+    """FlashInfer sees a rank's heads of the target beside all KV heads of a draft that is not split."""
+    write_models(tmp_path)
+    draft = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2, "draft_tensor_parallel_size": own}
+    words = [str(tmp_path / "dense"), "-tp", str(tensor), "-sc", json.dumps(draft)]
+    words += ["--attention-backend", "FLASHINFER"]
+    assert resolve(words, H100)[0].mode.decode_mode.value == mode
+    with pytest.raises(FlagError) if tensor != own else nullcontext():
+        resolve(["VLLM_USE_V2_MODEL_RUNNER=0", *words], H100)
+
+
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8"])
+def test_a_draft_with_a_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
+    """Its backend must take the default block, as if it were asked for, where the target's need not."""
+    write_models(tmp_path)
+    draft = {"method": "mtp", "num_speculative_tokens": 3}
+    words = [str(tmp_path / "mla"), "--attention-backend", "FLASHMLA", "-sc"]
+    assert resolve([*words, json.dumps(draft)], H100)[0].backend == "FLASHMLA"
+    own = json.dumps({**draft, "kv_cache_dtype": cache})
+    with pytest.raises(FlagError, match="blocks are multiples of 64, not 16"):
+        resolve([*words, own], H100)
+    assert resolve([*words, own, "--block-size", "64"], H100)[0].backend == "FLASHMLA"
+
+
+@pytest.mark.parametrize(("cache", "mode"), [(None, "FULL_DECODE_ONLY"), ("auto", "PIECEWISE")])
+def test_each_copy_of_the_configuration_rewrites_the_mode(cache, mode, tmp_path):
+    """A pooling encoder-decoder's mode goes to and fro: under V1 a draft makes a copy, and one for its cache."""
+    write_models(tmp_path)
+    draft = {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 2}
+    draft |= {"kv_cache_dtype": cache} if cache else {}
+    words = [str(tmp_path / "whisper"), "--runner", "pooling", "-sc", json.dumps(draft)]
+    words = ["VLLM_USE_V2_MODEL_RUNNER=0", *words]
+    assert resolve(words, find_environment("b200"))[0].configured_mode.value == mode

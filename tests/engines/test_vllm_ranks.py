@@ -8,7 +8,8 @@ from capture_planner.catalog import find_environment
 from capture_planner.engines.vllm import data_parallel, emulate, resolve
 from capture_planner.engines.vllm.legacy import PaddedManager
 from capture_planner.engines.vllm.managers import managers
-from capture_planner.errors import FlagError
+from capture_planner.engines.vllm.settings import Drafter, Runner
+from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.testing.engines import vllm_managers as cases
 
@@ -20,7 +21,7 @@ OVERLAP = ("--enable-dbo", "--all2all-backend", "deepep_low_latency")
 def test_legacy_ranks_agree(seed):
     """All ranks run the least of their modes; with a graph, all have the rows of the largest."""
     case = cases.case(5, seed)
-    found = managers(case.configuration)
+    found = managers(case.configuration.settings)
     assume(isinstance(found[0], PaddedManager))
     for manager in found:
         for step in case.steps:
@@ -59,7 +60,7 @@ def test_ranks_that_overlap_are_refused(runner):
     """Several ranks would have graphs of split batches; their settings are known, their graphs refused."""
     words = [f"VLLM_USE_V2_MODEL_RUNNER={runner}", "m", "-dp", "2", *OVERLAP]
     assert resolve(words, H100)[0].sizes
-    with pytest.raises(FlagError, match="not emulated"):
+    with pytest.raises(NotEmulated):
         emulate(words, H100)
     assert emulate([*words, "--enforce-eager"], H100).graphs == ()
 
@@ -80,9 +81,15 @@ def test_batches_too_small_to_split_are_refused(words):
 
 def test_a_role_without_work_asks_as_a_decode():
     """A rank without work stands for one decode of full width in each pass."""
-    found = managers(cases.case(5, 0).configuration.__class__(
-        runner="v1", mode=GraphMode.PIECEWISE, sizes=(4, 8), max_size=8, max_num_seqs=2,
-        num_speculative_tokens=3, drafter="chain",
-    ))  # fmt: skip
+    drawn = cases.Configuration(
+        runner=Runner.V1,
+        mode=GraphMode.PIECEWISE,
+        sizes=(4, 8),
+        max_size=8,
+        max_num_seqs=2,
+        num_speculative_tokens=3,
+        drafter=Drafter.CHAIN,
+    )
+    found = managers(drawn.settings)
     idle = {manager.role: data_parallel.legacy_idle(manager).num_tokens for manager in found}
     assert idle == {Role.TARGET: 4, Role.DRAFT_PREFILL: 4, Role.DRAFT_DECODE: 4}

@@ -22,6 +22,7 @@ import attrs
 
 from capture_planner.admissible import Deployment, decode_families
 from capture_planner.modes import Role
+from capture_planner.sizing.engines import vllm_requests
 
 Answer = Callable[[int, int], int | None]
 """From requests and query length to the tokens of the FULL graph that serves them, or None."""
@@ -58,16 +59,14 @@ class Decodes:
 
 @attrs.frozen(kw_only=True)
 class Mend:
-    """A list of sizes, and what enumeration of all batches says of it."""
+    """A list of sizes with which every batch has a graph, and what enumeration of all batches says of it."""
 
     sizes: tuple[int, ...]
     """In tokens, ascending."""
     graphs: int
     """FULL graphs that vLLM captures with it, for each adapter case."""
-    missed: tuple[int, ...]
-    """Numbers of requests that have no graph; empty: mended."""
     worst: Fraction
-    """Largest padded/real ratio of a decode that has a graph."""
+    """Largest padded/real ratio of a decode."""
 
 
 def target_decodes(deployment: Deployment) -> tuple[Decodes, ...]:
@@ -83,12 +82,19 @@ def full_graphs(
 ) -> tuple[tuple[int, int], ...]:
     """Return vLLM's uniform decode graphs, each as tokens and query length, ascending.
 
-    ``query_lens`` are all that the schedule has. What is rounded up beyond the largest size, or beyond
-    ``max_num_reqs`` requests, is dropped.
+    ``query_lens`` are all that the schedule has.
     """
-    sizes = sorted(set(sizes))
-    found = {(-(-size // q) * q, q) for size in sizes for q in query_lens}
-    return tuple(sorted((t, q) for t, q in found if t <= sizes[-1] and t // q <= max_num_reqs))
+    tokens, lengths = tuple(sizes), tuple(query_lens)
+    widest = max(lengths, default=1)
+    return tuple(
+        sorted(
+            (reqs * length, length)
+            for length in set(lengths)
+            for reqs in vllm_requests(
+                tokens, query_len=length, max_query_len=widest, max_num_reqs=max_num_reqs
+            )
+        )
+    )
 
 
 def nearest(sizes: Iterable[int], query_lens: Iterable[int], max_num_reqs: int) -> Answer:
@@ -127,24 +133,15 @@ def mend_vllm(
     graphs: int | None = None,
     wider: Iterable[int] = (),
     query_lens: Iterable[int] = (),
-    dispatcher: Callable[[Sequence[int]], Answer] | None = None,
 ) -> Mend:
     """Return the smallest list of sizes with which no decode misses its graph.
 
     ``worst`` bounds the padded/real ratio of every decode. Without it, the least of ``RATIOS`` is
     taken that needs at most ``graphs`` FULL graphs (no bound: 1.25); where none does, the last.
     ``wider`` are sizes for larger, mixed batches that the list has to have as well; ``query_lens`` those
-    that the engine captures, where it captures more than ``decodes`` have. ``dispatcher``
-    makes, of a list of sizes, the rule that it is proved with; None: ``nearest``. Where that rule
-    still misses batches, their exact counts join the list; what is missed after that cannot be
-    mended by sizes, and is named in the result.
+    that the engine captures, where it captures more than ``decodes`` have.
     """
     lengths = sorted({*query_lens, *(tier.query_len for tier in decodes)})
-    if dispatcher is None:
-
-        def dispatcher(sizes: Sequence[int]) -> Answer:
-            return nearest(sizes, lengths, max_num_reqs)
-
     top = max((tier.most for tier in decodes), default=0)
     above = tuple(sorted({size for size in wider if size > top}))
     bounds = (worst,) if worst is not None else RATIOS if graphs is not None else (Fraction(5, 4),)
@@ -154,21 +151,9 @@ def mend_vllm(
         sizes = (*smallest(decodes, lengths, max_num_reqs, bound, cap), *above)
         if graphs is None or len(full_graphs(sizes, lengths, max_num_reqs)) <= graphs:
             break
-    missed, found = examine(decodes, dispatcher(sizes))
-    while missed:
-        lacking = {
-            count * tier.query_len for tier in decodes for count in tier.counts() if count in set(missed)
-        }
-        if lacking <= set(sizes):
-            break
-        sizes = tuple(sorted(lacking | set(sizes)))
-        missed, found = examine(decodes, dispatcher(sizes))
-    return Mend(
-        sizes=sizes,
-        graphs=len(full_graphs(sizes, lengths, max_num_reqs)),
-        missed=missed,
-        worst=found,
-    )
+    missed, found = examine(decodes, nearest(sizes, lengths, max_num_reqs))
+    assert not missed  # the search leaves nothing out
+    return Mend(sizes=sizes, graphs=len(full_graphs(sizes, lengths, max_num_reqs)), worst=found)
 
 
 def smallest(

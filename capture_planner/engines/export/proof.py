@@ -19,7 +19,7 @@ from capture_planner.engines.core import Emulation, Graph
 from capture_planner.engines.export.core import BACKEND, Difference, Effect, Export, Loss, Proof, all_scopes
 from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Environment
-from capture_planner.errors import FlagError
+from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plan import Kind, Plan
 
@@ -41,9 +41,10 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
             problem.path[:1] == (f"--{BACKEND}",) for problem in error.problems
         ):
             reason = "; ".join(map(str, error.problems))
-            return attrs.evolve(
-                export, unproved=f"{export.engine} does not start with these flags on {machine}: {reason}"
-            )
+            says = f"{export.engine} does not start with these flags on {machine}"
+            if isinstance(error, NotEmulated):
+                says = f"{export.engine} may start with these flags on {machine}, and that cannot be followed here"
+            return attrs.evolve(export, unproved=f"{says}: {reason}")
         says = (
             f"the plan's backend is left out, and the engine chooses its own, which decides the modes; on {machine}: "
             + "; ".join(problem.message for problem in error.problems)
@@ -69,7 +70,7 @@ def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emul
         try:
             return emulate(export.command(str(path)), environment)
         except FlagError as error:
-            raise FlagError(
+            raise type(error)(
                 attrs.evolve(problem, file=problem.file and export.file_name) for problem in error.problems
             ) from None
 

@@ -28,6 +28,7 @@ from capture_planner.engines.export.mend import (
     nearest,
     target_decodes,
 )
+from capture_planner.engines.vllm.drafter import draft_decode_mode
 from capture_planner.entry import Entry
 from capture_planner.model import Method, Speculative
 from capture_planner.modes import Chain, GraphMode, Pool, Role
@@ -121,8 +122,8 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     mend = _mended(plan, covered, widths, own, mixed)
     says = (
         f"with the plan's own {len(own)} sizes {len(hidden)} decode batch sizes would miss their graph, hidden "
-        f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which "
-        f"{len(mend.missed)} do, and which pad decodes at most {float(mend.worst - 1):.1%}"
+        f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which none "
+        f"does, and which pad decodes at most {float(mend.worst - 1):.1%}"
     )
     return mend.sizes, (Loss(name="sizes-mended", says=says, scope=both(Role.TARGET)),)
 
@@ -194,7 +195,7 @@ def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
 
 def _other_losses(plan: Plan, target: RolePlan) -> list[Loss]:
     losses = drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
-    decodes = GraphMode.FULL_DECODE_ONLY if target.mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+    decodes = draft_decode_mode(target.mode)
     for drafter in drafters(plan):
         role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
         if drafter.mode is not mode:

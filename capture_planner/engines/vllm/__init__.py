@@ -15,7 +15,7 @@ from capture_planner.engines.vllm.model import COUNTS_AS
 from capture_planner.engines.vllm.places import name_of
 from capture_planner.engines.vllm.resolved import resolved
 from capture_planner.engines.vllm.settings import VllmSettings
-from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError, InvalidValue
@@ -91,8 +91,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
             "give sizes from 1 on",
         )
     if configuration.ubatching and settings.data_parallel_size > 1 and settings.mode is not GraphMode.NONE:
-        reason = f"{REASON}: data-parallel ranks that split a batch have a graph of both halves too"
-        raise refusal("--enable-dbo", reason, "leave it out, or emulate one rank")
+        what = "data-parallel ranks that split a batch have a graph of both halves too"
+        raise not_emulated("--enable-dbo", what, "leave it out, or emulate one rank")
     speculative = _speculative(settings)
     return Emulation(
         engine="vllm",
@@ -140,7 +140,8 @@ def _speculative(settings: VllmSettings) -> Speculative | None:
         return Speculative(method=method, num_tokens=settings.num_speculative_tokens, schedule=schedule)
     except InvalidValue as error:
         reason = f"vLLM takes it, and it is more than is emulated: {error}"
-        raise refusal("--speculative-config", reason, "draft fewer tokens, or give fewer ranges") from error
+        remedy = "draft fewer tokens, or give fewer ranges"
+        raise not_emulated("--speculative-config", "", remedy, reason=reason) from error
 
 
 def _drafts(settings: VllmSettings, speculative: Speculative | None) -> tuple[DecodeFamily, ...] | None:
@@ -156,7 +157,8 @@ def _drafts(settings: VllmSettings, speculative: Speculative | None) -> tuple[De
 def _lora(settings: VllmSettings) -> Lora | None:
     if not settings.max_loras:
         return None
-    return Lora(max_active=settings.max_loras, specialize=settings.specialize_lora)
+    # A graph for one adapter alone is there only where each power of two has one.
+    return Lora(max_active=settings.max_loras, specialize=1 in settings.lora_cases)
 
 
 def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Setting, ...]:
@@ -169,8 +171,8 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
             configuration.model.source,
         ),
         "model_runner": (settings.runner.value, "default"),
-        "max_num_seqs": (settings.max_num_seqs, given.source("max_num_seqs")),
-        "max_num_batched_tokens": (settings.max_num_batched_tokens, given.source("max_num_batched_tokens")),
+        "max_num_seqs": (settings.max_num_seqs, rules["max_num_seqs"]),
+        "max_num_batched_tokens": (settings.max_num_batched_tokens, rules["max_num_batched_tokens"]),
         "max_model_len": (settings.max_model_len, rules["max_model_len"]),
         "requested_cudagraph_mode": (settings.requested_mode.value, rules["requested_mode"]),
         "cudagraph_mode": (settings.mode.value, rules["cudagraph_mode"]),

@@ -15,18 +15,19 @@ from capture_planner.engines.vllm.speculation import speculation
 from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphMode
-from capture_planner.spec import Lora
+from capture_planner.sizing.engines import GiB
 
-GiB = 1 << 30
 COMPILATION = "--compilation-config"
 
 
-class Asked:
+class Flags:
     """The flags of one command line; its attributes are what vLLM's own configuration objects start with."""
 
     asked_sizes: list[int] | None
     asked_max: int | None
     splitting: list[str] | None
+    specialize: bool = False
+    """``--specialize-active-lora`` beside ``--enable-lora``."""
 
     def __init__(self, given: Given, environment: Environment) -> None:
         self.given, self.environment = given, environment
@@ -49,19 +50,8 @@ class Asked:
         # Each value is checked where a flag is given twice; the last one counts.
         for value in (*given.overridden.get("compilation_config", ()), given.get("compilation_config")):
             self._graphs(value)
-        for flag, key in (
-            ("cudagraph_capture_sizes", "asked_sizes"),
-            ("max_cudagraph_capture_size", "asked_max"),
-        ):
-            value = given.get(flag)
-            if value is not None and getattr(self, key) is not None:
-                name = "--" + flag.replace("_", "-")
-                raise refusal(
-                    name, f"vLLM takes it once, and {COMPILATION} gives {flag} too", "drop one of both"
-                )
-            if value is not None:
-                setattr(self, key, value)
-            self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        self.asked_sizes = self._once("cudagraph_capture_sizes", self.asked_sizes)
+        self.asked_max = self._once("max_cudagraph_capture_size", self.asked_max)
         self.listed_sizes = tuple(self.asked_sizes or ())
         for value in (*given.overridden.get("attention_config", ()), given.get("attention_config")):
             self._attention(value)
@@ -77,6 +67,15 @@ class Asked:
         self.level = int(level)
         self.performance = given.get("performance_mode", "balanced")
 
+    def _once(self, flag: str, inside: Any) -> Any:
+        """Return the value of a flag that may stand in ``--compilation-config`` too, but not in both."""
+        given, value = self.given, self.given.get(flag)
+        if value is not None and inside is not None:
+            says = f"vLLM takes it once, and {COMPILATION} gives {flag} too"
+            raise refusal(f"--{flag.replace('_', '-')}", says, "drop one of both")
+        self.sources[flag] = given.source(flag if flag in given.values else "compilation_config")
+        return inside if value is None else value
+
     def _graphs(self, value: dict[str, Any] | None) -> None:
         cc = Part(COMPILATION, "compilation_config", value)
         requested = cc.one_of("cudagraph_mode", ALL_MODES, 3)
@@ -89,7 +88,7 @@ class Asked:
         if self.splitting is not None and not isinstance(self.splitting, list):
             raise cc.refuse("splitting_ops", "vLLM wants a list of operators", "as in []")
         self.partition = cc.boolean("use_inductor_graph_partition", False) or False
-        self.specialize = cc.boolean("cudagraph_specialize_lora", True) or False
+        self.separate_lora = cc.boolean("cudagraph_specialize_lora", True) or False
         self.compiler = cc.text("backend") or "inductor"
         if self.compile == 3 and self.compiler not in ("eager", "inductor"):
             raise cc.refuse(
@@ -222,8 +221,19 @@ class Asked:
             raise refusal("--enable-chunked-prefill", reason, "give --no-enable-prefix-caching too")
         if not chunked:
             tokens = max(tokens, self.max_model_len)
-        tokens = min(seqs * self.max_model_len, tokens) if asked_tokens is None else asked_tokens
-        seqs = min(seqs, tokens) if asked_seqs is None else seqs
+        self.sources["max_num_batched_tokens"] = given.source("max_num_batched_tokens")
+        self.sources["max_num_seqs"] = given.source("max_num_seqs")
+        if asked_tokens is not None:
+            tokens = asked_tokens
+        elif tokens > seqs * self.max_model_len:
+            most, rule = seqs * self.max_model_len, "tokens-by-requests"
+            says = f"{seqs} requests of {self.max_model_len} tokens have no more than {most}"
+            self.note(rule, tokens, most, says)
+            self.sources["max_num_batched_tokens"], tokens = rule, most
+        if asked_seqs is None and seqs > tokens:
+            rule = "requests-by-tokens"
+            self.note(rule, seqs, tokens, f"a batch of {tokens} tokens has no more requests")
+            self.sources["max_num_seqs"], seqs = rule, tokens
         self.tokens, self.seqs = tokens, seqs
         if seqs < 1:
             raise refusal("--max-num-seqs", f"vLLM wants at least 1, got {seqs}", "give 1 or more")
@@ -251,10 +261,11 @@ class Asked:
 
     def _adapters(self) -> None:
         given = self.given
-        self.max_loras = given.get("max_loras", 1) if given.get("enable_lora", False) else 0
+        self.max_loras = 0
         if not given.get("enable_lora", False):
-            self.lora_cases: tuple[int, ...] = (0,)
             return
+        self.max_loras = given.get("max_loras", 1)
+        self.specialize = bool(given.get("specialize_active_lora", False))
         if self.model.architecture in names()["no_lora"]:
             raise refusal("--enable-lora", "vLLM has no adapters for this model", "leave it out")
         if self.max_loras < 1:
@@ -268,6 +279,3 @@ class Asked:
                 f"with adapters vLLM wants 1 + K tokens for each of {self.seqs} requests, got {self.tokens}",
                 f"give {self.seqs * (self.spec.tokens + 1)} or more, or fewer draft tokens",
             )
-        self.separate_lora = self.specialize
-        self.specialize = self.specialize and bool(given.get("specialize_active_lora", False))
-        self.lora_cases = Lora(max_active=self.max_loras, specialize=self.specialize).cases()

@@ -13,6 +13,7 @@ import attrs
 from capture_planner.engines.vllm.flags import refusal
 from capture_planner.engines.vllm.model import Model
 from capture_planner.engines.vllm.parts import names
+from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.modes import GraphSupport
 
 FLAG = "--attention-backend"
@@ -248,11 +249,12 @@ class Attention:
     def choose(self, flag: str, asked: str | None) -> str:
         """Return the backend that runs; raises ``FlagError`` where the one asked for cannot."""
         if self.cache.startswith(_PACKED):
-            reason = f"vLLM takes it, and its graphs are not emulated: {self.cache}"
-            raise refusal("--kv-cache-dtype", reason, "give auto, fp8 or another dtype of the engine's own")
+            remedy = "give auto, fp8 or another dtype of the engine's own"
+            raise not_emulated("--kv-cache-dtype", self.cache, remedy)
         if asked is not None:
             if asked not in EMULATED:
-                raise refusal(flag, f"{asked} is not emulated", f"give one of {', '.join(EMULATED)}")
+                reason = f"{asked} is not emulated"
+                raise not_emulated(flag, "", f"give one of {', '.join(EMULATED)}", reason=reason)
             found = self.unusable(asked)
             if found is not None:
                 remedy = "leave the flag out, or give another"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from capture_planner.engines.vllm.asked import COMPILATION, Asked
+from capture_planner.engines.vllm.asked import COMPILATION, Flags
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized
-from capture_planner.engines.vllm.settings import Runner
+from capture_planner.engines.vllm.settings import Drafter, Runner
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
-from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.environment import Environment
 from capture_planner.modes import GraphMode
 from capture_planner.sizing.engines import vllm_tokens
@@ -20,7 +20,7 @@ _WIDE = "GptOssForCausalLM"
 _MICROBATCHING = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 
 
-class Configuration(Asked):
+class Configuration(Flags):
     """One run through vLLM's configuration; its attributes are what vLLM's own objects hold at each step."""
 
     runner: Runner
@@ -29,8 +29,8 @@ class Configuration(Asked):
     sizes: tuple[int, ...]
     max_size: int
     schedule: tuple[tuple[int, int, int], ...] | None
-    drafted: tuple[int, ...] = ()
-    """K by batch size, from 0 on; empty without a schedule."""
+    drafted: tuple[int, ...]
+    """Draft tokens of each batch size, as ``schedule.draft_tokens`` returns them."""
 
     def __init__(self, given: Given, environment: Environment) -> None:
         super().__init__(given, environment)
@@ -51,24 +51,30 @@ class Configuration(Asked):
         spec = self.spec
         if spec is None or not spec.has_draft_cache:
             return
-        if self.runner is Runner.V2 and spec.method != "draft_model" and not spec.overrides:
-            return
-        self.asked_sizes, self.asked_max = list(self.sizes), self.max_size
-        if self.schedule is not None and self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
-            self.set_mode(
-                "schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule"
-            )
+        self._schedule_without_full()
+        independent, own = spec.method == "draft_model", spec.backend is not None
+        copies = spec.copies
+        if self.runner is Runner.V1:
+            copies += not own  # it sets the backend in a copy, given or not
+        elif independent or spec.drafter is Drafter.PARALLEL:
+            copies = 0 if independent else 1
+        for _ in range(copies):
+            self._rewrite_again()
         runner, overlaps = self.runner, self.ubatching
-        if spec.method == "draft_model":
+        if independent:
             # An independent draft's ranks overlap nothing, so that its copy may be one for V2.
             self.ubatching = False
             if self.given.variables.get("VLLM_USE_V2_MODEL_RUNNER") is None and not self._v2_lacks():
                 self.runner = Runner.V2
             self._check_state(spec.length)
-        self._limit_modes()
+            self._rewrite_again(of_target=False)
+            self.runner, self.ubatching = runner, overlaps
+
+    def _rewrite_again(self, *, of_target: bool = True) -> None:
+        self.asked_sizes, self.asked_max = list(self.sizes), self.max_size
+        self._limit_modes(of_target=of_target)
         self._sizes()
         self._last_rewrites()
-        self.runner, self.ubatching = runner, overlaps
 
     def _check_state(self, length: int) -> None:
         """Refuse a state for the whole prompt that is kept in blocks of another length."""
@@ -127,8 +133,11 @@ class Configuration(Asked):
             )
         if spec is not None and spec.method == "dspark" and not v2:
             raise refusal(SPECULATIVE, "vLLM's V1 runner has no dspark", "leave V2 on", "method")
+        if spec is not None and spec.method == "draft_model" and not v2 and spec.tensor != self.tensor:
+            reason = f"vLLM's V1 runner wants the target's {self.tensor} ranks, got {spec.tensor}"
+            raise refusal(SPECULATIVE, reason, "leave V2 on", "draft_tensor_parallel_size")
         if spec is not None and spec.method == "dflash" and not v2:
-            raise refusal(SPECULATIVE, f"{REASON}: dflash on model runner V1", "leave V2 on", "method")
+            raise not_emulated(SPECULATIVE, "dflash on model runner V1", "leave V2 on", "method")
         if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:
             self.note(
                 "draft-length", self.max_model_len, spec.max_len, "the draft model takes no longer prompts"
@@ -182,14 +191,15 @@ class Configuration(Asked):
                     "schedule", "schedule", f"K = {spec.tokens}", f"{why}, so K is {spec.tokens} throughout"
                 )
                 self.schedule = None
-        if spec is None or self.schedule is None:
-            return
-        tiers = normalized([*self.schedule])
-        self.drafted = draft_tokens(tiers, max_num_reqs=self.seqs, num_speculative=spec.tokens)
-        if self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
-            self.set_mode(
-                "schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs by schedule"
-            )
+        tiers = () if self.schedule is None else normalized([*self.schedule])
+        tokens = spec.tokens if spec is not None else 0
+        self.drafted = draft_tokens(tiers, max_num_reqs=self.seqs, num_speculative=tokens)
+        self._schedule_without_full()
+
+    def _schedule_without_full(self) -> None:
+        if self.schedule is not None and self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
+            says = "the V1 runner captures no FULL graphs by schedule"
+            self.set_mode("schedule-v1", GraphMode.PIECEWISE, says)
 
     def _without_compilation(self) -> None:
         """Drop piecewise graphs where nothing is compiled in pieces."""
@@ -200,7 +210,7 @@ class Configuration(Asked):
                 self.asked_max, self.asked_sizes = 0, []
                 self._no_sizes()
 
-    def _limit_modes(self) -> None:
+    def _limit_modes(self, *, of_target: bool = True) -> None:
         self._no_sizes()
         self._without_compilation()
         spec = self.spec
@@ -211,7 +221,9 @@ class Configuration(Asked):
                 "give more tokens",
             )
         full = GraphMode.FULL in self.mode.allowed
-        if full and self.pooling:
+        if not of_target:
+            pass  # an independent draft is a plain decoder
+        elif full and self.pooling:
             self.set_mode("pooling", GraphMode.PIECEWISE, "pooling models have no FULL graphs")
         elif self.model.encoder_decoder and self.mode not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY):
             self.set_mode(
@@ -274,6 +286,8 @@ class Configuration(Asked):
         return None
 
     def _tiers(self) -> list[tuple[int, int]]:
+        if self.schedule is None:
+            return []
         widest = {1 + k: size for size, k in enumerate(self.drafted) if size}
         return list(widest.items())
 
@@ -331,6 +345,11 @@ class Configuration(Asked):
         ranks = self.data if self.model.experts else 1
         if self.compile == 3 and self.all2all == "deepep_high_throughput" and ranks > 1:
             self.set_mode("deepep", GraphMode.NONE, "DeepEP's high-throughput kernels are not captured")
+
+    @property
+    def captures_pieces(self) -> bool:
+        """Whether anything is captured in pieces."""
+        return self.breakable or self.compile == 3
 
     def splits_attention(self) -> bool:
         return self.splitting is not None and all(op in self.splitting for op in names()["attention_ops"])

@@ -12,14 +12,45 @@ import attrs
 
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.core import Graph
+from capture_planner.engines.vllm import legacy
+from capture_planner.engines.vllm.settings import Drafter, Runner
 from capture_planner.engines.vllm.table import Query, TableManager, answered
 from capture_planner.entry import Batch
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 
 
 def draft_decode_mode(mode: GraphMode) -> GraphMode:
     """Return the mode of draft positions from 1 on: never PIECEWISE, which does not pad requests."""
     return GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+
+
+def draft_modes(
+    mode: GraphMode,
+    drafter: Drafter,
+    runner: Runner,
+    *,
+    support: GraphSupport = GraphSupport.ALWAYS,
+    breakable: bool = False,
+    eager: bool = False,
+) -> tuple[GraphMode | None, GraphMode | None]:
+    """Return the modes of a drafter's first position and of its later ones, beside the target's ``mode``.
+
+    None stands for a manager that is not made. ``support`` is what a parallel drafter's own layers report,
+    ``breakable`` says that pieces are cut without torch.compile, ``eager`` that the draft has
+    ``enforce_eager``, which model runner V1 alone heeds. Under V1 any draft with a KV cache is one dispatcher.
+    """
+    if runner is Runner.V1:
+        every = GraphMode.NONE if eager else legacy.draft_mode(mode)
+        return every, every
+    decode = draft_decode_mode(mode)
+    match drafter:
+        case Drafter.CHAIN:
+            return mode, decode
+        case Drafter.MODULES:
+            return (decode if mode.has_piecewise and not breakable else mode), None
+        case Drafter.PARALLEL:
+            return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
+    return None, None
 
 
 @attrs.frozen(kw_only=True)

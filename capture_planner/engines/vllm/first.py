@@ -1,7 +1,8 @@
 """The first table of vLLM's model runner V2, from before candidates were kept by kind of batch.
 
-One size for a number of tokens, whoever asks; decodes look in the part of it that decodes can fill. No
-release that has it is emulated by flags; it is here to be compared with.
+One size for a number of tokens, whoever asks; decodes look in the part of it that decodes can fill. It is that
+of ``vllm/v1/worker/gpu/cudagraph_utils.py`` at vLLM's commit 00383f8. No flags lead to it here, as those of
+0.33 mean the later table; it is called from Python, to compare the two.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import attrs
 
 from capture_planner.engines.parsing import Parser, not_json, refusal
+from capture_planner.engines.vllm.unemulated import not_emulated
 from capture_planner.engines.yaml_files import as_words, read_flags
 from capture_planner.errors import FlagError
 
@@ -39,6 +40,8 @@ _SCALE = {
     "G": 1 << 30,
     "T": 1 << 40,
 }
+_SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Flags that stand for one part of ``--speculative-config``."""
 _SHORT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 
 
@@ -95,9 +98,8 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
         name, _, value = words.pop(0).partition("=")
         if name not in VARIABLES:
             near = difflib.get_close_matches(name, VARIABLES, n=1)
-            raise refusal(
-                name, "this variable is not emulated", f"leave it out{f', or set {near[0]}' if near else ''}"
-            )
+            remedy = f"leave it out{f', or set {near[0]}' if near else ''}"
+            raise not_emulated(name, "", remedy, reason="this variable is not emulated")
         if value not in ("0", "1"):
             raise refusal(name, f"vLLM reads a number here, not {value!r}", "give 0 or 1")
         found[name] = value
@@ -341,4 +343,19 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = _parser().parse_known_args(_undotted(_spelled(words)))
     if unknown:
         raise FlagError(_parser().strangers(unknown))
-    return dict(vars(namespace))
+    return _folded(dict(vars(namespace)))
+
+
+def _folded(found: dict[str, Any]) -> dict[str, Any]:
+    """Put ``--spec-method`` and its like into ``--speculative-config``, which they are short for."""
+    short = [(flag, key, found.pop(flag, None)) for flag, key in _SPECULATIVE.items()]
+    given = [each for each in short if each[2] is not None]
+    whole = found.get("speculative_config")
+    if given and isinstance(whole, dict | None):
+        found["speculative_config"] = whole = dict(whole or {})
+        for flag, key, value in given:
+            if key in whole:
+                says = f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too"
+                raise refusal("--speculative-config", says, "drop one", key)
+            whole[key] = value
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -14,6 +15,7 @@ from capture_planner.engines.vllm.flags import refusal
 MODES = ("NONE", "PIECEWISE", "FULL")
 COMPILE = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 ALL_MODES = (*MODES, "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+_WHOLE = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0+)?\s*")
 _TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
 
 
@@ -52,7 +54,7 @@ class Part:
         value = self.given.get(key)
         if value is None:
             return None
-        found = _integer(value)
+        found = whole_number(value)
         if found is None:
             raise self.refuse(key, f"vLLM wants a whole number, not {value!r}", "give a number")
         if least is not None and found < least:
@@ -63,7 +65,7 @@ class Part:
         if key not in self.given:
             return None
         value = self.given[key]
-        found = [_integer(item) for item in value] if isinstance(value, list) else [None]
+        found = [whole_number(item) for item in value] if isinstance(value, list) else [None]
         if None in found:
             several = isinstance(value, str) and NUMBERS.fullmatch(value)
             remedy = f"write [{', '.join(listed(value))}]" if several else "as in [1, 2, 4, 8]"
@@ -83,22 +85,17 @@ class Part:
             return None
         if isinstance(value, str) and value.upper() in names_:
             return value.upper()
-        number = _integer(value) if not isinstance(value, str) else None
+        number = whole_number(value) if not isinstance(value, str) else None
         if number is not None and 0 <= number < by_number:
             return names_[number]
         raise self.refuse(key, f"vLLM does not know {value!r}", f"give one of {', '.join(names_)}")
 
 
-def _integer(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return int(value)
+def whole_number(value: Any) -> int | None:
+    """Return what vLLM's types read as a whole number (true, 2.0, "2", "2.0"), or None for anything else."""
     if isinstance(value, int):
-        return value
+        return int(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            return None
-    return None
+    match = _WHOLE.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else int(match.group(1))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model
 from capture_planner.engines.vllm.parts import names
+from capture_planner.engines.vllm.unemulated import not_emulated
 
+DEFAULT_BLOCK = 16
+"""Tokens of a KV block where nothing says it."""
 _SHORT = {"half": "float16", "float": "float32"}
 _NO_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
 _BY_CHECKPOINT = "vLLM reads {} from a quantized checkpoint, and the model's config.json has none"
@@ -39,7 +42,7 @@ def quantization(given: Given, model: Model, dtype: str, capability: tuple[int, 
         return
     if asked is not None and model.quantization is not None and asked != model.quantization:
         reason = f"the checkpoint is {model.quantization}; how vLLM reads it as {asked} is not emulated"
-        raise refusal("--quantization", reason, "leave the flag out")
+        raise not_emulated("--quantization", "", "leave the flag out", reason=reason)
     method = asked or model.quantization
     if method is None:
         return

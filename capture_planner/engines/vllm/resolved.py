@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import attrs
 
 from capture_planner.engines.vllm import legacy
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import Attention
 from capture_planner.engines.vllm.config import Configuration
+from capture_planner.engines.vllm.drafter import draft_modes
 from capture_planner.engines.vllm.flags import refusal
 from capture_planner.engines.vllm.model import Model
 from capture_planner.engines.vllm.parts import COMPILE
-from capture_planner.engines.vllm.precision import check_cache
+from capture_planner.engines.vllm.precision import DEFAULT_BLOCK, check_cache
 from capture_planner.engines.vllm.resolution import Ladder
-from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings
+from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings, lora_cases
 from capture_planner.engines.vllm.speculation import FLAG as SPECULATIVE
+from capture_planner.engines.vllm.speculation import Speculation
 from capture_planner.modes import GraphMode, GraphSupport
 
 
@@ -28,42 +32,14 @@ def resolved(config: Configuration) -> VllmSettings:
     if config.model.encoder_decoder:
         cross = attrs.evolve(attention, cross=True)
         support = min(support, cross.support(cross.choose(BACKEND_FLAG, config.backend)))
-    narrowest, fused, own = backend, False, support
+    narrowest, draft = backend, None
     if spec is not None and spec.has_draft_cache:
-        drafting = _attention(config, spec.model)
-        if spec.cache is not None:
-            cache = check_cache(SPECULATIVE, spec.cache, config.dtype, "kv_cache_dtype")
-            drafting = attrs.evolve(drafting, cache=cache)
-        independent, v2 = spec.method == "draft_model", config.runner is Runner.V2
-        # V1 never hands the target's backend on; V2 does, and gives an independent model nothing else.
-        asked = spec.backend if not v2 else config.backend if independent else spec.backend or config.backend
-        parallel = spec.drafter is Drafter.PARALLEL
-        asked = spec.backend if parallel else asked
-        alone = attrs.evolve(drafting, decode_context=1) if (independent or parallel) and v2 else drafting
-        alone = attrs.evolve(alone, causal=spec.model.causal or not parallel)
-        if spec.method == "dspark":
-            # It drafts blocks of one length, whatever the verification trims.
-            alone = attrs.evolve(alone, adaptive=False)
-        draft = alone.choose(SPECULATIVE, asked)
-        # Builders read the target's heads beside the draft's KV heads.
-        built = attrs.evolve(drafting, model=attrs.evolve(spec.model, heads=config.model.heads))
-        fused = built.refreshes(draft) and tokens > 1 and spec.drafter is Drafter.CHAIN
-        own = attrs.evolve(alone, model=built.model).support(draft)
-        if built.support(draft) < support:
-            narrowest, support = draft, built.support(draft)
-    pieces = config.breakable or config.compile == 3
+        draft = _draft_attention(config, spec)
+        if draft.shared < support:
+            narrowest, support = draft.backend, draft.shared
     varlen = spec is not None and spec.adaptive and spec.has_draft_cache
     if varlen:
-        if not attention.varies(backend):
-            key = "enable_adaptive_verification"
-            refuse = config.model.refusal if config.backend is None else refusal
-            raise refuse(SPECULATIVE, f"vLLM's {backend} graphs take one query length", "leave it out", key)
-        if GraphMode.FULL not in config.mode.allowed:
-            reason = f"vLLM needs FULL graphs for it, and {config.mode.value} is left"
-            raise refusal(SPECULATIVE, reason, "leave it out", "enable_adaptive_verification")
-        wanted = GraphMode.FULL_AND_PIECEWISE if pieces else GraphMode.FULL_DECODE_ONLY
-        if config.mode is not GraphMode.FULL_DECODE_ONLY:
-            config.set_mode("adaptive", wanted, "adaptive verification has decode graphs of its own")
+        _adapt(config, attention, backend)
     configured = config.mode
     ladder = Ladder(
         support=support,
@@ -72,13 +48,22 @@ def resolved(config: Configuration) -> VllmSettings:
         splits_attention=config.splits_attention(),
         graph_partition=config.partition,
         compiles=config.compile == 3,
-        piecewise_capture=pieces,
+        piecewise_capture=config.captures_pieces,
         note=lambda rule, old, new, says: config.note(rule, old.value, new.value, says, backend=narrowest),
     )
     mode = ladder.resolve(config.mode)
     if config.runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and tokens:
         _round(config, 1 + tokens, mode)
-    prefill, decode = _draft_modes(config, mode, own)
+    prefill = decode = None
+    if spec is not None and draft is not None:
+        prefill, decode = draft_modes(
+            mode,
+            spec.drafter,
+            config.runner,
+            support=draft.own,
+            breakable=config.breakable,
+            eager=spec.eager,
+        )
     return VllmSettings(
         runner=config.runner,
         sizes=config.sizes,
@@ -95,19 +80,79 @@ def resolved(config: Configuration) -> VllmSettings:
         method=spec.method if spec is not None else None,
         num_speculative_tokens=tokens,
         schedule=config.schedule,
-        decode_query_lens=tuple(sorted({1 + k for k in config.drafted[1:] or (tokens,)})),
-        draft_fused=fused,
+        drafted=config.drafted,
+        draft_fused=draft is not None and draft.fused,
         draft_query_len=spec.width if spec is not None else 0,
-        lora_cases=_lora_cases(config),
+        lora_cases=lora_cases(
+            config.max_loras, config.runner, separate=config.separate_lora, specialize=config.specialize
+        ),
         varlen=varlen,
         data_parallel_size=config.data,
         tensor_parallel_size=config.tensor,
         max_loras=config.max_loras,
-        specialize_lora=config.specialize and bool(config.max_loras),
+        specialize_lora=config.specialize,
         compilation=COMPILE[config.compile or 0],
         async_scheduling=config.asynchronous,
         backend=backend,
     )
+
+
+class _Draft(NamedTuple):
+    """The attention of a drafter."""
+
+    backend: str
+    own: GraphSupport
+    """What its layers report to the drafter."""
+    shared: GraphSupport
+    """What they report beside the target's."""
+    fused: bool
+    """Whether a chain of its decodes is one graph."""
+
+
+def _draft_attention(config: Configuration, spec: Speculation) -> _Draft:
+    attention = _attention(config, spec.model)
+    if spec.cache is not None:
+        cache = check_cache(SPECULATIVE, spec.cache, config.dtype, "kv_cache_dtype")
+        # vLLM copies the settings of the KV cache for it, and takes the default block in them for one that
+        # was asked for: backends of larger blocks are out.
+        attention = attrs.evolve(attention, cache=cache, block=attention.block or DEFAULT_BLOCK)
+    independent, parallel = spec.method == "draft_model", spec.drafter is Drafter.PARALLEL
+    v2 = config.runner is Runner.V2
+    # V1 never hands the target's backend on; V2 does, and gives an independent model nothing else.
+    asked = spec.backend
+    if v2 and not parallel:
+        asked = config.backend if independent else asked or config.backend
+    alone = attrs.evolve(attention, tensor=spec.tensor, causal=spec.model.causal or not parallel)
+    if v2 and (independent or parallel):
+        alone = attrs.evolve(alone, decode_context=1)
+    if spec.method == "dspark":
+        # It drafts blocks of one length, whatever the verification trims.
+        alone = attrs.evolve(alone, adaptive=False)
+    backend = alone.choose(SPECULATIVE, asked)
+    # Builders read a rank's heads of the target beside the draft's KV heads on its own ranks.
+    heads, kv_heads = config.model.heads // config.tensor, max(1, spec.model.kv_heads // spec.tensor)
+    built = attrs.evolve(spec.model, heads=heads, kv_heads=kv_heads)
+    beside = attrs.evolve(attention, model=built, tensor=1)
+    return _Draft(
+        backend=backend,
+        own=attrs.evolve(alone, model=built, tensor=1).support(backend),
+        shared=beside.support(backend),
+        fused=beside.refreshes(backend) and spec.tokens > 1 and spec.drafter is Drafter.CHAIN,
+    )
+
+
+def _adapt(config: Configuration, attention: Attention, backend: str) -> None:
+    """Give adaptive verification the mode that it runs in; raises ``FlagError`` where it has none."""
+    key = "enable_adaptive_verification"
+    if not attention.varies(backend):
+        refuse = config.model.refusal if config.backend is None else refusal
+        raise refuse(SPECULATIVE, f"vLLM's {backend} graphs take one query length", "leave it out", key)
+    if GraphMode.FULL not in config.mode.allowed:
+        reason = f"vLLM needs FULL graphs for it, and {config.mode.value} is left"
+        raise refusal(SPECULATIVE, reason, "leave it out", key)
+    if config.mode is not GraphMode.FULL_DECODE_ONLY:
+        wanted = GraphMode.FULL_AND_PIECEWISE if config.captures_pieces else GraphMode.FULL_DECODE_ONLY
+        config.set_mode("adaptive", wanted, "adaptive verification has decode graphs of its own")
 
 
 def _attention(config: Configuration, model: Model) -> Attention:
@@ -123,29 +168,6 @@ def _attention(config: Configuration, model: Model) -> Attention:
         cache=config.cache,
         block=config.block,
     )
-
-
-def _lora_cases(config: Configuration) -> tuple[int, ...]:
-    """Return the adapter counts captured for: model runner V1 may have none without adapters."""
-    alone = config.runner is Runner.V1 and config.max_loras and not config.separate_lora
-    return config.lora_cases[-1:] if alone else config.lora_cases
-
-
-def _draft_modes(
-    config: Configuration, mode: GraphMode, support: GraphSupport
-) -> tuple[GraphMode | None, GraphMode | None]:
-    drafter = config.spec.drafter if config.spec is not None else Drafter.NONE
-    if config.runner is Runner.V1 and config.spec is not None and config.spec.has_draft_cache:
-        every = GraphMode.NONE if config.spec.eager else legacy.draft_mode(mode)
-        return every, every
-    if config.runner is Runner.V1 or drafter is Drafter.NONE:
-        return None, None
-    decode = GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE
-    if drafter is Drafter.PARALLEL:
-        return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
-    if drafter is Drafter.MODULES:
-        return (decode if mode.has_piecewise and not config.breakable else mode), None
-    return mode, decode
 
 
 def _round(config: Configuration, query_len: int, mode: GraphMode) -> None:

@@ -15,9 +15,10 @@ _ALL = "give ranges of batch sizes from 1 on, without overlap, as in [[1, 16, 3]
 
 
 def normalized(schedule: Any) -> tuple[Tier, ...]:
-    """Return the schedule by batch size, as vLLM reads it from JSON; raises ``FlagError``.
+    """Return the schedule, as given, by batch size; raises ``FlagError`` as vLLM's scheduler refuses it.
 
-    Every number goes through ``int``, as in the engine, so that ``2.9`` counts as 2.
+    Every number goes through ``int``, as in the engine's own function. A command line gives whole numbers
+    only: its types have refused 2.9 before.
     """
     if not isinstance(schedule, list):
         raise _refused("not a list of [first, last, draft tokens]", _ALL)
@@ -53,10 +54,9 @@ def draft_tokens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative:
     )
 
 
-def query_lens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative: int) -> tuple[int, ...]:
-    """Return the query lengths that decodes can have, ascending: 1 + k for each scheduled k."""
-    lookup = draft_tokens(tiers, max_num_reqs=max_num_reqs, num_speculative=num_speculative)
-    return tuple(sorted({1 + k for k in lookup[1:]}))
+def query_lens(drafted: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the query lengths that decodes can have, ascending: 1 + k for each k of ``draft_tokens``."""
+    return tuple(sorted({1 + k for k in drafted[1:]}))
 
 
 def _tier(index: int, entry: Any) -> Tier:

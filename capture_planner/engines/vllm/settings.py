@@ -6,7 +6,9 @@ import enum
 
 import attrs
 
+from capture_planner.engines.vllm.schedule import query_lens
 from capture_planner.modes import GraphMode
+from capture_planner.spec import Lora
 
 
 class Runner(enum.StrEnum):
@@ -47,6 +49,8 @@ class VllmSettings:
     """``cudagraph_mode`` after all rewrites of the configuration, before backends are known."""
     mode: GraphMode
     """The target's mode once the attention backends are known."""
+    drafted: tuple[int, ...] = attrs.field(repr=False)
+    """Draft tokens of each batch size, as ``schedule.draft_tokens`` returns them; index 0 is unused."""
     draft_prefill_mode: GraphMode | None = None
     """The mode of the drafter's first position; None where no such manager exists."""
     draft_decode_mode: GraphMode | None = None
@@ -57,13 +61,12 @@ class VllmSettings:
     num_speculative_tokens: int = 0
     schedule: tuple[tuple[int, int, int], ...] | None = None
     """``num_speculative_tokens_per_batch_size``: (first batch size, last batch size, K), as given."""
-    decode_query_lens: tuple[int, ...] = (1,)
-    """All query lengths that decodes of the target can have, ascending; the last is 1 + K."""
     draft_query_len: int = 0
     """Tokens of each request in a PARALLEL drafter's pass; 0 for the others."""
     draft_fused: bool = False
     """Whether a CHAIN drafter's decodes are one graph, as its backend refreshes metadata on the device."""
     lora_cases: tuple[int, ...] = (0,)
+    """Adapter counts captured for, ascending; (0,) without adapters."""
     varlen: bool = False
     """Adaptive verification: decode graphs take any mix of query lengths up to 1 + K."""
     data_parallel_size: int = 1
@@ -71,6 +74,7 @@ class VllmSettings:
     max_loras: int = 0
     """``--max-loras`` with ``--enable-lora``, else 0."""
     specialize_lora: bool = False
+    """``--specialize-active-lora``: fewer adapters look for a graph of their own, captured or not."""
     compilation: str = "VLLM_COMPILE"
     """How the model is compiled: NONE, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE or VLLM_COMPILE."""
     async_scheduling: bool = True
@@ -78,6 +82,23 @@ class VllmSettings:
     """The target's attention backend, as vLLM names it."""
 
     @property
+    def decode_query_lens(self) -> tuple[int, ...]:
+        """All query lengths that decodes of the target can have, ascending."""
+        return query_lens(self.drafted)
+
+    @property
     def query_len(self) -> int:
         """The query length of a uniform decode batch: 1 + K."""
         return 1 + self.num_speculative_tokens
+
+
+def lora_cases(max_loras: int, runner: Runner, *, separate: bool, specialize: bool) -> tuple[int, ...]:
+    """Return the adapter counts captured for, ascending; (0,) without adapters.
+
+    ``separate`` is ``cudagraph_specialize_lora``: without it, model runner V1 has no graphs for batches
+    without adapters. ``specialize`` is ``--specialize-active-lora``, which captures powers of two only beside it.
+    """
+    if not max_loras:
+        return (0,)
+    cases = Lora(max_active=max_loras, specialize=separate and specialize).cases()
+    return cases[-1:] if runner is Runner.V1 and not separate else cases

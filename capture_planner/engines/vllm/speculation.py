@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model, read_model
-from capture_planner.engines.vllm.parts import Part, names
+from capture_planner.engines.vllm.parts import Part, names, whole_number
 from capture_planner.engines.vllm.settings import Drafter
-from capture_planner.engines.vllm.unemulated import REASON
+from capture_planner.engines.vllm.unemulated import not_emulated
 
 FLAG = "--speculative-config"
-_FLAGS = (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens"))
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _NOT_EMULATED = ("extract_hidden_states",)
@@ -32,6 +29,8 @@ class Speculation:
     schedule: tuple[tuple[int, int, int], ...] | None
     model: Model
     drafter: Drafter
+    tensor: int
+    """Ranks that share the draft model; an independent one may run on each alone."""
     backend: str | None
     adaptive: bool
     eager: bool
@@ -40,8 +39,8 @@ class Speculation:
     parallel: bool
     heterogeneous: bool
     draft_lm_head: bool
-    overrides: bool
-    """Whether the draft has settings of its own for which vLLM copies the whole configuration."""
+    copies: int
+    """How many settings of its own the draft has; for each, vLLM copies the whole configuration."""
     length: int
     """Tokens that the draft model is given."""
     cache: str | None
@@ -69,17 +68,6 @@ class Speculation:
 def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Speculation | None:
     """Return the drafter that the flags name, or None; raises ``FlagError`` as vLLM would refuse it."""
     value = given.get("speculative_config")
-    for flag, key in _FLAGS:
-        if given.get(flag) is not None:
-            value = {} if value is None else value
-            if isinstance(value, dict) and key in value:
-                raise refusal(
-                    FLAG,
-                    f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too",
-                    "drop one",
-                    key,
-                )
-            value = {**value, key: given.get(flag)}
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -110,11 +98,11 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     if tokens is None:
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
-        raise part.refuse("method", f"{REASON}: {method}", "emulate EAGLE, MTP, DFlash or n-gram")
+        raise not_emulated(FLAG, method, "emulate EAGLE, MTP, DFlash or n-gram", "method")
     if method == "dspark" and draft.architecture not in ("", "Qwen3DSparkModel"):
-        raise part.refuse("model", f"{REASON}: DSpark of {draft.architecture}", "name a Qwen3 draft")
+        raise not_emulated(FLAG, f"DSpark of {draft.architecture}", "name a Qwen3 draft", "model")
     if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
-        raise part.refuse("model", f"{REASON}: {draft.architecture}", "name a DFlash draft without a head")
+        raise not_emulated(FLAG, draft.architecture, "name a DFlash draft without a head", "model")
     longest = _draft_length(part, asked, draft, target, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if method != "dspark" and adaptive and part.boolean("use_local_argmax_reduction", False):
@@ -145,6 +133,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         schedule=schedule,
         model=draft,
         drafter=kinds.get(method, Drafter.NONE),
+        tensor=(draft_tensor or tensor) if method == "draft_model" else tensor,
         backend=backend,
         adaptive=adaptive,
         eager=part.boolean("enforce_eager", False) or False,
@@ -152,9 +141,8 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         parallel=method not in _PARALLEL and (part.boolean("parallel_drafting", False) or False),
         heterogeneous=heterogeneous,
         draft_lm_head=part.given.get("draft_lm_head_quantization") is not None,
-        overrides=any(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
-        or backend is not None
-        or method in _PARALLEL,
+        copies=sum(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
+        + (backend is not None),
         length=longest or max_len,
         cache=_cache(part),
         max_len=longest if method == "draft_model" or not draft.stretches else None,
@@ -186,11 +174,12 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
         raise part.refuse(key, "vLLM wants a list of [first, last, K]", "as in [[1, 16, 3], [17, 256, 1]]")
     found: list[tuple[int, int, int]] = []
     for index, entry in enumerate(value):
-        if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(n, int) for n in entry):
-            raise refusal(
-                FLAG, f"vLLM wants [first, last, K], got {entry!r}", "give three numbers", key, index
-            )
-        found.append((entry[0], entry[1], entry[2]))
+        match [whole_number(item) for item in entry] if isinstance(entry, list) else []:
+            case [int(first), int(last), int(k)]:
+                found.append((first, last, k))
+            case _:
+                says = f"vLLM wants [first, last, K], got {entry!r}"
+                raise refusal(FLAG, says, "give three whole numbers", key, index)
     return tuple(found)
 
 
@@ -271,8 +260,3 @@ def _draft_length(part: Part, asked: int | None, draft: Model, target: Model, ma
         refuse = target.refusal if max_len == target.max_len else refusal
         raise refuse(FLAG, reason, "give less", "max_model_len")
     return asked
-
-
-def data(value: Any) -> Any:
-    """Return a schedule as the engine's JSON has it."""
-    return None if value is None else [list(entry) for entry in value]

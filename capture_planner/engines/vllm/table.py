@@ -140,14 +140,6 @@ class TableManager:
         loras = self._case(query.loras)
         return tuple(graph for graph in self.graphs if serves(graph, query, loras))
 
-    def misses(self, batch: Batch) -> bool:
-        """Say whether a batch gets no FULL graph although a captured one could replay it."""
-        query = self.query(batch)
-        graph = self.find(query)
-        if graph is not None and graph.entry.mode is GraphMode.FULL:
-            return False
-        return any(graph.entry.mode is GraphMode.FULL for graph in self.compatible(query))
-
     def reason(self, query: Query) -> Reason:
         """Return why the table leads to no graph."""
         if query.num_tokens <= 0 or not 0 < query.num_reqs <= self.max_num_reqs:

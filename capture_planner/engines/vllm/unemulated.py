@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from capture_planner.engines.vllm.flags import Given, refusal
-from capture_planner.engines.vllm.model import Model
-from capture_planner.errors import FlagError
+from capture_planner.errors import NotEmulated, Problem
 
-REASON = "vLLM takes it, and its graphs are not emulated"
+if TYPE_CHECKING:  # both refuse by what is here
+    from capture_planner.engines.vllm.flags import Given
+    from capture_planner.engines.vllm.model import Model
+
+_REASON = "vLLM takes it, and its graphs are not emulated"
 
 _FLAGS: dict[str, tuple[Any, ...]] = {
     "prefill_context_parallel_size": (1,),
@@ -44,8 +46,14 @@ _INSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
 """The same for parts of JSON flags."""
 
 
+def not_emulated(flag: str, what: str, remedy: str, *inside: str | int, reason: str = _REASON) -> NotEmulated:
+    """Return the error for ``what`` a flag asks for, with a place inside its JSON value where there is one."""
+    message = f"{reason}: {what}" if what else reason
+    return NotEmulated([Problem(path=(flag, *inside), message=message, remedy=remedy)])
+
+
 def unemulated(given: Given, model: Model) -> None:
-    """Raise ``FlagError`` for the first flag or model that is taken by vLLM and not emulated."""
+    """Raise ``NotEmulated`` for the first flag or model that is taken by vLLM and not emulated."""
     for name, plain in _FLAGS.items():
         if given.get(name, plain[0]) not in plain:
             raise _refused(name)
@@ -62,8 +70,8 @@ def unemulated(given: Given, model: Model) -> None:
         raise _refused("convert")
     if model.odd is not None:
         remedy = "name a decoder, or leave the folder out: a name alone counts as one"
-        raise refusal("--model", f"{REASON}: {model.odd}", remedy)
+        raise not_emulated("--model", model.odd, remedy)
 
 
-def _refused(name: str, *inside: str, remedy: str = "leave it out") -> FlagError:
-    return refusal(f"--{name.replace('_', '-')}", REASON, remedy, *inside)
+def _refused(name: str, *inside: str, remedy: str = "leave it out") -> NotEmulated:
+    return not_emulated(f"--{name.replace('_', '-')}", "", remedy, *inside)

@@ -17,8 +17,9 @@ import attrs
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.core import Graph, Manager
 from capture_planner.engines.vllm import data_parallel, legacy, schedule
-from capture_planner.engines.vllm.drafter import DraftDecode, draft_decode_mode
+from capture_planner.engines.vllm.drafter import DraftDecode, draft_modes
 from capture_planner.engines.vllm.managers import managers
+from capture_planner.engines.vllm.settings import Drafter, Runner, VllmSettings, lora_cases
 from capture_planner.engines.vllm.table import TableManager
 from capture_planner.entry import Batch
 from capture_planner.errors import FlagError
@@ -29,17 +30,16 @@ Rows = tuple[tuple[int, bool], ...]
 
 @attrs.frozen(kw_only=True)
 class Configuration:
-    """What the managers are made from; attributes as ``managers.Settings`` has them."""
+    """What is drawn: the engine is configured with it, and our settings are made from it."""
 
-    runner: str
+    runner: Runner
     mode: GraphMode
     sizes: tuple[int, ...]
     max_size: int
     max_num_seqs: int
     num_speculative_tokens: int = 0
-    schedule: tuple[tuple[int, int, int], ...] | None = None
-    drafter: str = "none"
-    """none, chain, modules or parallel."""
+    schedule: tuple[schedule.Tier, ...] | None = None
+    drafter: Drafter = Drafter.NONE
     draft_query_len: int = 0
     draft_fused: bool = False
     varlen: bool = False
@@ -50,30 +50,47 @@ class Configuration:
     """vLLM's ``specialize_active_lora``."""
 
     @property
-    def lora_cases(self) -> tuple[int, ...]:
-        top = self.max_loras + 1
-        if not self.max_loras:
-            return (0,)
-        if not self.capture_fewer:
-            return (top,) if self.runner == "v1" else (0, top)
-        powers = [1 << i for i in range(top.bit_length()) if 1 << i <= top]
-        return (0, *sorted({*powers, top})) if self.specialize_lora else (0, top)
+    def drafted(self) -> tuple[int, ...]:
+        """Draft tokens of each batch size; index 0 is unused."""
+        tiers = () if self.schedule is None else schedule.normalized([*self.schedule])
+        most = self.num_speculative_tokens
+        return schedule.draft_tokens(tiers, max_num_reqs=self.max_num_seqs, num_speculative=most)
 
     @property
-    def draft_prefill_mode(self) -> GraphMode | None:
-        if self.drafter == "none":
-            return None
-        if self.runner == "v1":
-            return legacy.draft_mode(self.mode)
-        if self.drafter == "modules" and self.mode.has_piecewise:
-            return draft_decode_mode(self.mode)
-        return self.mode
-
-    @property
-    def draft_decode_mode(self) -> GraphMode | None:
-        if self.drafter in ("none", "modules"):
-            return None
-        return legacy.draft_mode(self.mode) if self.runner == "v1" else draft_decode_mode(self.mode)
+    def settings(self) -> VllmSettings:
+        """The settings, as the flags' own way would end with them."""
+        sizes = self.sizes
+        if self.runner is Runner.V1:
+            width = 1 + self.num_speculative_tokens
+            sizes = legacy.speculative_sizes(sizes, self.max_size, query_len=width, mode=self.mode)
+        prefill = decode = None
+        if self.drafter is not Drafter.NONE:
+            prefill, decode = draft_modes(self.mode, self.drafter, self.runner)
+        return VllmSettings(
+            runner=self.runner,
+            sizes=sizes,
+            max_size=self.max_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=sizes[-1],
+            max_model_len=1 << 20,
+            requested_mode=self.mode,
+            configured_mode=self.mode,
+            mode=self.mode,
+            draft_prefill_mode=prefill,
+            draft_decode_mode=decode,
+            drafter=self.drafter,
+            num_speculative_tokens=self.num_speculative_tokens,
+            schedule=self.schedule,
+            drafted=self.drafted,
+            draft_query_len=self.draft_query_len,
+            draft_fused=self.draft_fused,
+            lora_cases=lora_cases(
+                self.max_loras, self.runner, separate=self.capture_fewer, specialize=self.specialize_lora
+            ),
+            varlen=self.varlen,
+            max_loras=self.max_loras,
+            specialize_lora=self.specialize_lora,
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -156,7 +173,7 @@ def as_batch(role: Role, rows: Rows, loras: int) -> Batch:
 
 def answers(case: Case) -> dict[str, Any]:
     """Return our answers: the graphs of each role in order, each batch's answers, each step's."""
-    found = managers(case.configuration)
+    found = managers(case.configuration.settings)
     return {
         "graphs": {manager.role.value: summary([graph_row(g) for g in manager.graphs]) for manager in found},
         "batches": [
@@ -165,6 +182,15 @@ def answers(case: Case) -> dict[str, Any]:
         ],
         "steps": [_step_answers(found, step) for step in case.steps],
     }
+
+
+def misses(manager: TableManager, batch: Batch) -> bool:
+    """Say whether a batch gets no FULL graph although a captured one could replay it."""
+    query = manager.query(batch)
+    graph = manager.find(query)
+    if graph is not None and graph.entry.mode is GraphMode.FULL:
+        return False
+    return any(graph.entry.mode is GraphMode.FULL for graph in manager.compatible(query))
 
 
 def summary(rows: list[list[Any]]) -> list[Any]:
@@ -240,19 +266,21 @@ def _legacy_step(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) -> 
 
 
 def _configuration(rng: random.Random) -> Configuration:
-    runner = "v1" if rng.random() < 0.2 else "v2"
+    runner = Runner.V1 if rng.random() < 0.2 else Runner.V2
     reqs = rng.choice([1, 2, 3, 5, 8, 13, 16, 24, 32, 48, 64, 100, 128, 256, 300])
     k = rng.choice([0, 0, 1, 2, 3, 4, 5, 7])
-    drafter = "none" if k == 0 else rng.choice(["none", "chain", "chain", "chain", "modules", "parallel"])
-    if runner == "v1" and drafter in ("modules", "parallel"):
-        drafter = "chain"
-    tiers = _tiers(rng, reqs, k) if k and runner == "v2" and rng.random() < 0.45 else None
-    parallel = drafter == "parallel"
+    chain, modules, parallel = Drafter.CHAIN, Drafter.MODULES, Drafter.PARALLEL
+    drafter = Drafter.NONE
+    if k:
+        drafter = rng.choice([Drafter.NONE, chain, chain, chain, modules, parallel])
+    if runner is Runner.V1 and drafter in (modules, parallel):
+        drafter = chain
+    tiers = _tiers(rng, reqs, k) if k and runner is Runner.V2 and rng.random() < 0.45 else None
     sizes, top = _sizes(rng, reqs, k, tiers)
     mode = rng.choice(
         [*GraphMode, GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE]
     )
-    if runner == "v1" and mode.decode_mode is GraphMode.FULL and top < 1 + k:
+    if runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and top < 1 + k:
         mode = GraphMode.PIECEWISE
     max_loras = rng.choice([0, 0, 0, 1, 2, 3, 4, 6, 8])
     return Configuration(
@@ -264,9 +292,9 @@ def _configuration(rng: random.Random) -> Configuration:
         num_speculative_tokens=k,
         schedule=tiers,
         drafter=drafter,
-        draft_query_len=rng.choice([k, 1 + k]) if parallel else 0,
-        draft_fused=drafter == "chain" and runner == "v2" and rng.random() < 0.5,
-        varlen=k > 0 and runner == "v2" and tiers is None and rng.random() < 0.15,
+        draft_query_len=rng.choice([k, 1 + k]) if drafter is parallel else 0,
+        draft_fused=drafter is chain and runner is Runner.V2 and rng.random() < 0.5,
+        varlen=k > 0 and runner is Runner.V2 and tiers is None and rng.random() < 0.15,
         max_loras=max_loras,
         capture_fewer=rng.random() < 0.8,
         specialize_lora=max_loras > 0 and rng.random() < 0.5,
@@ -303,8 +331,7 @@ def _batch(rng: random.Random, found: Configuration) -> tuple[Rows, int]:
     reqs = rng.randint(1, top) if rng.random() < 0.6 else rng.randint(1, min(top, 24))
     k = found.num_speculative_tokens
     if found.schedule is not None:
-        tiers = schedule.normalized([*found.schedule])
-        k = schedule.draft_tokens(tiers, max_num_reqs=top, num_speculative=k)[reqs]
+        k = found.drafted[reqs]
     kind = rng.random()
     if kind < 0.6:
         rows = [(1 + k, False)] * reqs

@@ -50,6 +50,8 @@ class Groups:
 
             kind = draft_model.DraftModelProposer if independent else llm_base_proposer.SpecDecodeBaseProposer
             with parts.super_of(kind, read) as self_:
+                if independent:
+                    self_._raise_if_draft_tp_mismatch()
                 draft = kind._create_draft_vllm_config(self_)
         elif independent:
             from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone

@@ -102,7 +102,7 @@ class _V2:
             num_speculative_tokens=k,
         )
         self.target = self.table.CudaGraphManager(
-            self.config, None, mode, 1 + k, list(found.lora_cases), found.varlen
+            self.config, None, mode, 1 + k, list(found.settings.lora_cases), found.varlen
         )
         self.graphs = {"target": self._capture(self.target)}
         self.dp_size, self.dp_rank = 1, 0
