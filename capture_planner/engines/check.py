@@ -196,14 +196,6 @@ def compatible_graph_missed(walked: Walked) -> Iterator[Seen]:
         )
 
 
-_COMBINED = {
-    "vllm": "fewer --cudagraph-capture-sizes leave fewer: vLLM captures each of them for every query length of the "
-    "schedule and every number of adapters, and some batch may need the others",
-    "tensorrt-llm": "nothing to do: the schedule of draft lengths adds them",
-}
-"""What there is to do where graphs follow from a combination that no flag takes apart."""
-
-
 @rule(
     "EN003",
     Severity.WARNING,
@@ -223,14 +215,14 @@ def graphs_never_reached(walked: Walked) -> Iterator[Seen]:
             entries = [graph.entry for graph in manager.graphs]
             widths = {entry.query_len for entry in entries if entry.query_len}
             # Each size is captured for all of these, and some other batch may need the size.
-            combined = len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
+            fixed = role.is_drafter or len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
             yield Seen(
                 role=role,
                 says=f"{role}: {len(unused)} of {counted(len(manager.graphs), 'graph')} serve no batch, "
                 f"such as {unused[0]}",
                 count=len(unused),
-                mend=_COMBINED.get(walked.emulation.engine, "") if combined else "",
-                severity=Severity.NOTE if combined else None,
+                mend=remedies.of_unreached(walked.emulation, role) if fixed else "",
+                severity=Severity.NOTE if fixed else None,
             )
 
 

@@ -73,6 +73,19 @@ def _sizes_for_vllm(emulation: Emulation) -> str:
     return f"give --cudagraph-capture-sizes {' '.join(map(str, made.sizes))}, with which none does"
 
 
+def of_unreached(emulation: Emulation, role: Role) -> str:
+    """Say what graphs follow from that no flag takes apart."""
+    if role.is_drafter:
+        return f"nothing to do: the sizes of the {role} are the target's"
+    if emulation.engine == "tensorrt-llm":
+        return "nothing to do: the schedule of draft lengths adds them"
+    flag = "--cudagraph-capture-sizes" if emulation.engine == "vllm" else "--cuda-graph-bs-decode"
+    return (
+        f"fewer {flag} leave fewer: each is captured for every query length of the schedule and every number of "
+        "adapters, and some batch may need the others"
+    )
+
+
 def of_dropped(emulation: Emulation, dropped: Sequence[int]) -> str:
     """Say which limit drops sizes that are asked for."""
     limits, most = emulation.limits, max(dropped)
