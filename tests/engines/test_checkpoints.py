@@ -20,7 +20,13 @@ H100 = find_environment("h100")
 MACHINES = sorted(set(shipped_environments()) - {"cpu"})
 MODEL = {"vllm": "--model", "sglang": "--model-path"}
 SETTINGS = {"vllm": ("max_model_len", "attention_backend"), "sglang": ("context_length",)}
-TEXT = {"model_type": "llama", "num_attention_heads": 8, "hidden_size": 512, "max_position_embeddings": 1000}
+TEXT = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "hidden_size": 512,
+    "max_position_embeddings": 1000,
+}
 
 
 def settings(engine, name, *flags):
