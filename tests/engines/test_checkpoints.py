@@ -227,6 +227,9 @@ def test_sglang_runs_attention_sinks_on_what_has_them(machine, chosen):
     assert found["attention_backend"] == chosen
     with pytest.raises(FlagError, match="GptOssForCausalLM"):
         emulate("sglang", [*name, "--attention-backend", "flashinfer"], environment)
+    for half in ("--prefill-attention-backend", "--decode-attention-backend"):
+        with pytest.raises(FlagError, match="both attention backends"):
+            emulate("sglang", [*name, half, "triton"], environment)
 
 
 @pytest.mark.parametrize("engine", sorted(MODEL))

@@ -139,6 +139,10 @@ def choose_attention(r: Resolution) -> None:
     """Choose attention backends and the page size; some backends have no graphs."""
     args = r.args
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
+    halves = (prefill is None) + (decode is None)
+    if r.model.architecture == _SINKS and halves == 1 and args.attention_backend is None:
+        says = f"SGLang wants both attention backends of {_SINKS}, where one is named"
+        raise refusal("--attention-backend", says, "give it, or a backend for prefills and one for decodes")
     if prefill is not None and prefill == decode:
         args.attention_backend = prefill
         r.sources["attention_backend"] = r.sources["prefill_attention_backend"]
