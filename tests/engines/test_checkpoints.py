@@ -20,7 +20,13 @@ H100 = find_environment("h100")
 MACHINES = sorted(set(shipped_environments()) - {"cpu"})
 MODEL = {"vllm": "--model", "sglang": "--model-path"}
 SETTINGS = {"vllm": ("max_model_len", "attention_backend"), "sglang": ("context_length",)}
-TEXT = {"model_type": "llama", "num_attention_heads": 8, "hidden_size": 512, "max_position_embeddings": 1000}
+TEXT = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "hidden_size": 512,
+    "max_position_embeddings": 1000,
+}
 
 
 def settings(engine, name, *flags):
@@ -221,6 +227,9 @@ def test_sglang_runs_attention_sinks_on_what_has_them(machine, chosen):
     assert found["attention_backend"] == chosen
     with pytest.raises(FlagError, match="GptOssForCausalLM"):
         emulate("sglang", [*name, "--attention-backend", "flashinfer"], environment)
+    for half in ("--prefill-attention-backend", "--decode-attention-backend"):
+        with pytest.raises(FlagError, match="both attention backends"):
+            emulate("sglang", [*name, half, "triton"], environment)
 
 
 @pytest.mark.parametrize("engine", sorted(MODEL))

@@ -74,7 +74,8 @@ def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
     args = r.args
     algorithm = args.speculative_algorithm
     drafts = algorithm in EAGLE_FAMILY
-    sizes = _prefill_list(r, pool)
+    prompts_of_drafts = drafts and r.prefill.backend == BREAKABLE
+    sizes = _prefill_list(r, pool) if r.model.has_prefill_graphs or prompts_of_drafts else ()
     target = SglangManager(
         role=Role.TARGET,
         decodes=_target_decodes(r, pool),
@@ -84,7 +85,7 @@ def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
     if not drafts:
         return (target,)
     extends = _decodes(r, Role.DRAFT_PREFILL, pool, args.speculative_num_draft_tokens)
-    prompts = _prefills(r, Role.DRAFT_PREFILL, pool, sizes) if r.prefill.backend == BREAKABLE else None
+    prompts = _prefills(r, Role.DRAFT_PREFILL, pool, sizes) if prompts_of_drafts else None
     steps = args.speculative_num_steps - 1
     chain = _decodes(r, Role.DRAFT_DECODE, pool, args.speculative_eagle_topk, steps) if steps > 0 else None
     if steps < 1:
@@ -197,6 +198,10 @@ def _prefill_list(r: Resolution, pool: int) -> tuple[int, ...]:
 
 def _prefills(r: Resolution, role: Role, pool: int, sizes: tuple[int, ...]) -> PrefillGraphs | None:
     args, whole = r.args, r.prefill.backend == FULL
+    if not role.is_drafter and r.prefill.backend != DISABLED and not r.model.has_prefill_graphs:
+        says = f"SGLang looks for the layers of a {r.model.architecture} where its class has none"
+        r.decisions.note("no-layers-for-prefills", r.prefill.backend, DISABLED, says, role)
+        return None
     if r.prefill.backend == DISABLED or not sizes:
         return None
     slots = _slots(r, pool) if whole else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from typing import Any
 
 import attrs
@@ -40,17 +43,36 @@ _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_lengt
 _LENGTH_LEFT_OUT = 2048
 
 
+@cache
+def architectures() -> Mapping[str, frozenset[str]]:
+    """Return the release's architectures, as recorded from it: followed, without prefill graphs, not followed.
+
+    Those that are followed are decoders of text that no rule for graphs touches, or whose rule is emulated.
+    """
+    text = (resources.files(__package__) / "architectures.json").read_text(encoding="utf-8")
+    return {kind: frozenset(names) for kind, names in json.loads(text).items()}
+
+
 @attrs.frozen
 class Model:
     """What is known of the served model: an ordinary text decoder, and what its config.json says."""
 
     source: str = ASSUMED
-    architecture: str | None = None
+    architectures: tuple[str, ...] = ()
     context: int | None = None
     """Longest sequence, in tokens."""
     latent: bool = False
     """Whether its attention is latent (MLA), which is not emulated."""
     multimodal: bool = False
+
+    @property
+    def architecture(self) -> str | None:
+        return self.architectures[0] if self.architectures else None
+
+    @property
+    def has_prefill_graphs(self) -> bool:
+        """Whether SGLang finds the layers of its class, whose prefills it captures."""
+        return self.architecture not in architectures()["without_prefill_graphs"]
 
 
 def read_model(path: str) -> Model:
@@ -60,10 +82,9 @@ def read_model(path: str) -> Model:
     """
     try:
         found = checkpoints.find(path)
-        names = found.config.get("architectures") or [None]
         return Model(
             source=found.source,
-            architecture=names[0],
+            architectures=tuple(found.config.get("architectures") or ()),
             context=None if found.source == ASSUMED else _context(found.text, found.rope),
             latent=found.text.get("kv_lora_rank") is not None,
             multimodal="vision_config" in found.config,

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from capture_planner.engines import checkpoints
+from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.parsing import did_you_mean, refusal
 from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS
-from capture_planner.engines.sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Resolution
+from capture_planner.engines.sglang.resolution import (
+    COUNTS_AS,
+    DECODE,
+    DISABLED,
+    PREFILL,
+    Resolution,
+    architectures,
+)
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
@@ -46,10 +54,7 @@ def check_followed(r: Resolution) -> None:
     if args.context_length is not None and longest is not None and args.context_length > longest:
         says = f"SGLang stops at a length over the model's own {longest} tokens"
         raise refusal("--context-length", says, "give less, or change the model's config.json")
-    if r.model.latent or r.model.multimodal:
-        what = "latent attention" if r.model.latent else "more than text"
-        reason = f"{args.model_path} has {what}, whose rules for graphs are not emulated"
-        raise refusal("--model-path", reason, "name a model of text with heads of its own")
+    _check_model(r)
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
         raise refusal(
@@ -57,6 +62,31 @@ def check_followed(r: Resolution) -> None:
             f"{algorithm!r} is unknown to SGLang, or its graphs are not emulated",
             did_you_mean(algorithm, _ALGORITHMS, f"{', '.join(_ALGORITHMS)} are"),
         )
+
+
+def _check_model(r: Resolution) -> None:
+    """Refuse models for which SGLang has rules of their own, but for those that are emulated."""
+    name, architecture, known = r.args.model_path, r.model.architecture, architectures()
+    if r.model.source == ASSUMED:
+        return
+    reason = None
+    if r.model.latent or r.model.multimodal:
+        what = "latent attention" if r.model.latent else "more than text"
+        reason = f"{name} has {what}, whose rules for graphs are not emulated"
+    elif architecture is None:
+        reason = f"SGLang stops: the config.json of {name} names no architecture"
+    elif len(r.model.architectures) > 1:
+        several = " and ".join(r.model.architectures)
+        reason = f"{name} is {several} at once, whose rules for graphs are not emulated"
+    elif architecture in known["not_followed"]:
+        reason = f"{name} is a {architecture}, whose rules for graphs are not emulated"
+    elif architecture not in known["followed"]:
+        reason = (
+            f"SGLang has no {architecture}, as {name} is: it stops, or runs Transformers' own class, "
+            "whose rules for graphs are not emulated"
+        )
+    if reason is not None:
+        raise refusal("--model-path", reason, "name a decoder of text, such as a LlamaForCausalLM")
 
 
 def read_attention_dp(r: Resolution) -> None:
@@ -109,6 +139,10 @@ def choose_attention(r: Resolution) -> None:
     """Choose attention backends and the page size; some backends have no graphs."""
     args = r.args
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
+    halves = (prefill is None) + (decode is None)
+    if r.model.architecture == _SINKS and halves == 1 and args.attention_backend is None:
+        says = f"SGLang wants both attention backends of {_SINKS}, where one is named"
+        raise refusal("--attention-backend", says, "give it, or a backend for prefills and one for decodes")
     if prefill is not None and prefill == decode:
         args.attention_backend = prefill
         r.sources["attention_backend"] = r.sources["prefill_attention_backend"]

@@ -37,6 +37,24 @@ MODELS: dict[str, tuple[str, int]] = {
 }
 """Architecture and longest sequence."""
 
+_EAGLE = "--speculative-draft-model-path MODEL --speculative-algorithm"
+PROBES = (
+    ("t4", ""),
+    ("rtx-5090", ""),
+    ("a100-40", "--max-running-requests 64"),
+    ("h100", ""),
+    ("b200", ""),
+    ("b200", "--attention-backend triton --page-size 16"),
+    ("h100", "--attention-backend flashinfer --chunked-prefill-size 2048"),
+    ("h100", "--tp-size 8 --attn-dp-size 4 --max-total-tokens 100000"),
+    ("h100", "--cuda-graph-backend-prefill full --cuda-graph-backend-decode breakable"),
+    ("b200", "--cuda-graph-backend-prefill full"),
+    ("a100-40", "--pp-size 2 --cuda-graph-backend-prefill breakable --disaggregation-mode prefill"),
+    ("h100", f"{_EAGLE} EAGLE"),
+    ("b200", f"{_EAGLE} EAGLE3 --speculative-num-steps 2 --speculative-eagle-topk 1"),
+)
+"""Device and flags of launches that rules for single architectures meet."""
+
 
 @attrs.frozen(kw_only=True)
 class Case:
@@ -65,27 +83,33 @@ def written(case: Case, folder: Path) -> list[str]:
     """Write the case's files into a folder and return its command with their paths."""
     model = folder / case.model
     if not model.exists():
-        architecture, context = MODELS[case.model]
-        model.mkdir(parents=True)
-        config = {
-            "architectures": [architecture],
-            "model_type": {"L": "llama", "Q": "qwen2", "M": "mistral"}[architecture[0]],
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_hidden_layers": 32,
-            "intermediate_size": 11008,
-            "vocab_size": 32000,
-            "max_position_embeddings": context,
-            "torch_dtype": "bfloat16",
-        }
-        (model / "config.json").write_text(json.dumps(config))
+        model_folder(model, *MODELS[case.model])
     paths = {"MODEL": str(model), "CONFIG": str(folder / "flags.yaml")}
     if case.file is not None:
         file = json.loads(json.dumps(case.file).replace('"MODEL"', json.dumps(paths["MODEL"])))
         with Path(paths["CONFIG"]).open("w") as stream:
             YAML(typ="safe", pure=True).dump(file, stream)
     return [paths.get(word, word) for word in case.command]
+
+
+def model_folder(folder: Path, architecture: str, context: int) -> str:
+    """Write a model's folder, of an ordinary decoder's numbers, and return its path."""
+    folder.mkdir(parents=True)
+    kinds = {"Qwen2ForCausalLM": "qwen2", "MistralForCausalLM": "mistral"}
+    config = {
+        "architectures": [architecture],
+        "model_type": kinds.get(architecture, "llama"),
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "max_position_embeddings": context,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def case(random: Random) -> Case:

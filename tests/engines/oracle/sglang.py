@@ -33,6 +33,7 @@ _HERE = Path(__file__).parent
 
 
 stubs, launching = module_at(_HERE / "stubs.py"), module_at(_HERE / "sglang_launch.py")
+reading = module_at(_HERE / "sglang_models.py")
 
 _ABSENT = (
     "sglang.kernels",
@@ -85,6 +86,7 @@ class Sglang:
         self._open = stubs.installed(wheel, "sglang")
         self._open.__enter__()
         logging.disable(logging.CRITICAL)
+        self.models = reading.Models(wheel)
         importlib.import_module("sglang")
         for name in _ABSENT:
             module = stubs.StubModule(name)
@@ -173,7 +175,7 @@ class Sglang:
             record = self.resolve(command, environment)
             with self._machine(environment):
                 self._create_attention(record)
-                launch = launching.Launch(self.m, record)
+                launch = launching.Launch(self.m, record, self.models)
                 return launch.answers(batches) | {"buckets": launch.buckets(ranks)}
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {error}"[:200]}

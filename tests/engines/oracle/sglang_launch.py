@@ -16,15 +16,16 @@ from capture_planner.modes import Role
 class Launch:
     """One launch: SGLang's runners over a resolved record."""
 
-    def __init__(self, m: Any, record: Any) -> None:
-        self.m = m
+    def __init__(self, m: Any, record: Any, models: Any) -> None:
+        self.m, self.models = m, models
         m.context.publish(record, role="scheduler", ranks=m.context.SpawnRanks(world_rank=0, gpu_id=0))
         self.record = record
         self.schedule, self.spec = m.context.get_schedule(), m.context.get_spec()
         self.parallel, self.graph = m.context.get_parallel(), m.context.get_exec().graph
         self.algorithm = m.spec.SpeculativeAlgorithm.from_string(self.spec.speculative_algorithm)
         self.view = m.memory.resolving_view(record)
-        self.context = m.memory.model_config_of(record).context_len
+        self.config = m.memory.model_config_of(record)
+        self.context = self.config.context_len
         self.pool = self._pool()
         self.lora = self._lora_manager()
         with self.parallel.override(tp_group=None):
@@ -63,26 +64,29 @@ class Launch:
 
     def _model_runner(self, draft: bool) -> Any:
         runner = object.__new__(self.m.model_runner.ModelRunner)
-        layers = types.SimpleNamespace(layers=[])
+        # A drafter is an ordinary decoder, whatever its target is.
+        known = "LlamaForCausalLM" if draft else self.config.hf_config.architectures[0]
+        model = self.models.skeleton(known)
+        kinds = types.SimpleNamespace(model_type="llama", architectures=["LlamaForCausalLM"])
         config = types.SimpleNamespace(
             context_len=self.context,
-            is_multimodal=False,
-            is_encoder_decoder=False,
-            hf_config=types.SimpleNamespace(model_type="llama", architectures=["LlamaForCausalLM"]),
+            is_multimodal=not draft and self.config.is_multimodal,
+            is_encoder_decoder=not draft and self.config.is_encoder_decoder,
+            hf_config=kinds if draft else self.config.hf_config,
         )
+        layers = getattr(getattr(model, "model", None), "layers", ())
         vars(runner).update(
             server_args=self.record,
             device="cuda",
             gpu_id=0,
             is_draft_worker=draft,
-            is_generation=True,
+            is_generation=draft or self.config.is_generation,
             spec_algorithm=self.algorithm,
             req_to_token_pool=types.SimpleNamespace(size=self.pool),
             model_config=config,
             lora_manager=None if draft else self.lora,
-            model=types.SimpleNamespace(model=layers),
-            layer_info=types.SimpleNamespace(start_layer=0, end_layer=0),
-            get_cuda_graph_layers=lambda _: ([], [], [], None, []),
+            model=model,
+            layer_info=types.SimpleNamespace(start_layer=0, end_layer=len(layers)),
         )
         return runner
 
@@ -90,10 +94,6 @@ class Launch:
         """Run SGLang's own choice of runners, with runners that write shapes down."""
         setup, worker = self.m.setup, self.m.worker
         setup.PrefillCudaGraphRunner = self._prefill_runner
-        setup.resolve_language_model = lambda model: model.model
-        setup.index_attention_layers_by_global_id = lambda layers, companions, _: (layers, companions)
-        setup.has_standard_gqa_for_all_local_layers = lambda **_: True
-        setup.has_hybrid_graph_handlers = lambda **_: False
         found: dict[tuple[Role, str], Any] = {}
         target = self._model_runner(draft=False)
         target._decode_cuda_graph_runner_cls = lambda: self._decode_runner

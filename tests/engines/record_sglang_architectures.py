@@ -1,0 +1,112 @@
+"""Record which architectures SGLang's rules for graphs leave alone: run by hand, with the unpacked wheel's path.
+
+    python tests/engines/record_sglang_architectures.py FOLDER
+
+Writes ``capture_planner/engines/sglang/architectures.json``, the architectures by what is emulated of them, and
+``tests/engines/golden/sglang_architectures.json``, what SGLang's own functions answer for each of them.
+
+An architecture is followed where its class is a decoder of text, and where no module that graphs depend on names
+it but for the reasons that are reviewed below. That the emulation then answers as SGLang does is a test.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from capture_planner.engines.sglang import resolution
+from capture_planner.testing.engines import sglang as drawing
+from capture_planner.testing.engines import sglang_answers as answers
+from capture_planner.testing.files import module_at
+
+_HERE = Path(__file__).parent
+_DATA = Path(resolution.__file__).parent / "architectures.json"
+_PLACES = (
+    *("arg_groups", "configs/model_config.py", "server_args.py", "model_executor", "layers/attention"),
+    *("managers", "mem_cache", "speculative"),
+)
+"""Where rules for graphs are, and what they depend on: attention, pages, pools, chunks."""
+
+_REVIEWED = {
+    "a draft's class, and the path of a draft that is part of the model": (
+        "BailingMoeForCausalLM BailingMoeV2ForCausalLM Ernie4_5_MoeForCausalLM MiMoForCausalLM HYV3ForCausalLM "
+        "Glm4MoeForCausalLM"
+    ),
+    "kernels of experts, and all-reduces": (
+        "Cohere2MoeForCausalLM MiniMaxM2ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3ForCausalLM"
+    ),
+    "memory of sliding windows": "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM",
+    "workspaces, weights loaded in the background, heads without a size, other devices": (
+        "Qwen2ForCausalLM MistralForCausalLM MixtralForCausalLM BaichuanForCausalLM"
+    ),
+    "followed by a rule": "LlamaForCausalLM Grok1ForCausalLM GptOssForCausalLM",
+}
+"""Architectures that are named there, by what they are named for, which no graph depends on."""
+_TEXT = ("ForCausalLM", "LMHeadModel", "ChatGLMModel")
+_DRAFTS = ("Assistant", "DFlash", "Eagle")
+
+
+def followed(models: Any, architecture: str) -> bool:
+    """Whether an architecture is a decoder of text that no rule touches, as far as the sources say."""
+    reviewed = {name for names in _REVIEWED.values() for name in names.split()}
+    if not architecture.endswith(_TEXT) or any(word in architecture for word in _DRAFTS):
+        return False
+    source = models.entries[architecture].read_text(encoding="utf-8")
+    # A model of diffusion decodes blocks, with attention to both sides.
+    if "ENCODER_ONLY" in source:
+        return False
+    if architecture not in reviewed and models.naming(architecture, _PLACES):
+        return False
+    skeleton = models.skeleton(architecture)
+    if hasattr(skeleton, "language_model"):
+        return False
+    model = getattr(skeleton, "model", None) or getattr(skeleton, "transformer", None)
+    layers = getattr(model, "layers", None)
+    # What has no layers where SGLang looks has no prefill graphs; what has some must have attention in all.
+    return model is not None and hasattr(model, "__dict__") and (layers is None or _attends(layers))
+
+
+def _attends(layers: list[Any]) -> bool:
+    inner = [getattr(layer, "self_attn", None) or getattr(layer, "attention", None) for layer in layers]
+    return bool(layers) and all(hasattr(part, "attn") for part in inner)
+
+
+def main() -> None:
+    own = module_at(_HERE / "oracle" / "sglang.py").Sglang(Path(sys.argv[1]))
+    models = own.models
+    distinct: dict[str, int] = {}
+    golden: dict[str, list[int]] = {}
+    found: dict[str, list[str]] = {"followed": [], "without_prefill_graphs": [], "not_followed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for architecture in sorted(models.entries):
+            command = drawing.model_folder(Path(folder) / architecture, architecture, 8192)
+            golden[architecture] = []
+            for device, flags in drawing.PROBES:
+                words = ["--model-path", command, *flags.replace("MODEL", command).split()]
+                answer = own.ask(words, drawing.environment(device), [])
+                kept: Any = "refused" if "refused" in answer else answers.shortened(answer)
+                text = json.dumps(kept, separators=(",", ":"))
+                golden[architecture].append(distinct.setdefault(text, len(distinct)))
+            if not followed(models, architecture):
+                found["not_followed"].append(architecture)
+                continue
+            found["followed"].append(architecture)
+            model = getattr(models.skeleton(architecture), "model", None)
+            if not hasattr(model, "layers"):
+                found["without_prefill_graphs"].append(architecture)
+    _DATA.write_text(json.dumps(found, indent=1) + "\n")
+    rows = [f'"{name}":{json.dumps(kept, separators=(",", ":"))}' for name, kept in golden.items()]
+    text = ",\n".join(distinct)
+    joined = ",\n".join(rows)
+    (_HERE / "golden" / "sglang_architectures.json").write_text(
+        f'{{"answers":[\n{text}\n],\n"architectures":{{\n{joined}\n}}}}\n'
+    )
+    counts = ", ".join(f"{len(names)} {kind}" for kind, names in found.items())
+    sys.stdout.write(f"{counts}; {len(distinct)} answers to {len(drawing.PROBES)} probes\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Each architecture of SGLang's release: answered as SGLang answers, or refused as not emulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture_planner.engines import checkpoints
+from capture_planner.engines.sglang import emulate
+from capture_planner.engines.sglang.resolution import architectures
+from capture_planner.errors import FlagError
+from capture_planner.testing.engines import sglang as drawing
+from capture_planner.testing.engines import sglang_answers as answers
+
+_GOLDEN: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "golden" / "sglang_architectures.json").read_text()
+)
+_RECORDED: dict[str, list[int]] = _GOLDEN["architectures"]
+H100 = drawing.environment("h100")
+
+
+def test_each_architecture_of_the_release_is_of_one_kind() -> None:
+    """It is followed or it is not; what has no prefill graphs is followed."""
+    kinds = architectures()
+    assert kinds["followed"] | kinds["not_followed"] == set(_RECORDED)
+    assert not kinds["followed"] & kinds["not_followed"]
+    assert kinds["without_prefill_graphs"] < kinds["followed"]
+
+
+@pytest.mark.parametrize("probe", range(len(drawing.PROBES)))
+def test_sglang_answers_or_we_refuse(tmp_path: Path, probe: int) -> None:
+    """An emulated architecture has SGLang's own sizes and graphs; any other is refused by its name."""
+    device, flags = drawing.PROBES[probe]
+    for architecture, recorded in _RECORDED.items():
+        model = drawing.model_folder(tmp_path / architecture, architecture, 8192)
+        command = ["--model-path", model, *flags.replace("MODEL", model).split()]
+        ours = answers.emulated(command, drawing.environment(device), [])
+        if architecture in architectures()["followed"]:
+            kept: Any = "refused" if "refused" in ours else answers.shortened(ours)
+            assert json.loads(json.dumps(kept)) == _GOLDEN["answers"][recorded[probe]], architecture
+        else:
+            assert "whose rules for graphs are not emulated" in ours["refused"]
+            assert architecture in ours["refused"]
+
+
+def test_a_probe_tells_architectures_apart() -> None:
+    """Were none refused, there would be wrong answers: SGLang answers otherwise than for an ordinary decoder."""
+    plain = _RECORDED["MistralForCausalLM"]
+    for name in (
+        "Olmo2ForCausalLM",
+        "Qwen3Model",
+        "LlavaLlamaForCausalLM",
+        "OPTForCausalLM",
+        "Llama4ForCausalLM",
+    ):
+        assert _RECORDED[name] != plain
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["NoSuchForCausalLM"], "SGLang has no NoSuchForCausalLM"),
+        (["LlamaForCausalLM", "Qwen3Model"], "rules for graphs are not emulated"),
+        ([], "names no architecture"),
+        (None, "names no architecture"),
+    ],
+)
+def test_what_the_release_does_not_know_is_refused(tmp_path: Path, names: list[str] | None, why: str) -> None:
+    """SGLang stops without an architecture, asks for any of several, and may run an unknown one all the same."""
+    config = {"model_type": "llama", "num_attention_heads": 8, "hidden_size": 64, "architectures": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FlagError, match=why):
+        emulate(["--model-path", str(tmp_path)], H100)
+
+
+@pytest.mark.parametrize("name", sorted(checkpoints.known()))
+def test_known_models_are_followed(name: str) -> None:
+    """No known model with heads of its own is refused."""
+    config = checkpoints.known()[name]
+    if "kv_lora_rank" not in config:
+        assert set(config["architectures"]) <= architectures()["followed"]
+        assert emulate(["--model-path", name], H100).graphs
+
+
+def test_opt_has_no_prefill_graphs() -> None:
+    """Its layers are in a decoder below the model, where SGLang does not look."""
+    emulation = emulate(["--model-path", "facebook/opt-125m"], H100)
+    assert {graph.entry.query_len for graph in emulation.graphs} == {1}
+    assert "no-layers-for-prefills" in {decision.rule for decision in emulation.decisions}
