@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NoReturn
 
-from capture_planner.errors import FlagError, Problem
+from capture_planner.errors import FlagError, NotEmulated, Problem
 
 REMEDY = "; "
 """Parts what is wrong from what to give, in the ``ArgumentTypeError`` of a type of an engine's own."""
@@ -21,6 +21,11 @@ NUMBERS = re.compile(r"[\[(]?\s*-?\d+(?:[\s,;]+-?\d+)+[\s,;]*[\])]?")
 def refusal(flag: str, reason: str, remedy: str = "", *inside: str | int) -> FlagError:
     """Return the error for one flag, with a place inside its JSON value where there is one."""
     return FlagError([Problem(path=(flag, *inside), message=reason, remedy=remedy)])
+
+
+def unfollowed(flag: str, reason: str, remedy: str = "") -> NotEmulated:
+    """Return the error for a flag that the engine may take and whose graphs are not emulated."""
+    return NotEmulated([Problem(path=(flag,), message=reason, remedy=remedy)])
 
 
 def names(text: str) -> tuple[str, ...]:

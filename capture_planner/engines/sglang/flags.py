@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from capture_planner.engines.parsing import Parser, did_you_mean, names, not_json, refusal
 from capture_planner.engines.sglang.names import CHOICES, INERT, NOT_FOLLOWED
 from capture_planner.engines.yaml_files import as_words, read_flags
-from capture_planner.errors import FlagError, Problem
+from capture_planner.errors import NotEmulated, Problem
 
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention")
 """Those of ordinary decoders on CUDA devices; the others are for other attention or other hardware."""
@@ -276,7 +276,7 @@ def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     found = _PARSER.parse_args([*by_file, *command])
     strays = [name.partition(":")[2] for name, value in vars(found).items() if _stray(name, value)]
     if strays:
-        raise FlagError(
+        raise NotEmulated(
             Problem(
                 path=(flag,),
                 message="SGLang takes it, and its effect on graphs is not emulated",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
-from capture_planner.engines.parsing import did_you_mean, refusal
+from capture_planner.engines.parsing import did_you_mean, refusal, unfollowed
 from capture_planner.engines.sglang.flags import ATTENTION_BACKENDS
 from capture_planner.engines.sglang.resolution import (
     COUNTS_AS,
@@ -42,14 +42,16 @@ def check_followed(r: Resolution) -> None:
     for flag, value, known in wanted:
         if value not in known:
             names = " or ".join(str(name) for name in known if name is not None)
-            raise refusal(flag, f"SGLang may take {value}, and its graphs are not emulated", f"give {names}")
+            raise unfollowed(
+                flag, f"SGLang may take {value}, and its graphs are not emulated", f"give {names}"
+            )
     for flag, given, other in (
         ("--load-format", args.load_format, "expert_pack"),
         ("--lora-backend", args.lora_backend, "ascend"),
     ):
         if given == other:
             says = f"SGLang's {other} changes which graphs there are, and is not emulated"
-            raise refusal(flag, says, "give another, or leave it out")
+            raise unfollowed(flag, says, "give another, or leave it out")
     longest = r.model.context
     if args.context_length is not None and longest is not None and args.context_length > longest:
         says = f"SGLang stops at a length over the model's own {longest} tokens"
@@ -57,7 +59,7 @@ def check_followed(r: Resolution) -> None:
     _check_model(r)
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
-        raise refusal(
+        raise unfollowed(
             "--speculative-algorithm",
             f"{algorithm!r} is unknown to SGLang, or its graphs are not emulated",
             did_you_mean(algorithm, _ALGORITHMS, f"{', '.join(_ALGORITHMS)} are"),
@@ -86,7 +88,8 @@ def _check_model(r: Resolution) -> None:
             "whose rules for graphs are not emulated"
         )
     if reason is not None:
-        raise refusal("--model-path", reason, "name a decoder of text, such as a LlamaForCausalLM")
+        error = refusal if architecture is None else unfollowed
+        raise error("--model-path", reason, "name a decoder of text, such as a LlamaForCausalLM")
 
 
 def read_attention_dp(r: Resolution) -> None:
