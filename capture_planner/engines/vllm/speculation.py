@@ -18,6 +18,13 @@ _NOT_EMULATED = ("extract_hidden_states",)
 _PARALLEL = ("dflash", "dspark")
 _CANDIDATES = ("DFlash2", "LiLiCorr", "DFlashQwen3XPress")
 _SUFFIX_DEPTH = 24
+_SUFFIX: dict[str, tuple[float, float | None]] = {
+    "max_tree_depth": (1, None),
+    "max_cached_requests": (0, None),
+    "max_spec_factor": (0, None),
+    "min_token_prob": (0, 1),
+}
+"""The range of each ``suffix_decoding_`` part, which vLLM checks where it decodes so."""
 
 
 @attrs.frozen(kw_only=True)
@@ -85,6 +92,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     backend = _backend(part)
     schedule = _schedule(part)
     method, name = _method(part, target, tokens)
+    _suffix(part, method)
     draft = target
     if method in ("ngram", "ngram_gpu"):
         _lookup(part)
@@ -93,8 +101,8 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         method = _by_model(part, method, name or target.name, draft)
         tokens = _tokens(part, method, tokens, draft)
         _check_draft(part, draft, target, method, tensor, draft_tensor)
-    elif method == "suffix" and tokens is None:
-        tokens = _SUFFIX_DEPTH
+    if method == "suffix" and tokens is None:
+        tokens = part.integer("suffix_decoding_max_tree_depth") or _SUFFIX_DEPTH
     if tokens is None:
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
@@ -208,6 +216,20 @@ def _lookup(part: Part) -> None:
         raise part.refuse(
             "prompt_lookup_min", f"vLLM wants it at most prompt_lookup_max, {high}", "swap them"
         )
+
+
+def _suffix(part: Part, method: str) -> None:
+    for name, (least, most) in _SUFFIX.items():
+        key = f"suffix_decoding_{name}"
+        if key not in part.given:
+            continue
+        whole = name.startswith("max_") and name != "max_spec_factor"
+        value = part.integer(key) if whole else part.number(key)
+        if value is None:
+            raise part.refuse(key, "vLLM wants a number, not null", "leave it out")
+        if method == "suffix" and not (least <= value and (most is None or value <= most)):
+            wanted = f"at least {least}" if most is None else f"{least} to {most}"
+            raise part.refuse(key, f"vLLM wants {wanted}, got {value}", f"give {wanted}")
 
 
 def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
