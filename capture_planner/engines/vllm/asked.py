@@ -8,6 +8,7 @@ from capture_planner.engines.core import Decisions
 from capture_planner.engines.vllm import precision
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import backend_name
+from capture_planner.engines.vllm.connector import check_connector
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
 from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part, names
@@ -178,6 +179,8 @@ class Flags:
                 )
         transfer = self.given.get("kv_transfer_config")
         self.connector: dict[str, Any] = transfer or {}
+        if transfer is not None:
+            check_connector(transfer)
         split = self.decode_context > 1
         odd = split and (self.decode_context != self.tensor or not model.mla)
         if odd and self.connector.get("kv_connector") == "NixlConnector":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from capture_planner.engines.vllm.asked import COMPILATION, Flags
+from capture_planner.engines.vllm.connector import works_between_layers
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized
@@ -229,11 +230,7 @@ class Configuration(Flags):
             self.set_mode(
                 "encoder-decoder", GraphMode.FULL_DECODE_ONLY, "only an encoder-decoder's decodes capture"
             )
-        extra = self.connector.get("kv_connector_extra_config") or {}
-        layerwise = str(self.connector.get("kv_connector", "")).startswith("LMCache") and extra.get(
-            "use_layerwise"
-        )
-        if layerwise and GraphMode.FULL in self.mode.allowed:
+        if works_between_layers(self.connector) and GraphMode.FULL in self.mode.allowed:
             self.set_mode("kv-connector", GraphMode.PIECEWISE, "this KV connector works between layers")
 
     def _sizes(self) -> None:

@@ -24,6 +24,15 @@ def _suffix(part: str, value: Any) -> str:
     return _drafts("dense", method="suffix", num_speculative_tokens=3, **{f"suffix_decoding_{part}": value})
 
 
+def _connects(name: str | None, **parts: Any) -> str:
+    return f"{{models}}/dense --kv-transfer-config {shlex.quote(json.dumps(_connector(name, **parts)))}"
+
+
+def _connector(name: str | None, role: str | None = "kv_both", **extra: Any) -> dict[str, Any]:
+    found = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 DIRECTED: dict[str, dict[str, Any]] = {
     # config/speculative.py 1732: without a number, the depth of the tree is one; 1741: its ranges
     _drafts("dense", method="suffix", suffix_decoding_max_tree_depth=7): {"K": 7},
@@ -33,6 +42,25 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _suffix("max_spec_factor", -0.5): REFUSED,
     _suffix("min_token_prob", 1.5): REFUSED,
     _suffix("min_token_prob", None): REFUSED,
+    # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
+    _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
+    _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
+    _connects("LMCacheMPConnector", use_layerwise=True): {"mode": "FULL_AND_PIECEWISE"},
+    _connects(
+        "MultiConnector",
+        connectors=[_connector("NixlConnector"), _connector("LMCacheConnectorV1", use_layerwise=True)],
+    ): {"mode": "PIECEWISE"},
+    _connects("MultiConnector", connectors=[_connector("NixlConnector", use_layerwise=True)]): {
+        "mode": "FULL_AND_PIECEWISE"
+    },
+    # config/kv_transfer.py 95, kv_connector/factory.py 102
+    _connects("LMCacheConnectorV1", role=None): REFUSED,
+    _connects("LMCacheConnectorV1", role="both"): REFUSED,
+    _connects("P2pNcclConnector"): REFUSED,
+    _connects("MultiConnector", connectors=[_connector("Foo")]): REFUSED,
+    _connects("MultiConnector", connectors=[_connector("NixlConnector", role=None)]): REFUSED,
+    _connects("HiSparseConnector"): REFUSED,
+    _connects(None): REFUSED,
 }
 
 
