@@ -15,6 +15,7 @@ import attrs
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED, KNOWN, Checkpoint
 from capture_planner.engines.vllm.flags import refusal
+from capture_planner.engines.vllm.mtp import Modules, modules
 from capture_planner.engines.vllm.parts import names
 from capture_planner.errors import FlagError
 
@@ -54,8 +55,8 @@ class Model:
     mla: bool = False
     encoder_decoder: bool = False
     vocabulary: int = 0
-    mtp_modules: int = 0
-    """Modules for multi-token prediction that the checkpoint ships."""
+    modules: Modules | None = None
+    """What drafts by multi-token prediction where the model is a draft, its own or another's."""
     dtype: str = "bfloat16"
     """As the file has it; float32 where it says nothing."""
     quantization: str | None = None
@@ -141,7 +142,7 @@ def _from_config(checkpoint: Checkpoint) -> Model:
         mla=mla,
         encoder_decoder=bool(config.get("is_encoder_decoder")),
         vocabulary=int(text.get("vocab_size") or 0),
-        mtp_modules=int(text.get("num_nextn_predict_layers") or 0),
+        modules=modules(config, text),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or unstated).removeprefix("torch."),
         quantization=quantized.get("quant_method"),
         cache=_cache(quantized),

@@ -13,6 +13,11 @@ from capture_planner.engines.vllm.unemulated import not_emulated
 
 FLAG = "--speculative-config"
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+_BY_ARCHITECTURE = {
+    "dflash": ("MuseGlimmerAssistantModel",),
+    "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "MuseSparkDSparkModel", "Gemma4DSparkModel"),
+}
+"""The drafts of which vLLM knows the method by their architecture."""
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _NOT_EMULATED = ("extract_hidden_states",)
 _PARALLEL = ("dflash", "dspark")
@@ -98,7 +103,10 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         _lookup(part)
     elif method not in _MODEL_FREE:
         draft = target if name is None else read_model(FLAG, name)
-        method = _by_model(part, method, name or target.name, draft)
+        if name is None and tokens is None:
+            key = "num_speculative_tokens"
+            raise part.refuse(key, "vLLM needs the number of drafted tokens, or a model", "give K")
+        method = _by_model(part, method, name or target.name, draft, tokens)
         tokens = _tokens(part, method, tokens, draft)
         _check_draft(part, draft, target, method, tensor, draft_tensor)
     if method == "suffix" and tokens is None:
@@ -107,6 +115,10 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
         raise not_emulated(FLAG, method, "emulate EAGLE, MTP, DFlash or n-gram", "method")
+    if method == "mtp" and draft.modules is not None and not draft.modules.followed:
+        raise not_emulated(FLAG, f"the modules of {draft.architecture}", "emulate another model", "method")
+    if draft.architecture == "MuseGlimmerAssistantModel":
+        raise not_emulated(FLAG, draft.architecture, "name another draft", "model")
     if method == "dspark" and draft.architecture not in ("", "Qwen3DSparkModel"):
         raise not_emulated(FLAG, f"DSpark of {draft.architecture}", "name a Qwen3 draft", "model")
     if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
@@ -127,13 +139,13 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
             f"vLLM wants one vocabulary; the target has {target.vocabulary} tokens, the draft {draft.vocabulary}",
             "name a draft model with the target's tokenizer",
         )
-    modules = min(draft.mtp_modules or 1, tokens) > 1
+    several = draft.modules is not None and min(draft.modules.stages, tokens) > 1
     kinds = {
         "eagle": Drafter.CHAIN,
         "eagle3": Drafter.CHAIN,
         "dflash": Drafter.PARALLEL,
         "dspark": Drafter.PARALLEL,
-        "mtp": Drafter.MODULES if modules else Drafter.CHAIN,
+        "mtp": Drafter.MODULES if several else Drafter.CHAIN,
     }
     return Speculation(
         method=method,
@@ -232,14 +244,19 @@ def _suffix(part: Part, method: str) -> None:
             raise part.refuse(key, f"vLLM wants {wanted}, got {value}", f"give {wanted}")
 
 
-def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
-    """Return the method that vLLM reads off the draft model's name and type."""
+def _by_model(part: Part, method: str, name: str, draft: Model, tokens: int | None) -> str:
+    """Return the method that vLLM reads off the draft model's name, architecture and type."""
     if method in ("eagle", "eagle3", "dflash", "dspark"):
         return method
     for text, named in _NAMED.items():
-        if text in name.lower():
+        if text in name.lower() or draft.architecture in _BY_ARCHITECTURE.get(named, ()):
             return named
-    if draft.mtp_modules or (method == "mtp" and not draft.known) or draft.model_type in names()["mtp_types"]:
+    if draft.architecture == "DSparkDraftModel" and draft.model_type == "qwen3":
+        return "dspark"
+    if draft.modules is not None or (method == "mtp" and not draft.known):
+        if tokens is None:
+            key = "num_speculative_tokens"
+            raise part.refuse(key, "vLLM reads no number of tokens off the modules", "give K")
         return "mtp"
     if method == "draft_model":
         return method
@@ -249,10 +266,10 @@ def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
 def _tokens(part: Part, method: str, tokens: int | None, draft: Model) -> int | None:
     if method == "dspark" and tokens is None:
         return draft.block or None
-    modules = draft.mtp_modules if method == "mtp" else 0
+    modules = draft.modules.count if draft.modules is not None else None
     if tokens is None:
-        return modules or None
-    if modules and tokens > modules and tokens % modules:
+        return modules
+    if modules is not None and tokens > modules and (not modules or tokens % modules):
         raise part.refuse(
             "num_speculative_tokens", f"vLLM wants a multiple of the {modules} modules", "give one"
         )

@@ -16,6 +16,9 @@ REFUSED: dict[str, Any] = {}
 """Stands for the answer of a command line that vLLM refuses."""
 
 
+_CHAIN = {"method": "mtp", "draft": [[3, "FULL_AND_PIECEWISE"], [1, "FULL_DECODE_ONLY"]]}
+
+
 def _drafts(target: str, **config: Any) -> str:
     return f"{{models}}/{target} -sc {shlex.quote(json.dumps(config))}"
 
@@ -42,6 +45,27 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _suffix("max_spec_factor", -0.5): REFUSED,
     _suffix("min_token_prob", 1.5): REFUSED,
     _suffix("min_token_prob", None): REFUSED,
+    # config/speculative.py 1487, 1939: modules say nothing of K
+    _drafts("mla", method="mtp"): REFUSED,
+    _drafts("mla", method="mtp", model="{models}/mla"): REFUSED,
+    _drafts("mla", model="{models}/mla"): REFUSED,
+    _drafts("dense", method="dspark"): REFUSED,
+    _drafts("dense", method="dspark", model="{models}/dspark"): {"K": 7},
+    # config/speculative.py 717 to 1020: types and architectures with modules, whatever keys they have; 1499
+    _drafts("hybrid", method="qwen3_next_mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("glm", method="mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("ernie", method="ernie_mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("unstated", method="mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("named", method="mtp", num_speculative_tokens=2): REFUSED,
+    # config/speculative.py 1432 to 1502: the method is read off the draft
+    _drafts("dense", model="{models}/hybrid", num_speculative_tokens=2): _CHAIN,
+    _drafts("dense", method="draft_model", model="{models}/glm", num_speculative_tokens=2): _CHAIN,
+    _drafts("dense", model="{models}/dsk", num_speculative_tokens=3): {
+        "method": "dspark",
+        "draft": [[3, "FULL_DECODE_ONLY"]],
+    },
+    _drafts("dense", method="draft_model", model="{models}/dsk"): {"method": "dspark", "K": 7},
+    "VLLM_USE_V2_MODEL_RUNNER=0 " + _drafts("dense", model="{models}/dsk"): REFUSED,
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
