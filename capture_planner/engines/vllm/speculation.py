@@ -18,6 +18,8 @@ _BY_ARCHITECTURE = {
     "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "MuseSparkDSparkModel", "Gemma4DSparkModel"),
 }
 """The drafts of which vLLM knows the method by their architecture."""
+_PREFIXES = {"eagle": "Eagle", "eagle3": "Eagle3", "dflash": "DFlash"}
+"""What the name of a draft's architecture begins with, once vLLM rewrites it."""
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _NOT_EMULATED = ("extract_hidden_states",)
 _PARALLEL = ("dflash", "dspark")
@@ -115,14 +117,22 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
         raise not_emulated(FLAG, method, "emulate EAGLE, MTP, DFlash or n-gram", "method")
-    if method == "mtp" and draft.modules is not None and not draft.modules.followed:
+    if (
+        draft.modules is not None
+        and not draft.modules.followed
+        and method not in ("draft_model", *_MODEL_FREE)
+    ):
         raise not_emulated(FLAG, f"the modules of {draft.architecture}", "emulate another model", "method")
     if draft.architecture == "MuseGlimmerAssistantModel":
         raise not_emulated(FLAG, draft.architecture, "name another draft", "model")
     if method == "dspark" and draft.architecture not in ("", "Qwen3DSparkModel"):
         raise not_emulated(FLAG, f"DSpark of {draft.architecture}", "name a Qwen3 draft", "model")
-    if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
+    wanted = _rewritten(method, draft)
+    if method == "dflash" and wanted.startswith(_CANDIDATES):
         raise not_emulated(FLAG, draft.architecture, "name a DFlash draft without a head", "model")
+    if wanted and wanted not in names()["drafts"]:
+        reason = f"vLLM looks for {wanted} and has no such drafter"
+        raise part.refuse("model", reason, f"name a draft that is made for {method}")
     longest = _draft_length(part, asked, draft, target, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if method != "dspark" and adaptive and part.boolean("use_local_argmax_reduction", False):
@@ -261,6 +271,20 @@ def _by_model(part: Part, method: str, name: str, draft: Model, tokens: int | No
     if method == "draft_model":
         return method
     raise part.refuse("method", f"vLLM finds no module for {method} in {name}", "name a model that ships one")
+
+
+def _rewritten(method: str, draft: Model) -> str:
+    """Return the architecture that vLLM looks for in a draft of a method, or nothing where it takes any."""
+    if method not in _PREFIXES or not draft.architecture or draft.model_type in ("", "eagle", "speculators"):
+        return ""
+    found = draft.modules.architecture if draft.modules is not None else draft.architecture
+    prefix, ends = _PREFIXES[method], method != "eagle"
+    alone = (
+        found.startswith(prefix)
+        or (ends and found.endswith(prefix))
+        or (method, found) == ("dflash", "LiLiCorrDraftModel")
+    )
+    return found if alone else prefix + found
 
 
 def _tokens(part: Part, method: str, tokens: int | None, draft: Model) -> int | None:

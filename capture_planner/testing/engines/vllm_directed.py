@@ -66,6 +66,17 @@ DIRECTED: dict[str, dict[str, Any]] = {
     },
     _drafts("dense", method="draft_model", model="{models}/dsk"): {"method": "dspark", "K": 7},
     "VLLM_USE_V2_MODEL_RUNNER=0 " + _drafts("dense", model="{models}/dsk"): REFUSED,
+    # transformers_utils/configs/eagle.py 50: the architecture that is looked for
+    **{
+        _drafts("dense", method="eagle", model=f"{{models}}/{model}", num_speculative_tokens=2): REFUSED
+        for model in ("eagle3", "short", "moe", "oss", "hybrid")
+    },
+    _drafts("dense", method="eagle", model="{models}/mla", num_speculative_tokens=2): {"method": "eagle"},
+    _drafts("dense", method="eagle3", model="{models}/short", num_speculative_tokens=2): {"method": "eagle3"},
+    _drafts("dense", method="eagle3", model="{models}/mla", num_speculative_tokens=2): REFUSED,
+    _drafts("dense", method="eagle3", model="{models}/dflash", num_speculative_tokens=2): REFUSED,
+    _drafts("dense", method="dflash", model="{models}/eagle3", num_speculative_tokens=2): REFUSED,
+    _drafts("dense", method="dflash", model="{models}/short", num_speculative_tokens=2): REFUSED,
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
