@@ -16,6 +16,7 @@ REFUSED: dict[str, Any] = {}
 """Stands for the answer of a command line that vLLM refuses."""
 
 
+_V1 = "VLLM_USE_V2_MODEL_RUNNER=0 {models}/dense"
 _CHAIN = {"method": "mtp", "draft": [[3, "FULL_AND_PIECEWISE"], [1, "FULL_DECODE_ONLY"]]}
 
 
@@ -77,6 +78,27 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _drafts("dense", method="eagle3", model="{models}/dflash", num_speculative_tokens=2): REFUSED,
     _drafts("dense", method="dflash", model="{models}/eagle3", num_speculative_tokens=2): REFUSED,
     _drafts("dense", method="dflash", model="{models}/short", num_speculative_tokens=2): REFUSED,
+    # v1/cudagraph_dispatcher.py 48: pieces want attention split off
+    f"{_V1} -cc.splitting_ops='[\"vllm::unified_attention_with_output\"]'": REFUSED,
+    f"{_V1} -cc.splitting_ops='[\"a\"]'": REFUSED,
+    f"{_V1} -cc.splitting_ops='[\"a\"]' -cc.cudagraph_mode=PIECEWISE": REFUSED,
+    f"{_V1} -cc.splitting_ops='[\"a\"]' -cc.cudagraph_mode=FULL": {"mode": "FULL"},
+    f"{_V1} -cc.splitting_ops='[\"a\"]' -cc.use_inductor_graph_partition=true": REFUSED,
+    f"{_V1} -cc.use_inductor_graph_partition=true -cc.backend=eager": REFUSED,
+    f"{_V1} -cc.use_inductor_graph_partition=true": {"mode": "FULL_AND_PIECEWISE"},
+    _drafts("dense", method="suffix") + " -cc.splitting_ops='[\"a\"]'": REFUSED,
+    "{models}/dense -cc.splitting_ops='[\"a\"]'": {"mode": "FULL_AND_PIECEWISE"},
+    # v1/cudagraph_dispatcher.py 92: sizes to compile for are on the grid
+    f"{_V1} -cc.compile_sizes=[3]": REFUSED,
+    f"{_V1} -cc.compile_sizes=[-8]": REFUSED,
+    f"{_V1} -cc.compile_sizes=[8,0,513]": {"runner": "v1"},
+    f"{_V1} -cc.compile_sizes=[3] -cc.cudagraph_mode=NONE": {"mode": "NONE"},
+    f"{_V1} -cc.compile_sizes='[\"cudagraph_capture_sizes\"]'": {"runner": "v1"},
+    _drafts("dense", method="suffix") + " -cc.compile_sizes='[\"cudagraph_capture_sizes\"]'": REFUSED,
+    "{models}/dense -cc.compile_sizes=[3]": {"runner": "v2"},
+    "{models}/dense -cc.compile_sizes='[1,\"x\"]'": REFUSED,
+    "{models}/dense --enforce-eager -cc.compile_sizes='[1,\"x\"]'": REFUSED,
+    "{models}/dense -cc.compile_sizes=8": REFUSED,
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
