@@ -3,7 +3,7 @@
 import pytest
 
 from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import resolve
+from capture_planner.engines.vllm import emulate, resolve
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.testing.engines.vllm import answer_of, write_models
 from capture_planner.testing.engines.vllm_directed import REFUSED, directed
@@ -28,3 +28,14 @@ def test_the_answer_is_vllms(case, answer, models):
         return
     found = answer_of(resolve(words, find_environment(case.environment))[0])
     assert {name: found[name] for name in answer} == answer
+
+
+def test_sizes_below_one_matter_where_something_is_captured(models):
+    """A graph of no tokens fails when it is captured; where no mode is left, nothing is captured."""
+    words = ["--cudagraph-capture-sizes", "0", "1"]
+    machine = find_environment("h100")
+    with pytest.raises(FlagError, match="fails when it captures"):
+        emulate([str(models / "dense"), *words], machine)
+    without = ["-cc.cudagraph_mode=FULL_DECODE_ONLY", "-cc.mode=0"]
+    found = emulate([str(models / "chunked"), *words, *without], machine)
+    assert [graph for manager in found.managers for graph in manager.graphs] == []
