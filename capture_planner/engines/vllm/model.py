@@ -30,6 +30,7 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
+_MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
 _LENGTH_LEFT_OUT = 2048
 _SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor the stated length has in it."""
@@ -73,6 +74,8 @@ class Model:
     """Whether attention is cut into chunks, which no graph captures."""
     recurrent: bool = False
     """Whether some layers keep a state in place of a KV cache (Mamba, gated delta nets)."""
+    varies: bool = False
+    """Whether the layers that keep a state are Mamba 2's, whose graphs take any mix of query lengths."""
     multimodal: bool = False
     causal: bool = False
     """Whether every layer of a parallel draft sees earlier tokens only."""
@@ -151,6 +154,7 @@ def _from_config(checkpoint: Checkpoint) -> Model:
         soft_cap=bool(text.get("attn_logit_softcapping")),
         chunked=text.get("attention_chunk_size") is not None,
         recurrent=architecture in names()["hybrids"] and _has_state(config),
+        varies=architecture.startswith(_MAMBA2),
         odd=_odd(checkpoint, architecture),
         multimodal=architecture in names()["multimodal"],
         causal=_causal(text),

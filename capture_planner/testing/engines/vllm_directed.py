@@ -24,6 +24,11 @@ def _drafts(target: str, **config: Any) -> str:
     return f"{{models}}/{target} -sc {shlex.quote(json.dumps(config))}"
 
 
+def _adaptive(target: str, method: str) -> str:
+    config = {"method": method, "model": f"{{models}}/{method}", "num_speculative_tokens": 3}
+    return _drafts(target, **config, enable_adaptive_verification=True)
+
+
 def _suffix(part: str, value: Any) -> str:
     return _drafts("dense", method="suffix", num_speculative_tokens=3, **{f"suffix_decoding_{part}": value})
 
@@ -99,6 +104,13 @@ DIRECTED: dict[str, dict[str, Any]] = {
     "{models}/dense -cc.compile_sizes='[1,\"x\"]'": REFUSED,
     "{models}/dense --enforce-eager -cc.compile_sizes='[1,\"x\"]'": REFUSED,
     "{models}/dense -cc.compile_sizes=8": REFUSED,
+    # v1/attention/backends/mamba2_attn.py 108, 136: Mamba 2 takes what adaptive verification leaves of a batch
+    _adaptive("falcon", "eagle3"): {"varlen": True, "mode": "FULL_AND_PIECEWISE"},
+    _adaptive("falcon", "dspark"): {"varlen": True, "mode": "FULL_AND_PIECEWISE"},
+    _adaptive("falcon", "eagle3") + " --attention-backend FLASHINFER": REFUSED,
+    _adaptive("hybrid", "eagle3"): REFUSED,
+    _adaptive("conv", "eagle3"): REFUSED,
+    _adaptive("chunked", "eagle3"): REFUSED,
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
