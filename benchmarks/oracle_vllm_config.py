@@ -29,6 +29,7 @@ from capture_planner.engines.vllm import resolve
 from capture_planner.engines.vllm.flags import read, table
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.testing.engines.vllm import answer_of, cases, write_models
+from capture_planner.testing.engines.vllm_directed import directed
 
 VALUES = ("3", "x", "0.5", "auto", "", "None", '{"a": 1}', "1k", "2K", "1.5K", "-1", "[1, 2]", "a=b", "-0.5")
 
@@ -50,7 +51,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_models(folder)
-        for case in cases(arguments.count, arguments.seed, arguments.wild):
+        special = [case for case, _ in directed()]
+        for case in (*special, *cases(arguments.count, arguments.seed, arguments.wild)):
             command, environment = case.command_in(folder), find_environment(case.environment)
             theirs: Any = engine.answer(command, environment, dict(case.variables))
             words = [f"{name}={value}" for name, value in case.variables] + command
@@ -68,6 +70,7 @@ def main() -> int:
     counts = {
         "single flags": flags,
         "known models": models,
+        "directed lines": len(special),
         "command lines": arguments.count,
         **dict(outcomes.most_common()),
     }

@@ -117,6 +117,8 @@ def record_names(wheel: Path) -> None:
 
     from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig, cache, speculative, vllm
     from vllm.config.compilation import PassConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.model_executor.models import registry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     def fields(kind: Any) -> list[str]:
@@ -132,6 +134,8 @@ def record_names(wheel: Path) -> None:
         "methods": [name for part in get_args(speculative.SpeculativeMethod) for name in _flat(part)],
         "mtp_types": list(get_args(speculative.MTPModelTypes)),
         "breakable_architectures": sorted(vllm.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES),
+        "drafts": sorted(registry._SPECULATIVE_DECODING_MODELS),
+        "connectors": list(KVConnectorFactory._registry),
         "cache_dtypes": list(cache.KV_CACHE_DTYPES),
         **_quantization(),
         **module_at(HERE / "oracle" / "vllm_architectures.py").architectures(wheel),

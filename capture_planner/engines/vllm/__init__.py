@@ -84,7 +84,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         settings, configuration = resolve(command, environment)
     except FlagError as error:
         raise in_its_file(error, command, name_of) from None
-    if settings.sizes and settings.sizes[0] < 1:
+    if settings.sizes and settings.sizes[0] < 1 and settings.mode is not GraphMode.NONE:
         raise refusal(
             "--cudagraph-capture-sizes",
             f"vLLM starts with it and fails when it captures: a graph of {settings.sizes[0]} tokens",

@@ -8,9 +8,10 @@ from capture_planner.engines.core import Decisions
 from capture_planner.engines.vllm import precision
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import backend_name
+from capture_planner.engines.vllm.connector import check_connector
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
-from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part, names
+from capture_planner.engines.vllm.parts import ALL_MODES, COMPILE, Part, names, whole_number
 from capture_planner.engines.vllm.speculation import speculation
 from capture_planner.engines.vllm.unemulated import unemulated
 from capture_planner.environment import DeviceKind, Environment
@@ -18,6 +19,7 @@ from capture_planner.modes import GraphMode
 from capture_planner.sizing.engines import GiB
 
 COMPILATION = "--compilation-config"
+GRID = "cudagraph_capture_sizes"
 
 
 class Flags:
@@ -26,6 +28,7 @@ class Flags:
     asked_sizes: list[int] | None
     asked_max: int | None
     splitting: list[str] | None
+    asked_compiled: list[int | str]
     specialize: bool = False
     """``--specialize-active-lora`` beside ``--enable-lora``."""
 
@@ -87,6 +90,7 @@ class Flags:
         self.splitting = cc.given.get("splitting_ops")
         if self.splitting is not None and not isinstance(self.splitting, list):
             raise cc.refuse("splitting_ops", "vLLM wants a list of operators", "as in []")
+        self.asked_compiled = self._compile_sizes(cc)
         self.partition = cc.boolean("use_inductor_graph_partition", False) or False
         self.separate_lora = cc.boolean("cudagraph_specialize_lora", True) or False
         self.compiler = cc.text("backend") or "inductor"
@@ -100,6 +104,21 @@ class Flags:
         self.fuse_attention = (
             Part(COMPILATION, "pass_config", inner).boolean("fuse_attn_quant", False) or False
         )
+
+    @staticmethod
+    def _compile_sizes(cc: Part) -> list[int | str]:
+        """Return the sizes to compile for, in tokens; ``GRID`` stands for all sizes of graphs."""
+        value = cc.given.get("compile_sizes")
+        if value is None:
+            return []
+        found: list[int | str] = []
+        for item in value if isinstance(value, list) else [None]:
+            size = item if isinstance(item, str) else whole_number(item)
+            if size is None or (isinstance(size, str) and size != GRID):
+                says = f"vLLM wants a list of whole numbers or {GRID}, got {value!r}"
+                raise cc.refuse("compile_sizes", says, "as in [1, 2, 4]")
+            found.append(size)
+        return found
 
     def _attention(self, value: dict[str, Any] | None) -> None:
         ac = Part("--attention-config", "attention_config", value)
@@ -178,6 +197,8 @@ class Flags:
                 )
         transfer = self.given.get("kv_transfer_config")
         self.connector: dict[str, Any] = transfer or {}
+        if transfer is not None:
+            check_connector(transfer)
         split = self.decode_context > 1
         odd = split and (self.decode_context != self.tensor or not model.mla)
         if odd and self.connector.get("kv_connector") == "NixlConnector":

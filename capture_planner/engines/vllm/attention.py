@@ -153,11 +153,13 @@ class Attention:
 
     def varies(self, backend: str) -> bool:
         """Whether a decode graph takes any mix of query lengths up to 1 + K, as adaptive verification needs."""
-        if self.support(backend) is GraphSupport.ALWAYS:
+        # No graph holds attention in chunks, and of recurrent layers Mamba 2's alone take query lengths that
+        # only the device knows.
+        if self.model.chunked or (self.model.recurrent and not self.model.varies):
+            return False
+        if self._support(backend) is GraphSupport.ALWAYS:
             return True
-        # Recurrent layers plan from the host's query lengths, and no graph holds attention in chunks.
-        plain = not self.model.recurrent and not self.model.chunked
-        return plain and backend == "FLASHINFER" and self.capability[0] == 10 and self._trtllm_decode
+        return backend == "FLASHINFER" and self.capability[0] == 10 and self._trtllm_decode
 
     def unusable(self, backend: str) -> str | None:
         """Return why a backend cannot run here, or None where it can."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from capture_planner.engines.vllm.asked import COMPILATION, Flags
+from capture_planner.engines.vllm.asked import COMPILATION, GRID, Flags
+from capture_planner.engines.vllm.connector import works_between_layers
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.parts import COMPILE, names
 from capture_planner.engines.vllm.schedule import draft_tokens, normalized
@@ -29,6 +30,8 @@ class Configuration(Flags):
     sizes: tuple[int, ...]
     max_size: int
     schedule: tuple[tuple[int, int, int], ...] | None
+    compiled_sizes: tuple[int, ...]
+    """The sizes that are compiled for by themselves, in tokens."""
     drafted: tuple[int, ...]
     """Draft tokens of each batch size, as ``schedule.draft_tokens`` returns them."""
 
@@ -39,6 +42,8 @@ class Configuration(Flags):
         self._schedule()
         self._limit_modes()
         self._sizes()
+        grid = [self.sizes if each == GRID else (int(each),) for each in self.asked_compiled]
+        self.compiled_sizes = tuple(size for sizes in grid for size in sizes)
         self._last_rewrites()
         self._load_draft()
 
@@ -229,11 +234,7 @@ class Configuration(Flags):
             self.set_mode(
                 "encoder-decoder", GraphMode.FULL_DECODE_ONLY, "only an encoder-decoder's decodes capture"
             )
-        extra = self.connector.get("kv_connector_extra_config") or {}
-        layerwise = str(self.connector.get("kv_connector", "")).startswith("LMCache") and extra.get(
-            "use_layerwise"
-        )
-        if layerwise and GraphMode.FULL in self.mode.allowed:
+        if works_between_layers(self.connector) and GraphMode.FULL in self.mode.allowed:
             self.set_mode("kv-connector", GraphMode.PIECEWISE, "this KV connector works between layers")
 
     def _sizes(self) -> None:
@@ -353,3 +354,10 @@ class Configuration(Flags):
 
     def splits_attention(self) -> bool:
         return self.splitting is not None and all(op in self.splitting for op in names()["attention_ops"])
+
+    @property
+    def compiles_around_attention(self) -> bool:
+        """Whether pieces end where attention begins, as model runner V1 wants them."""
+        if not self.splits_attention():
+            return False
+        return self.compiler == "inductor" and self.compile != 0 if self.partition else self.compile == 3

@@ -15,6 +15,7 @@ import attrs
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED, KNOWN, Checkpoint
 from capture_planner.engines.vllm.flags import refusal
+from capture_planner.engines.vllm.mtp import Modules, modules
 from capture_planner.engines.vllm.parts import names
 from capture_planner.errors import FlagError
 
@@ -29,6 +30,7 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
+_MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
 _LENGTH_LEFT_OUT = 2048
 _SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor the stated length has in it."""
@@ -54,8 +56,8 @@ class Model:
     mla: bool = False
     encoder_decoder: bool = False
     vocabulary: int = 0
-    mtp_modules: int = 0
-    """Modules for multi-token prediction that the checkpoint ships."""
+    modules: Modules | None = None
+    """What drafts by multi-token prediction where the model is a draft, its own or another's."""
     dtype: str = "bfloat16"
     """As the file has it; float32 where it says nothing."""
     quantization: str | None = None
@@ -72,6 +74,8 @@ class Model:
     """Whether attention is cut into chunks, which no graph captures."""
     recurrent: bool = False
     """Whether some layers keep a state in place of a KV cache (Mamba, gated delta nets)."""
+    varies: bool = False
+    """Whether the layers that keep a state are Mamba 2's, whose graphs take any mix of query lengths."""
     multimodal: bool = False
     causal: bool = False
     """Whether every layer of a parallel draft sees earlier tokens only."""
@@ -141,7 +145,7 @@ def _from_config(checkpoint: Checkpoint) -> Model:
         mla=mla,
         encoder_decoder=bool(config.get("is_encoder_decoder")),
         vocabulary=int(text.get("vocab_size") or 0),
-        mtp_modules=int(text.get("num_nextn_predict_layers") or 0),
+        modules=modules(config, text),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or unstated).removeprefix("torch."),
         quantization=quantized.get("quant_method"),
         cache=_cache(quantized),
@@ -150,6 +154,7 @@ def _from_config(checkpoint: Checkpoint) -> Model:
         soft_cap=bool(text.get("attn_logit_softcapping")),
         chunked=text.get("attention_chunk_size") is not None,
         recurrent=architecture in names()["hybrids"] and _has_state(config),
+        varies=architecture.startswith(_MAMBA2),
         odd=_odd(checkpoint, architecture),
         multimodal=architecture in names()["multimodal"],
         causal=_causal(text),

@@ -61,6 +61,15 @@ class Part:
             raise self.refuse(key, f"vLLM wants at least {least}, got {found}", f"give {least} or more")
         return found
 
+    def number(self, key: str) -> float | None:
+        value = self.given.get(key)
+        if value is None:
+            return None
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise self.refuse(key, f"vLLM wants a number, not {value!r}", "give a number") from None
+
     def integers(self, key: str) -> list[int] | None:
         if key not in self.given:
             return None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import attrs
 
 from capture_planner.engines.vllm import legacy
+from capture_planner.engines.vllm.asked import COMPILATION
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import Attention
 from capture_planner.engines.vllm.config import Configuration
@@ -41,6 +42,12 @@ def resolved(config: Configuration) -> VllmSettings:
     if varlen:
         _adapt(config, attention, backend)
     configured = config.mode
+    in_pieces = config.breakable or config.compiles_around_attention
+    if config.runner is Runner.V1 and configured.has_piecewise and not in_pieces:
+        reason = "vLLM's V1 runner captures pieces that end where attention begins, and it is not split off"
+        raise refusal(
+            COMPILATION, reason, "leave it out, or ask for a mode without PIECEWISE", "splitting_ops"
+        )
     ladder = Ladder(
         support=support,
         backend=narrowest,
@@ -54,6 +61,8 @@ def resolved(config: Configuration) -> VllmSettings:
     mode = ladder.resolve(config.mode)
     if config.runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and tokens:
         _round(config, 1 + tokens, mode)
+    if config.runner is Runner.V1 and mode is not GraphMode.NONE:
+        _check_compiled(config)
     prefill = decode = None
     if spec is not None and draft is not None:
         prefill, decode = draft_modes(
@@ -177,3 +186,11 @@ def _round(config: Configuration, query_len: int, mode: GraphMode) -> None:
         says = f"sizes are rounded up to multiples of {query_len}"
         config.note("whole-requests", len(config.sizes), len(kept), says)
         config.sizes, config.max_size = kept, kept[-1]
+
+
+def _check_compiled(config: Configuration) -> None:
+    """Refuse sizes to compile for that the V1 runner pads; those beyond the largest graph are not padded."""
+    for size in config.compiled_sizes:
+        if size <= config.max_size and size not in (0, *config.sizes):
+            reason = f"vLLM's V1 runner pads {size} tokens to a graph of another size"
+            raise refusal(COMPILATION, reason, "give sizes of graphs", "compile_sizes")

@@ -13,11 +13,25 @@ from capture_planner.engines.vllm.unemulated import not_emulated
 
 FLAG = "--speculative-config"
 _NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+_BY_ARCHITECTURE = {
+    "dflash": ("MuseGlimmerAssistantModel",),
+    "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "MuseSparkDSparkModel", "Gemma4DSparkModel"),
+}
+"""The drafts of which vLLM knows the method by their architecture."""
+_PREFIXES = {"eagle": "Eagle", "eagle3": "Eagle3", "dflash": "DFlash"}
+"""What the name of a draft's architecture begins with, once vLLM rewrites it."""
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _NOT_EMULATED = ("extract_hidden_states",)
 _PARALLEL = ("dflash", "dspark")
 _CANDIDATES = ("DFlash2", "LiLiCorr", "DFlashQwen3XPress")
 _SUFFIX_DEPTH = 24
+_SUFFIX: dict[str, tuple[float, float | None]] = {
+    "max_tree_depth": (1, None),
+    "max_cached_requests": (0, None),
+    "max_spec_factor": (0, None),
+    "min_token_prob": (0, 1),
+}
+"""The range of each ``suffix_decoding_`` part, which vLLM checks where it decodes so."""
 
 
 @attrs.frozen(kw_only=True)
@@ -85,24 +99,40 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     backend = _backend(part)
     schedule = _schedule(part)
     method, name = _method(part, target, tokens)
+    _suffix(part, method)
     draft = target
     if method in ("ngram", "ngram_gpu"):
         _lookup(part)
     elif method not in _MODEL_FREE:
         draft = target if name is None else read_model(FLAG, name)
-        method = _by_model(part, method, name or target.name, draft)
+        if name is None and tokens is None:
+            key = "num_speculative_tokens"
+            raise part.refuse(key, "vLLM needs the number of drafted tokens, or a model", "give K")
+        method = _by_model(part, method, name or target.name, draft, tokens)
         tokens = _tokens(part, method, tokens, draft)
         _check_draft(part, draft, target, method, tensor, draft_tensor)
-    elif method == "suffix" and tokens is None:
-        tokens = _SUFFIX_DEPTH
+    if method == "suffix" and tokens is None:
+        tokens = part.integer("suffix_decoding_max_tree_depth") or _SUFFIX_DEPTH
     if tokens is None:
         raise part.refuse("num_speculative_tokens", "vLLM needs the number of drafted tokens", "give K")
     if method in _NOT_EMULATED:
         raise not_emulated(FLAG, method, "emulate EAGLE, MTP, DFlash or n-gram", "method")
+    if (
+        draft.modules is not None
+        and not draft.modules.followed
+        and method not in ("draft_model", *_MODEL_FREE)
+    ):
+        raise not_emulated(FLAG, f"the modules of {draft.architecture}", "emulate another model", "method")
+    if draft.architecture == "MuseGlimmerAssistantModel":
+        raise not_emulated(FLAG, draft.architecture, "name another draft", "model")
     if method == "dspark" and draft.architecture not in ("", "Qwen3DSparkModel"):
         raise not_emulated(FLAG, f"DSpark of {draft.architecture}", "name a Qwen3 draft", "model")
-    if method == "dflash" and draft.architecture.startswith(_CANDIDATES):
+    wanted = _rewritten(method, draft)
+    if method == "dflash" and wanted.startswith(_CANDIDATES):
         raise not_emulated(FLAG, draft.architecture, "name a DFlash draft without a head", "model")
+    if wanted and wanted not in names()["drafts"]:
+        reason = f"vLLM looks for {wanted} and has no such drafter"
+        raise part.refuse("model", reason, f"name a draft that is made for {method}")
     longest = _draft_length(part, asked, draft, target, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if method != "dspark" and adaptive and part.boolean("use_local_argmax_reduction", False):
@@ -119,13 +149,13 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
             f"vLLM wants one vocabulary; the target has {target.vocabulary} tokens, the draft {draft.vocabulary}",
             "name a draft model with the target's tokenizer",
         )
-    modules = min(draft.mtp_modules or 1, tokens) > 1
+    several = draft.modules is not None and min(draft.modules.stages, tokens) > 1
     kinds = {
         "eagle": Drafter.CHAIN,
         "eagle3": Drafter.CHAIN,
         "dflash": Drafter.PARALLEL,
         "dspark": Drafter.PARALLEL,
-        "mtp": Drafter.MODULES if modules else Drafter.CHAIN,
+        "mtp": Drafter.MODULES if several else Drafter.CHAIN,
     }
     return Speculation(
         method=method,
@@ -210,27 +240,60 @@ def _lookup(part: Part) -> None:
         )
 
 
-def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
-    """Return the method that vLLM reads off the draft model's name and type."""
+def _suffix(part: Part, method: str) -> None:
+    for name, (least, most) in _SUFFIX.items():
+        key = f"suffix_decoding_{name}"
+        if key not in part.given:
+            continue
+        whole = name.startswith("max_") and name != "max_spec_factor"
+        value = part.integer(key) if whole else part.number(key)
+        if value is None:
+            raise part.refuse(key, "vLLM wants a number, not null", "leave it out")
+        if method == "suffix" and not (least <= value and (most is None or value <= most)):
+            wanted = f"at least {least}" if most is None else f"{least} to {most}"
+            raise part.refuse(key, f"vLLM wants {wanted}, got {value}", f"give {wanted}")
+
+
+def _by_model(part: Part, method: str, name: str, draft: Model, tokens: int | None) -> str:
+    """Return the method that vLLM reads off the draft model's name, architecture and type."""
     if method in ("eagle", "eagle3", "dflash", "dspark"):
         return method
     for text, named in _NAMED.items():
-        if text in name.lower():
+        if text in name.lower() or draft.architecture in _BY_ARCHITECTURE.get(named, ()):
             return named
-    if draft.mtp_modules or (method == "mtp" and not draft.known) or draft.model_type in names()["mtp_types"]:
+    if draft.architecture == "DSparkDraftModel" and draft.model_type == "qwen3":
+        return "dspark"
+    if draft.modules is not None or (method == "mtp" and not draft.known):
+        if tokens is None:
+            key = "num_speculative_tokens"
+            raise part.refuse(key, "vLLM reads no number of tokens off the modules", "give K")
         return "mtp"
     if method == "draft_model":
         return method
     raise part.refuse("method", f"vLLM finds no module for {method} in {name}", "name a model that ships one")
 
 
+def _rewritten(method: str, draft: Model) -> str:
+    """Return the architecture that vLLM looks for in a draft of a method, or nothing where it takes any."""
+    if method not in _PREFIXES or not draft.architecture or draft.model_type in ("", "eagle", "speculators"):
+        return ""
+    found = draft.modules.architecture if draft.modules is not None else draft.architecture
+    prefix, ends = _PREFIXES[method], method != "eagle"
+    alone = (
+        found.startswith(prefix)
+        or (ends and found.endswith(prefix))
+        or (method, found) == ("dflash", "LiLiCorrDraftModel")
+    )
+    return found if alone else prefix + found
+
+
 def _tokens(part: Part, method: str, tokens: int | None, draft: Model) -> int | None:
     if method == "dspark" and tokens is None:
         return draft.block or None
-    modules = draft.mtp_modules if method == "mtp" else 0
+    modules = draft.modules.count if draft.modules is not None else None
     if tokens is None:
-        return modules or None
-    if modules and tokens > modules and tokens % modules:
+        return modules
+    if modules is not None and tokens > modules and (not modules or tokens % modules):
         raise part.refuse(
             "num_speculative_tokens", f"vLLM wants a multiple of the {modules} modules", "give one"
         )

@@ -311,7 +311,67 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "vocab_size": 128256,
     },
+    "falcon": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 24,
+        "mamba_d_ssm": 4096,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 128,
+        "max_position_embeddings": 32768,
+        "vocab_size": 128256,
+    },
+    "named": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 32768,
+        "vocab_size": 128256,
+    },
+    "glm": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "head_dim": 128,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 46,
+        "max_position_embeddings": 131072,
+        "vocab_size": 128256,
+    },
+    "ernie": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "hidden_size": 2560,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 28,
+        "max_position_embeddings": 131072,
+        "vocab_size": 128256,
+    },
 }
+
+
+for _name, _of in (("dsk", "dspark"), ("unstated", "mla")):
+    MODELS[_name] = {key: value for key, value in MODELS[_of].items() if not key.startswith("num_nextn")}
 
 
 def write_models(folder: Path) -> None:

@@ -271,6 +271,11 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
                 config.num_speculative_tokens,
             )
         found["configured"] = config.compilation_config.cudagraph_mode.name
+        if not config.use_v2_model_runner:
+            from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+            # The runner makes it when it starts, and its keys once the mode is resolved.
+            dispatcher = CudagraphDispatcher(config)
         mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
             support.min_cg_support,
             support.min_cg_attn_backend,
@@ -283,6 +288,7 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         if config.use_v2_model_runner:
             found["draft"] = self._draft_modes(config, groups, mode)
         else:
+            dispatcher.initialize_cudagraph_keys(mode, 1 + config.num_speculative_tokens)
             found["draft"] = self._legacy_draft_modes(config, mode)
 
     def _adapts(self, config: Any, groups: Any, piecewise: bool) -> bool:

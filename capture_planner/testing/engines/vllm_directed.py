@@ -1,0 +1,144 @@
+"""Command lines of vLLM that hardly any draw leads to, each with what vLLM answers on an H100.
+
+The oracle gives them to vLLM, and the tests to us. Numbers in comments are lines of the release's files.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from capture_planner.testing.engines.vllm import Case
+
+REFUSED: dict[str, Any] = {}
+"""Stands for the answer of a command line that vLLM refuses."""
+
+
+_V1 = "VLLM_USE_V2_MODEL_RUNNER=0 {models}/dense"
+_CHAIN = {"method": "mtp", "draft": [[3, "FULL_AND_PIECEWISE"], [1, "FULL_DECODE_ONLY"]]}
+
+
+def _drafts(target: str, **config: Any) -> str:
+    return f"{{models}}/{target} -sc {shlex.quote(json.dumps(config))}"
+
+
+def _adaptive(target: str, method: str) -> str:
+    config = {"method": method, "model": f"{{models}}/{method}", "num_speculative_tokens": 3}
+    return _drafts(target, **config, enable_adaptive_verification=True)
+
+
+def _suffix(part: str, value: Any) -> str:
+    return _drafts("dense", method="suffix", num_speculative_tokens=3, **{f"suffix_decoding_{part}": value})
+
+
+def _connects(name: str | None, **parts: Any) -> str:
+    return f"{{models}}/dense --kv-transfer-config {shlex.quote(json.dumps(_connector(name, **parts)))}"
+
+
+def _connector(name: str | None, role: str | None = "kv_both", **extra: Any) -> dict[str, Any]:
+    found = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+DIRECTED: dict[str, dict[str, Any]] = {
+    # config/speculative.py 1732: without a number, the depth of the tree is one; 1741: its ranges
+    _drafts("dense", method="suffix", suffix_decoding_max_tree_depth=7): {"K": 7},
+    _drafts("dense", method="suffix"): {"K": 24},
+    _suffix("max_tree_depth", 0): REFUSED,
+    _suffix("max_cached_requests", -1): REFUSED,
+    _suffix("max_spec_factor", -0.5): REFUSED,
+    _suffix("min_token_prob", 1.5): REFUSED,
+    _suffix("min_token_prob", None): REFUSED,
+    # config/speculative.py 1487, 1939: modules say nothing of K
+    _drafts("mla", method="mtp"): REFUSED,
+    _drafts("mla", method="mtp", model="{models}/mla"): REFUSED,
+    _drafts("mla", model="{models}/mla"): REFUSED,
+    _drafts("dense", method="dspark"): REFUSED,
+    _drafts("dense", method="dspark", model="{models}/dspark"): {"K": 7},
+    # config/speculative.py 717 to 1020: types and architectures with modules, whatever keys they have; 1499
+    _drafts("hybrid", method="qwen3_next_mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("glm", method="mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("ernie", method="ernie_mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("unstated", method="mtp", num_speculative_tokens=2): _CHAIN,
+    _drafts("named", method="mtp", num_speculative_tokens=2): REFUSED,
+    # config/speculative.py 1432 to 1502: the method is read off the draft
+    _drafts("dense", model="{models}/hybrid", num_speculative_tokens=2): _CHAIN,
+    _drafts("dense", method="draft_model", model="{models}/glm", num_speculative_tokens=2): _CHAIN,
+    _drafts("dense", model="{models}/dsk", num_speculative_tokens=3): {
+        "method": "dspark",
+        "draft": [[3, "FULL_DECODE_ONLY"]],
+    },
+    _drafts("dense", method="draft_model", model="{models}/dsk"): {"method": "dspark", "K": 7},
+    "VLLM_USE_V2_MODEL_RUNNER=0 " + _drafts("dense", model="{models}/dsk"): REFUSED,
+    # transformers_utils/configs/eagle.py 50: the architecture that is looked for
+    **{
+        _drafts("dense", method="eagle", model=f"{{models}}/{model}", num_speculative_tokens=2): REFUSED
+        for model in ("eagle3", "short", "moe", "oss", "hybrid")
+    },
+    _drafts("dense", method="eagle", model="{models}/mla", num_speculative_tokens=2): {"method": "eagle"},
+    _drafts("dense", method="eagle3", model="{models}/short", num_speculative_tokens=2): {"method": "eagle3"},
+    _drafts("dense", method="eagle3", model="{models}/mla", num_speculative_tokens=2): REFUSED,
+    _drafts("dense", method="eagle3", model="{models}/dflash", num_speculative_tokens=2): REFUSED,
+    _drafts("dense", method="dflash", model="{models}/eagle3", num_speculative_tokens=2): REFUSED,
+    _drafts("dense", method="dflash", model="{models}/short", num_speculative_tokens=2): REFUSED,
+    # v1/cudagraph_dispatcher.py 48: pieces want attention split off
+    f"{_V1} -cc.splitting_ops='[\"vllm::unified_attention_with_output\"]'": REFUSED,
+    f"{_V1} -cc.splitting_ops='[\"a\"]'": REFUSED,
+    f"{_V1} -cc.splitting_ops='[\"a\"]' -cc.cudagraph_mode=PIECEWISE": REFUSED,
+    f"{_V1} -cc.splitting_ops='[\"a\"]' -cc.cudagraph_mode=FULL": {"mode": "FULL"},
+    f"{_V1} -cc.splitting_ops='[\"a\"]' -cc.use_inductor_graph_partition=true": REFUSED,
+    f"{_V1} -cc.use_inductor_graph_partition=true -cc.backend=eager": REFUSED,
+    f"{_V1} -cc.use_inductor_graph_partition=true": {"mode": "FULL_AND_PIECEWISE"},
+    _drafts("dense", method="suffix") + " -cc.splitting_ops='[\"a\"]'": REFUSED,
+    "{models}/dense -cc.splitting_ops='[\"a\"]'": {"mode": "FULL_AND_PIECEWISE"},
+    # v1/cudagraph_dispatcher.py 92: sizes to compile for are on the grid
+    f"{_V1} -cc.compile_sizes=[3]": REFUSED,
+    f"{_V1} -cc.compile_sizes=[-8]": REFUSED,
+    f"{_V1} -cc.compile_sizes=[8,0,513]": {"runner": "v1"},
+    f"{_V1} -cc.compile_sizes=[3] -cc.cudagraph_mode=NONE": {"mode": "NONE"},
+    f"{_V1} -cc.compile_sizes='[\"cudagraph_capture_sizes\"]'": {"runner": "v1"},
+    _drafts("dense", method="suffix") + " -cc.compile_sizes='[\"cudagraph_capture_sizes\"]'": REFUSED,
+    "{models}/dense -cc.compile_sizes=[3]": {"runner": "v2"},
+    "{models}/dense -cc.compile_sizes='[1,\"x\"]'": REFUSED,
+    "{models}/dense --enforce-eager -cc.compile_sizes='[1,\"x\"]'": REFUSED,
+    "{models}/dense -cc.compile_sizes=8": REFUSED,
+    # v1/attention/backends/mamba2_attn.py 108, 136: Mamba 2 takes what adaptive verification leaves of a batch
+    _adaptive("falcon", "eagle3"): {"varlen": True, "mode": "FULL_AND_PIECEWISE"},
+    _adaptive("falcon", "dspark"): {"varlen": True, "mode": "FULL_AND_PIECEWISE"},
+    _adaptive("falcon", "eagle3") + " --attention-backend FLASHINFER": REFUSED,
+    _adaptive("hybrid", "eagle3"): REFUSED,
+    _adaptive("conv", "eagle3"): REFUSED,
+    _adaptive("chunked", "eagle3"): REFUSED,
+    # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
+    _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
+    _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
+    _connects("LMCacheMPConnector", use_layerwise=True): {"mode": "FULL_AND_PIECEWISE"},
+    _connects(
+        "MultiConnector",
+        connectors=[_connector("NixlConnector"), _connector("LMCacheConnectorV1", use_layerwise=True)],
+    ): {"mode": "PIECEWISE"},
+    _connects("MultiConnector", connectors=[_connector("NixlConnector", use_layerwise=True)]): {
+        "mode": "FULL_AND_PIECEWISE"
+    },
+    # config/kv_transfer.py 95, kv_connector/factory.py 102
+    _connects("LMCacheConnectorV1", role=None): REFUSED,
+    _connects("LMCacheConnectorV1", role="both"): REFUSED,
+    _connects("P2pNcclConnector"): REFUSED,
+    _connects("MultiConnector", connectors=[_connector("Foo")]): REFUSED,
+    _connects("MultiConnector", connectors=[_connector("NixlConnector", role=None)]): REFUSED,
+    _connects("HiSparseConnector"): REFUSED,
+    _connects(None): REFUSED,
+}
+
+
+def directed() -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Yield each command line with the parts of the answer that it is about; ``REFUSED`` for a refusal."""
+    for line, answer in DIRECTED.items():
+        words = shlex.split(line)
+        variables = []
+        while words[0].startswith("VLLM_"):
+            name, _, value = words.pop(0).partition("=")
+            variables.append((name, value))
+        yield Case(command=tuple(words), environment="h100", variables=tuple(variables)), answer
