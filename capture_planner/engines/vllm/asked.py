@@ -65,9 +65,10 @@ class Flags:
             )
         self.backend = self.inner_backend if asked is None else backend_name(BACKEND_FLAG, asked)
         level = given.get("optimization_level", "2")
-        if level not in ("0", "1", "2", "3"):
+        number = whole_number(level)
+        if number not in (0, 1, 2, 3):
             raise refusal("--optimization-level", f"vLLM has no level {level}", "give 0, 1, 2 or 3")
-        self.level = int(level)
+        self.level = number
         self.performance = given.get("performance_mode", "balanced")
 
     def _once(self, flag: str, inside: Any) -> Any:
@@ -277,8 +278,9 @@ class Flags:
                 f"give {seqs} or more, or fewer --max-num-seqs",
             )
         active = given.get("max_num_active_seqs")
-        if active is not None and active > seqs:
-            raise refusal("--max-num-active-seqs", f"vLLM takes at most {seqs}, got {active}", "give less")
+        if active is not None and not 1 <= active <= seqs:
+            reason = f"vLLM takes 1 to {seqs}, got {active}"
+            raise refusal("--max-num-active-seqs", reason, "give one of these")
 
     def _adapters(self) -> None:
         given = self.given

@@ -111,6 +111,17 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _adaptive("hybrid", "eagle3"): REFUSED,
     _adaptive("conv", "eagle3"): REFUSED,
     _adaptive("chunked", "eagle3"): REFUSED,
+    # envs.py 778, 2149: any whole number, and nothing but 1
+    "VLLM_USE_V2_MODEL_RUNNER=2 {models}/dense": {"runner": "v2"},
+    "VLLM_USE_V2_MODEL_RUNNER=00 {models}/dense": {"runner": "v1"},
+    "VLLM_USE_V2_MODEL_RUNNER=x {models}/dense": REFUSED,
+    "VLLM_USE_BREAKABLE_CUDAGRAPH=true {models}/dense": {"compile": "VLLM_COMPILE"},
+    "VLLM_USE_BREAKABLE_CUDAGRAPH=1 {models}/dense": {"compile": "NONE"},
+    "{models}/dense -O01": {"mode": "PIECEWISE"},
+    "{models}/dense -O 01": REFUSED,
+    # config/scheduler.py 69
+    "{models}/dense --max-num-active-seqs 0": REFUSED,
+    "{models}/dense --max-num-active-seqs 1": {"max_num_seqs": 1024},
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
