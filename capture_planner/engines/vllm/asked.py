@@ -8,6 +8,7 @@ from capture_planner.engines.core import Decisions
 from capture_planner.engines.vllm import precision
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import backend_name
+from capture_planner.engines.vllm.bounds import check_bounds, check_ranks
 from capture_planner.engines.vllm.connector import check_connector
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
@@ -45,6 +46,7 @@ class Flags:
         self._model()
         self._parallel()
         self.spec = speculation(given, self.model, self.tensor, self.max_model_len)
+        check_bounds(given, self.max_model_len)
         self._budgets()
         self._adapters()
 
@@ -196,6 +198,7 @@ class Flags:
                     f"vLLM cannot split {model.kv_heads} KV heads on {self.tensor} ranks so",
                     "give more tensor-parallel ranks, or 1",
                 )
+        check_ranks(self.given, model, data=self.data, ranks=self.data * self.tensor)
         transfer = self.given.get("kv_transfer_config")
         self.connector: dict[str, Any] = transfer or {}
         if transfer is not None:

@@ -17,6 +17,13 @@ REFUSED: dict[str, Any] = {}
 
 
 _V1 = "VLLM_USE_V2_MODEL_RUNNER=0 {models}/dense"
+_LAUNCHES = (
+    *("--data-parallel-external-lb", "-dp 2 --data-parallel-external-lb", "--data-parallel-rank 0"),
+    *("-dp 2 --data-parallel-rank 2", "-dp 2 --data-parallel-rank -1", "--data-parallel-size-local 2"),
+    *("-dp 2 --data-parallel-hybrid-lb", "-dp 2 --data-parallel-size-local 3"),
+    "-dp 2 --data-parallel-hybrid-lb --data-parallel-external-lb --data-parallel-rank 0",
+    "-dp 2 --data-parallel-rank 0 --data-parallel-size-local 2",
+)
 _CHAIN = {"method": "mtp", "draft": [[3, "FULL_AND_PIECEWISE"], [1, "FULL_DECODE_ONLY"]]}
 
 
@@ -122,6 +129,22 @@ DIRECTED: dict[str, dict[str, Any]] = {
     # config/scheduler.py 69
     "{models}/dense --max-num-active-seqs 0": REFUSED,
     "{models}/dense --max-num-active-seqs 1": {"max_num_seqs": 1024},
+    # config/cache.py, config/scheduler.py, config/model.py: ranges of fields
+    **{
+        f"{{models}}/dense {words}": REFUSED
+        for words in (
+            *("--gpu-memory-utilization 0", "--gpu-memory-utilization 1.5", "--gpu-memory-utilization nan"),
+            *("--long-prefill-token-threshold 999999", "--long-prefill-token-threshold -1"),
+            *("--stream-interval 0", "--max-logprobs -2"),
+        )
+    },
+    "{models}/dense --gpu-memory-utilization 1 --max-logprobs -1": {"runner": "v2"},
+    # engine/arg_utils.py 2383 to 2530, config/parallel.py 545: what can be launched on one node
+    **{f"{{models}}/dense {words}": REFUSED for words in ("-dp 2 --data-parallel-rank 0", *_LAUNCHES)},
+    **{f"{{models}}/moe {words}": REFUSED for words in (*_LAUNCHES, "--enable-eplb", "--enable-eplb -ep")},
+    "{models}/moe -dp 2 --data-parallel-rank 0": {"mode": "FULL_AND_PIECEWISE"},
+    "{models}/moe -dp 2 --data-parallel-hybrid-lb --data-parallel-size-local 1": {"max_num_seqs": 1024},
+    "{models}/moe --enable-eplb -ep -tp 2": {"max_num_seqs": 1024},
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
