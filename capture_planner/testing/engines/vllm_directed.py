@@ -24,6 +24,52 @@ _LAUNCHES = (
     "-dp 2 --data-parallel-hybrid-lb --data-parallel-external-lb --data-parallel-rank 0",
     "-dp 2 --data-parallel-rank 0 --data-parallel-size-local 2",
 )
+_NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+_SYNTHETIC = {"rejection_sample_method": "synthetic"}
+_REFUSED_PARTS: tuple[dict[str, Any], ...] = (
+    {"kv_cache_dtype": 5},
+    {"rejection_sample_method": "foo"},
+    {"rejection_sample_method": None},
+    {"draft_sample_method": "foo"},
+    {"moe_backend": "foo"},
+    {"draft_lm_head_quantization": "foo"},
+    {"draft_lm_head_quantization": "fp8"},
+    {"index_share_for_mtp_iteration": True},
+    {"dspark_draft_topk": 0},
+    {"revision": 5},
+    {"code_revision": 5},
+    {"method": "custom_class"},
+    {"fly_window_size": 0},
+    {"rejection_sample_method": "fly", "fly_window_size": 3},
+    {"rejection_sample_method": "fly", "num_speculative_tokens": 1},
+    _SYNTHETIC,
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.4]},
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [0.4, 0.5, 0.3]},
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [1.5, 0.5, 0.3]},
+    {**_SYNTHETIC, "synthetic_acceptance_length": 5},
+    {**_SYNTHETIC, "synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [0.5, 0.4, 0.3]},
+    {"synthetic_acceptance_rates": [0.5, 0.4, 0.3]},
+    {"synthetic_acceptance_length": 2.5},
+)
+_TAKEN_PARTS: tuple[dict[str, Any], ...] = (
+    {"kv_cache_dtype": "foo"},
+    {"quantization": "foo"},
+    {"dspark_draft_topk": 4},
+    {"xpress_topc": 4},
+    {"rejection_sample_method": "block", "draft_sample_method": "probabilistic", "moe_backend": "triton"},
+    {"rejection_sample_method": "fly", "fly_window_size": 2},
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5, 0.5]},
+    {**_SYNTHETIC, "synthetic_acceptance_length": 4},
+)
+_REFUSED_OF_DRAFTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("eagle3", "eagle3", {"dspark_draft_topk": 4}),
+    ("eagle3", "eagle3", {"xpress_topc": 4}),
+    ("eagle3", "eagle3", {"kv_cache_dtype": "foo"}),
+    ("dspark", "dspark", {"dspark_draft_topk": 999999}),
+    ("draft_model", "draft", {"quantization": "foo"}),
+    ("draft_model", "draft", {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"}),
+    ("draft_model", "draft", {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}),
+)
 _CHAIN = {"method": "mtp", "draft": [[3, "FULL_AND_PIECEWISE"], [1, "FULL_DECODE_ONLY"]]}
 
 
@@ -145,6 +191,14 @@ DIRECTED: dict[str, dict[str, Any]] = {
     "{models}/moe -dp 2 --data-parallel-rank 0": {"mode": "FULL_AND_PIECEWISE"},
     "{models}/moe -dp 2 --data-parallel-hybrid-lb --data-parallel-size-local 1": {"max_num_seqs": 1024},
     "{models}/moe --enable-eplb -ep -tp 2": {"max_num_seqs": 1024},
+    # config/speculative.py 435 to 660, 1583 to 1660, 1939 to 2030: parts beside the graphs
+    **{_drafts("dense", **_NGRAM | parts): REFUSED for parts in _REFUSED_PARTS},
+    **{_drafts("dense", **_NGRAM | parts): {"K": 3} for parts in _TAKEN_PARTS},
+    **{
+        _drafts("dense", **_NGRAM | {"method": method, "model": f"{{models}}/{model}"} | parts): REFUSED
+        for method, model, parts in _REFUSED_OF_DRAFTS
+    },
+    _drafts("mla", method="mtp", num_speculative_tokens=3, index_share_for_mtp_iteration=True): {"K": 3},
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
