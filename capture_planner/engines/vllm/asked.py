@@ -8,7 +8,7 @@ from capture_planner.engines.core import Decisions
 from capture_planner.engines.vllm import precision
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import backend_name
-from capture_planner.engines.vllm.bounds import check_bounds, check_ranks
+from capture_planner.engines.vllm.bounds import check_bounds, check_compilation, check_ranks
 from capture_planner.engines.vllm.connector import check_connector
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
@@ -84,6 +84,7 @@ class Flags:
 
     def _graphs(self, value: dict[str, Any] | None) -> None:
         cc = Part(COMPILATION, "compilation_config", value)
+        check_compilation(cc)
         requested = cc.one_of("cudagraph_mode", ALL_MODES, 3)
         self.asked_mode = None if requested is None else GraphMode(requested)
         compile_ = cc.one_of("mode", COMPILE, 4)
@@ -127,8 +128,12 @@ class Flags:
         ac = Part("--attention-config", "attention_config", value)
         self.inner_backend = backend_name("--attention-config", ac.text("backend"))
         self.flash_attn = ac.integer("flash_attn_version")
-        if self.flash_attn not in (None, 2, 3, 4):
-            raise ac.refuse("flash_attn_version", f"vLLM has no version {self.flash_attn}", "give 2, 3 or 4")
+        if self.flash_attn not in (None, 2, 3, 4) or isinstance(ac.given.get("flash_attn_version"), str):
+            raise ac.refuse(
+                "flash_attn_version",
+                f"vLLM has no version {ac.given['flash_attn_version']!r}",
+                "give 2, 3 or 4",
+            )
         self.trtllm = ac.boolean("use_trtllm_attention")
 
     def _model(self) -> None:

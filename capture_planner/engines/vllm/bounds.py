@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model
+from capture_planner.engines.vllm.parts import Part
 
+_BASES = ("all", "none")
 _LEAST = {"long_prefill_token_threshold": 0, "stream_interval": 1, "max_logprobs": -1}
 _EXTERNAL, _HYBRID, _LOCAL, _RANK = (
     *("--data-parallel-external-lb", "--data-parallel-hybrid-lb"),
@@ -64,3 +66,28 @@ def check_ranks(given: Given, model: Model, *, data: int, ranks: int) -> None:
         raise refusal(_HYBRID, "vLLM wants the number of ranks on this node", f"give {_LOCAL} too")
     if local is not None and local > data:
         raise refusal(_LOCAL, f"vLLM has {data} ranks in all, got {local}", f"give {data} or fewer")
+
+
+def check_compilation(cc: Part) -> None:
+    """Raise ``FlagError`` for the first part of ``--compilation-config`` of another kind than vLLM's."""
+    for key in ("splitting_ops", "custom_ops"):
+        value = cc.given.get(key) or []
+        if not isinstance(value, list):
+            raise cc.refuse(key, f"vLLM wants a list of operators, not {value!r}", "as in []")
+        for item in value:
+            if not isinstance(item, str):
+                raise cc.refuse(key, f"vLLM wants names of operators, not {item!r}", "as in []")
+    ops = cc.given.get("custom_ops") or ()
+    for op in ops:
+        if op not in _BASES and not op.startswith(("+", "-")):
+            raise cc.refuse("custom_ops", f"vLLM cannot read {op!r}", f"write +{op} or -{op}")
+    if sum(op in _BASES for op in ops) > 1:
+        raise cc.refuse("custom_ops", "vLLM takes all or none, once", "drop one of both")
+    key = "compile_ranges_endpoints"
+    if cc.given.get(key) is not None and any(end < 1 for end in cc.integers(key) or ()):
+        raise cc.refuse(key, "vLLM wants ends of at least 1", "give 1 or more")
+    cc.integer("cudagraph_num_of_warmups")
+    cc.boolean("cudagraph_copy_inputs")
+    saved = cc.text("compile_cache_save_format")
+    if saved not in (None, "binary", "unpacked"):
+        raise cc.refuse("compile_cache_save_format", f"vLLM does not know {saved}", "give binary or unpacked")

@@ -70,6 +70,20 @@ _REFUSED_OF_DRAFTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("draft_model", "draft", {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"}),
     ("draft_model", "draft", {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}),
 )
+_REFUSED_FIELDS = (
+    *("-cc.splitting_ops=[1]", "-cc.custom_ops=[1]", "-cc.custom_ops='[\"foo\"]'"),
+    *('-cc.custom_ops=\'["all","none"]\'', "-cc.compile_ranges_endpoints=[0]"),
+    *("-cc.compile_ranges_endpoints='[\"x\"]'", "-cc.cudagraph_num_of_warmups=x"),
+    *("-cc.custom_ops=3", "-cc.splitting_ops=3", "-cc.splitting_ops=x"),
+    *("-cc.cudagraph_copy_inputs=maybe", "-cc.compile_cache_save_format=foo"),
+    '-ac \'{"flash_attn_version": "3"}\'',
+)
+_TAKEN_FIELDS = (
+    *('-cc.custom_ops=\'["all","-foo"]\'', "-cc.compile_ranges_endpoints=[8,16]"),
+    *("-cc.compile_ranges_endpoints=null", "-cc.splitting_ops=null"),
+    *("-cc.cudagraph_num_of_warmups=-1", "-cc.compile_cache_save_format=unpacked"),
+    "-ac.flash_attn_version=3",
+)
 _CHAIN = {"method": "mtp", "draft": [[3, "FULL_AND_PIECEWISE"], [1, "FULL_DECODE_ONLY"]]}
 
 
@@ -199,6 +213,9 @@ DIRECTED: dict[str, dict[str, Any]] = {
         for method, model, parts in _REFUSED_OF_DRAFTS
     },
     _drafts("mla", method="mtp", num_speculative_tokens=3, index_share_for_mtp_iteration=True): {"K": 3},
+    # config/compilation.py, config/attention.py: kinds of fields
+    **{f"{{models}}/dense {words}": REFUSED for words in _REFUSED_FIELDS},
+    **{f"{{models}}/dense {words}": {"runner": "v2"} for words in _TAKEN_FIELDS},
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
