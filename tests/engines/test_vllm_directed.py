@@ -39,3 +39,15 @@ def test_sizes_below_one_matter_where_something_is_captured(models):
     without = ["-cc.cudagraph_mode=FULL_DECODE_ONLY", "-cc.mode=0"]
     found = emulate([str(models / "chunked"), *words, *without], machine)
     assert [graph for manager in found.managers for graph in manager.graphs] == []
+
+
+def test_variables_of_no_bearing_are_accepted_and_shown():
+    """Logs, ports and caches decide nothing; a variable that became a flag is refused with the flag."""
+    machine = find_environment("h100")
+    found = emulate(["VLLM_LOGGING_LEVEL=DEBUG", "VLLM_USE_V1=1", "m", "--port", "1"], machine)
+    shown = {each.name: each for each in found.settings}
+    assert shown["not_relevant"].value == ["port", "VLLM_LOGGING_LEVEL", "VLLM_USE_V1"]
+    with pytest.raises(FlagError, match="use --attention-backend"):
+        emulate(["VLLM_ATTENTION_BACKEND=FLASHINFER", "m"], machine)
+    with pytest.raises(NotEmulated):
+        emulate(["VLLM_NO_SUCH=1", "m"], machine)

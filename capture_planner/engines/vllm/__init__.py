@@ -202,6 +202,7 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
             "lora_cases": (list(settings.lora_cases), given.source("specialize_active_lora")),
         }
     others = sorted(name for name in given.values if f"--{name.replace('_', '-')}" not in FLAGS)
+    others += sorted(name for name in given.variables if name not in VARIABLES)
     values["not_relevant"] = (others, "flag" if others else "default")
     return tuple(Setting(name=name, value=value, source=source) for name, (value, source) in values.items())
 

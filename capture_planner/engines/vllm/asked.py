@@ -8,6 +8,7 @@ from capture_planner.engines.core import Decisions
 from capture_planner.engines.vllm import precision
 from capture_planner.engines.vllm.attention import FLAG as BACKEND_FLAG
 from capture_planner.engines.vllm.attention import backend_name
+from capture_planner.engines.vllm.bounds import check_bounds, check_compilation, check_ranks
 from capture_planner.engines.vllm.connector import check_connector
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import DEFAULT_MODEL, Model, read_model
@@ -45,6 +46,7 @@ class Flags:
         self._model()
         self._parallel()
         self.spec = speculation(given, self.model, self.tensor, self.max_model_len)
+        check_bounds(given, self.max_model_len)
         self._budgets()
         self._adapters()
 
@@ -65,9 +67,10 @@ class Flags:
             )
         self.backend = self.inner_backend if asked is None else backend_name(BACKEND_FLAG, asked)
         level = given.get("optimization_level", "2")
-        if level not in ("0", "1", "2", "3"):
+        number = whole_number(level)
+        if number not in (0, 1, 2, 3):
             raise refusal("--optimization-level", f"vLLM has no level {level}", "give 0, 1, 2 or 3")
-        self.level = int(level)
+        self.level = number
         self.performance = given.get("performance_mode", "balanced")
 
     def _once(self, flag: str, inside: Any) -> Any:
@@ -81,6 +84,7 @@ class Flags:
 
     def _graphs(self, value: dict[str, Any] | None) -> None:
         cc = Part(COMPILATION, "compilation_config", value)
+        check_compilation(cc)
         requested = cc.one_of("cudagraph_mode", ALL_MODES, 3)
         self.asked_mode = None if requested is None else GraphMode(requested)
         compile_ = cc.one_of("mode", COMPILE, 4)
@@ -124,8 +128,12 @@ class Flags:
         ac = Part("--attention-config", "attention_config", value)
         self.inner_backend = backend_name("--attention-config", ac.text("backend"))
         self.flash_attn = ac.integer("flash_attn_version")
-        if self.flash_attn not in (None, 2, 3, 4):
-            raise ac.refuse("flash_attn_version", f"vLLM has no version {self.flash_attn}", "give 2, 3 or 4")
+        if self.flash_attn not in (None, 2, 3, 4) or isinstance(ac.given.get("flash_attn_version"), str):
+            raise ac.refuse(
+                "flash_attn_version",
+                f"vLLM has no version {ac.given['flash_attn_version']!r}",
+                "give 2, 3 or 4",
+            )
         self.trtllm = ac.boolean("use_trtllm_attention")
 
     def _model(self) -> None:
@@ -195,6 +203,7 @@ class Flags:
                     f"vLLM cannot split {model.kv_heads} KV heads on {self.tensor} ranks so",
                     "give more tensor-parallel ranks, or 1",
                 )
+        check_ranks(self.given, model, data=self.data, ranks=self.data * self.tensor)
         transfer = self.given.get("kv_transfer_config")
         self.connector: dict[str, Any] = transfer or {}
         if transfer is not None:
@@ -277,8 +286,9 @@ class Flags:
                 f"give {seqs} or more, or fewer --max-num-seqs",
             )
         active = given.get("max_num_active_seqs")
-        if active is not None and active > seqs:
-            raise refusal("--max-num-active-seqs", f"vLLM takes at most {seqs}, got {active}", "give less")
+        if active is not None and not 1 <= active <= seqs:
+            reason = f"vLLM takes 1 to {seqs}, got {active}"
+            raise refusal("--max-num-active-seqs", reason, "give one of these")
 
     def _adapters(self) -> None:
         given = self.given

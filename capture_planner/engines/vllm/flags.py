@@ -30,6 +30,17 @@ VARIABLES = {
     "VLLM_USE_V2_MODEL_RUNNER": "1 or 0: which model runner drives the graphs",
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1 or 0: piecewise graphs without torch.compile",
 }
+_IRRELEVANT = (
+    *("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX", "VLLM_LOGGING_COLOR", "VLLM_LOGGING_STREAM"),
+    *("VLLM_CONFIGURE_LOGGING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_HOST_IP", "VLLM_PORT", "VLLM_API_KEY"),
+    *("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"),
+    *("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_LOG_STATS_INTERVAL", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
+    *("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_IMAGE_FETCH_TIMEOUT", "VLLM_SERVER_DEV_MODE"),
+    *("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "VLLM_DISABLE_COMPILE_CACHE"),
+    "VLLM_USE_V1",  # 0.33 does not read it
+)
+"""Variables that decide nothing about graphs."""
+_RENAMED = {"VLLM_ATTENTION_BACKEND": "--attention-backend"}
 _SCALE = {
     "k": 10**3,
     "m": 10**6,
@@ -96,13 +107,21 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     found: dict[str, str] = {}
     while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):
         name, _, value = words.pop(0).partition("=")
-        if name not in VARIABLES:
+        if name in _IRRELEVANT:
+            found[name] = value
+        elif name in _RENAMED:
+            raise refusal(name, "vLLM 0.33 does not read it any more", f"use {_RENAMED[name]}")
+        elif name not in VARIABLES:
             near = difflib.get_close_matches(name, VARIABLES, n=1)
             remedy = f"leave it out{f', or set {near[0]}' if near else ''}"
             raise not_emulated(name, "", remedy, reason="this variable is not emulated")
-        if value not in ("0", "1"):
-            raise refusal(name, f"vLLM reads a number here, not {value!r}", "give 0 or 1")
-        found[name] = value
+        elif name == "VLLM_USE_BREAKABLE_CUDAGRAPH":
+            found[name] = "1" if value == "1" else "0"
+        else:
+            try:
+                found[name] = "1" if int(value) else "0"
+            except ValueError:
+                raise refusal(name, f"vLLM reads a whole number here, not {value!r}", "give 0 or 1") from None
     return found, words
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from capture_planner.engines.parsing import did_you_mean
+from capture_planner.engines.vllm.draft_parts import check_parts
 from capture_planner.engines.vllm.flags import Given, refusal
 from capture_planner.engines.vllm.model import Model, read_model
 from capture_planner.engines.vllm.parts import Part, names, whole_number
@@ -133,6 +134,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
     if wanted and wanted not in names()["drafts"]:
         reason = f"vLLM looks for {wanted} and has no such drafter"
         raise part.refuse("model", reason, f"name a draft that is made for {method}")
+    check_parts(part, method, tokens, draft, loaded=method not in _MODEL_FREE)
     longest = _draft_length(part, asked, draft, target, max_len) if method not in _MODEL_FREE else None
     adaptive = part.boolean("enable_adaptive_verification", False) or False
     if method != "dspark" and adaptive and part.boolean("use_local_argmax_reduction", False):
@@ -174,7 +176,7 @@ def speculation(given: Given, target: Model, tensor: int, max_len: int) -> Specu
         copies=sum(part.given.get(key) is not None for key in ("moe_backend", "kv_cache_dtype"))
         + (backend is not None),
         length=longest or max_len,
-        cache=_cache(part),
+        cache=_cache(part, checked=method not in _MODEL_FREE),
         max_len=longest if method == "draft_model" or not draft.stretches else None,
     )
 
@@ -188,9 +190,9 @@ def _backend(part: Part) -> str | None:
     return text.upper()
 
 
-def _cache(part: Part) -> str | None:
+def _cache(part: Part, *, checked: bool) -> str | None:
     text = part.text("kv_cache_dtype")
-    if text is not None and text not in names()["cache_dtypes"]:
+    if checked and text is not None and text not in names()["cache_dtypes"]:
         raise part.refuse("kv_cache_dtype", f"vLLM has no KV cache dtype {text}", "give one of its dtypes")
     return text
 

@@ -17,6 +17,73 @@ REFUSED: dict[str, Any] = {}
 
 
 _V1 = "VLLM_USE_V2_MODEL_RUNNER=0 {models}/dense"
+_LAUNCHES = (
+    *("--data-parallel-external-lb", "-dp 2 --data-parallel-external-lb", "--data-parallel-rank 0"),
+    *("-dp 2 --data-parallel-rank 2", "-dp 2 --data-parallel-rank -1", "--data-parallel-size-local 2"),
+    *("-dp 2 --data-parallel-hybrid-lb", "-dp 2 --data-parallel-size-local 3"),
+    "-dp 2 --data-parallel-hybrid-lb --data-parallel-external-lb --data-parallel-rank 0",
+    "-dp 2 --data-parallel-rank 0 --data-parallel-size-local 2",
+)
+_NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+_SYNTHETIC = {"rejection_sample_method": "synthetic"}
+_REFUSED_PARTS: tuple[dict[str, Any], ...] = (
+    {"kv_cache_dtype": 5},
+    {"rejection_sample_method": "foo"},
+    {"rejection_sample_method": None},
+    {"draft_sample_method": "foo"},
+    {"moe_backend": "foo"},
+    {"draft_lm_head_quantization": "foo"},
+    {"draft_lm_head_quantization": "fp8"},
+    {"index_share_for_mtp_iteration": True},
+    {"dspark_draft_topk": 0},
+    {"revision": 5},
+    {"code_revision": 5},
+    {"method": "custom_class"},
+    {"fly_window_size": 0},
+    {"rejection_sample_method": "fly", "fly_window_size": 3},
+    {"rejection_sample_method": "fly", "num_speculative_tokens": 1},
+    _SYNTHETIC,
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.4]},
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [0.4, 0.5, 0.3]},
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [1.5, 0.5, 0.3]},
+    {**_SYNTHETIC, "synthetic_acceptance_length": 5},
+    {**_SYNTHETIC, "synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [0.5, 0.4, 0.3]},
+    {"synthetic_acceptance_rates": [0.5, 0.4, 0.3]},
+    {"synthetic_acceptance_length": 2.5},
+)
+_TAKEN_PARTS: tuple[dict[str, Any], ...] = (
+    {"kv_cache_dtype": "foo"},
+    {"quantization": "foo"},
+    {"dspark_draft_topk": 4},
+    {"xpress_topc": 4},
+    {"rejection_sample_method": "block", "draft_sample_method": "probabilistic", "moe_backend": "triton"},
+    {"rejection_sample_method": "fly", "fly_window_size": 2},
+    {**_SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5, 0.5]},
+    {**_SYNTHETIC, "synthetic_acceptance_length": 4},
+)
+_REFUSED_OF_DRAFTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("eagle3", "eagle3", {"dspark_draft_topk": 4}),
+    ("eagle3", "eagle3", {"xpress_topc": 4}),
+    ("eagle3", "eagle3", {"kv_cache_dtype": "foo"}),
+    ("dspark", "dspark", {"dspark_draft_topk": 999999}),
+    ("draft_model", "draft", {"quantization": "foo"}),
+    ("draft_model", "draft", {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"}),
+    ("draft_model", "draft", {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}),
+)
+_REFUSED_FIELDS = (
+    *("-cc.splitting_ops=[1]", "-cc.custom_ops=[1]", "-cc.custom_ops='[\"foo\"]'"),
+    *('-cc.custom_ops=\'["all","none"]\'', "-cc.compile_ranges_endpoints=[0]"),
+    *("-cc.compile_ranges_endpoints='[\"x\"]'", "-cc.cudagraph_num_of_warmups=x"),
+    *("-cc.custom_ops=3", "-cc.splitting_ops=3", "-cc.splitting_ops=x"),
+    *("-cc.cudagraph_copy_inputs=maybe", "-cc.compile_cache_save_format=foo"),
+    '-ac \'{"flash_attn_version": "3"}\'',
+)
+_TAKEN_FIELDS = (
+    *('-cc.custom_ops=\'["all","-foo"]\'', "-cc.compile_ranges_endpoints=[8,16]"),
+    *("-cc.compile_ranges_endpoints=null", "-cc.splitting_ops=null"),
+    *("-cc.cudagraph_num_of_warmups=-1", "-cc.compile_cache_save_format=unpacked"),
+    "-ac.flash_attn_version=3",
+)
 _CHAIN = {"method": "mtp", "draft": [[3, "FULL_AND_PIECEWISE"], [1, "FULL_DECODE_ONLY"]]}
 
 
@@ -111,6 +178,44 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _adaptive("hybrid", "eagle3"): REFUSED,
     _adaptive("conv", "eagle3"): REFUSED,
     _adaptive("chunked", "eagle3"): REFUSED,
+    # envs.py 778, 2149: any whole number, and nothing but 1
+    "VLLM_USE_V2_MODEL_RUNNER=2 {models}/dense": {"runner": "v2"},
+    "VLLM_USE_V2_MODEL_RUNNER=00 {models}/dense": {"runner": "v1"},
+    "VLLM_USE_V2_MODEL_RUNNER=x {models}/dense": REFUSED,
+    "VLLM_USE_BREAKABLE_CUDAGRAPH=true {models}/dense": {"compile": "VLLM_COMPILE"},
+    "VLLM_USE_BREAKABLE_CUDAGRAPH=1 {models}/dense": {"compile": "NONE"},
+    "{models}/dense -O01": {"mode": "PIECEWISE"},
+    "{models}/dense -O 01": REFUSED,
+    # config/scheduler.py 69
+    "{models}/dense --max-num-active-seqs 0": REFUSED,
+    "{models}/dense --max-num-active-seqs 1": {"max_num_seqs": 1024},
+    # config/cache.py, config/scheduler.py, config/model.py: ranges of fields
+    **{
+        f"{{models}}/dense {words}": REFUSED
+        for words in (
+            *("--gpu-memory-utilization 0", "--gpu-memory-utilization 1.5", "--gpu-memory-utilization nan"),
+            *("--long-prefill-token-threshold 999999", "--long-prefill-token-threshold -1"),
+            *("--stream-interval 0", "--max-logprobs -2"),
+        )
+    },
+    "{models}/dense --gpu-memory-utilization 1 --max-logprobs -1": {"runner": "v2"},
+    # engine/arg_utils.py 2383 to 2530, config/parallel.py 545: what can be launched on one node
+    **{f"{{models}}/dense {words}": REFUSED for words in ("-dp 2 --data-parallel-rank 0", *_LAUNCHES)},
+    **{f"{{models}}/moe {words}": REFUSED for words in (*_LAUNCHES, "--enable-eplb", "--enable-eplb -ep")},
+    "{models}/moe -dp 2 --data-parallel-rank 0": {"mode": "FULL_AND_PIECEWISE"},
+    "{models}/moe -dp 2 --data-parallel-hybrid-lb --data-parallel-size-local 1": {"max_num_seqs": 1024},
+    "{models}/moe --enable-eplb -ep -tp 2": {"max_num_seqs": 1024},
+    # config/speculative.py 435 to 660, 1583 to 1660, 1939 to 2030: parts beside the graphs
+    **{_drafts("dense", **_NGRAM | parts): REFUSED for parts in _REFUSED_PARTS},
+    **{_drafts("dense", **_NGRAM | parts): {"K": 3} for parts in _TAKEN_PARTS},
+    **{
+        _drafts("dense", **_NGRAM | {"method": method, "model": f"{{models}}/{model}"} | parts): REFUSED
+        for method, model, parts in _REFUSED_OF_DRAFTS
+    },
+    _drafts("mla", method="mtp", num_speculative_tokens=3, index_share_for_mtp_iteration=True): {"K": 3},
+    # config/compilation.py, config/attention.py: kinds of fields
+    **{f"{{models}}/dense {words}": REFUSED for words in _REFUSED_FIELDS},
+    **{f"{{models}}/dense {words}": {"runner": "v2"} for words in _TAKEN_FIELDS},
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
