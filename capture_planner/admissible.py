@@ -233,6 +233,11 @@ def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
     return Kind.DECODE if scheduled else Kind.MIXED
 
 
+def shape(batch: Batch) -> Kind:
+    """Say which kind of batch ``batches`` made of it: its decodes have a query length, its mixed ones none."""
+    return Kind.MIXED if batch.query_len is None else Kind.DECODE
+
+
 def extent(batch: Batch, kind: Kind) -> int:
     """Return what batches of a kind are counted by: requests of decodes, tokens of mixed ones."""
     return batch.num_reqs if kind is Kind.DECODE else batch.num_tokens

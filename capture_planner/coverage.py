@@ -179,8 +179,7 @@ def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
     sizes, dispatcher = sorted(by_tokens), Dispatcher(plan)
     missed = []
     for family in decode_families(role, plan):
-        count = family.requests.after(0)
-        while count is not None:
+        for count, _ in family.requests.counts():
             tokens = count * family.query_len
             batch = Batch.decode(role, count, family.query_len)
             nearest = bisect_left(sizes, tokens)
@@ -188,5 +187,4 @@ def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
             seen = any(entry.rejection(batch, family.draft_steps) is None for entry in near)
             if not seen and dispatcher.answer(batch).mode is GraphMode.FULL:
                 missed.append(count)
-            count = family.requests.after(count)
     return tuple(sorted(missed))

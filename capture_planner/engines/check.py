@@ -210,15 +210,15 @@ def graphs_never_reached(walked: Walked) -> Iterator[Seen]:
     for manager in walked.emulation.managers:
         role = manager.role
         reached = {asked.answer.entry for asked in walked.asked if asked.batch.role is role}
-        unused = [graph.entry for graph in manager.graphs if graph.entry not in reached]
+        entries = [graph.entry for graph in manager.graphs]
+        unused = [entry for entry in entries if entry not in reached]
         if unused:
-            entries = [graph.entry for graph in manager.graphs]
             widths = {entry.query_len for entry in entries if entry.query_len}
             # Each size is captured for all of these, and some other batch may need the size.
             fixed = role.is_drafter or len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
             yield Seen(
                 role=role,
-                says=f"{role}: {len(unused)} of {counted(len(manager.graphs), 'graph')} serve no batch, "
+                says=f"{role}: {len(unused)} of {counted(len(entries), 'graph')} serve no batch, "
                 f"such as {unused[0]}",
                 count=len(unused),
                 mend=remedies.of_unreached(walked.emulation, role) if fixed else "",
@@ -247,13 +247,13 @@ def sizes_rounded_away(walked: Walked) -> Iterator[Seen]:
             count=len(dropped),
             mend=remedies.of_dropped(emulation, dropped),
         )
-    for manager in emulation.managers:
+    # The other engines count sizes in requests, and have no list but that of their graphs.
+    for manager in emulation.managers if emulation.engine == "vllm" else ():
         decodes = [(g.entry.num_tokens, g.entry.query_len) for g in manager.graphs if g.entry.query_len]
         widths = sorted({query_len for _, query_len in decodes})
         kept = {num_tokens for num_tokens, _ in decodes}
-        # The other engines count sizes in requests; of several widths each size is a multiple of some.
-        if emulation.engine != "vllm" or len(widths) != 1 or widths == [1]:
-            continue
+        if len(widths) != 1 or widths == [1]:
+            continue  # Of several widths each size is a multiple of some.
         most = widths[0] * emulation.limits.max_num_reqs
         gone = [size for size in emulation.sizes if size not in kept and size <= most]
         if gone:

@@ -79,8 +79,9 @@ def assumption(name: str | None, counts_as: str) -> str:
     """Return the clause that says what a model without facts counts as; ``name`` is None where none was named."""
     if name is None:
         return f"no model was named, and {counts_as} is taken"
-    near = difflib.get_close_matches(name.lower(), {each.lower(): each for each in known()}, n=1, cutoff=0.85)
-    known_as = next((f" ({each} is one)" for each in known() if [each.lower()] == near), "")
+    spelled = {each.lower(): each for each in known()}
+    near = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.85)
+    known_as = f" ({spelled[near[0]]} is one)" if near else ""
     return f"{name} is no local folder and no known model{known_as}, and counts as {counts_as}"
 
 

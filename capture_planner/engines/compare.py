@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.admissible import DecodeFamily, batches, decode_families, extent, kind_of
+from capture_planner.admissible import DecodeFamily, batches, decode_families, extent, kind_of, shape
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.engines.core import Emulation
 from capture_planner.engines.traffic import Arrival, batches_of, for_role
@@ -262,7 +262,7 @@ class _Side:
             if met is None:
                 every = batches(role, self.deployment, families=families, upto=largest[role])
                 for batch, last in every:
-                    kind = Kind.MIXED if batch.query_len is None else Kind.DECODE
+                    kind = shape(batch)
                     self._answer(batch, kind, 1 + last - extent(batch, kind))
             else:
                 for batch, times in for_role(met, role, families).items():
@@ -316,9 +316,8 @@ def _served(side: _Side, family: Family) -> Served | None:
     )
 
 
-def _beyond(role: Role, sides: Iterable[_Side]) -> int:
+def _beyond(role: Role, sides: tuple[_Side, _Side]) -> int:
     """Return the tokens above which no batch has a graph, nor one of as many requests on the other side."""
-    sides = tuple(sides)
     widths = (family.query_len for side in sides if role in side.modes for family in side.families(role))
     return max(side.largest(role) for side in sides) * max(widths, default=1)
 

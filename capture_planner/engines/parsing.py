@@ -23,9 +23,9 @@ def refusal(flag: str, reason: str, remedy: str = "", *inside: str | int) -> Fla
     return FlagError([Problem(path=(flag, *inside), message=reason, remedy=remedy)])
 
 
-def unfollowed(flag: str, reason: str, remedy: str = "") -> NotEmulated:
-    """Return the error for a flag that the engine may take and whose graphs are not emulated."""
-    return NotEmulated([Problem(path=(flag,), message=reason, remedy=remedy)])
+def unfollowed(flag: str, reason: str, remedy: str = "", *inside: str | int) -> NotEmulated:
+    """Return the error for a flag that the engine may take and whose graphs are not emulated, as ``refusal``."""
+    return NotEmulated(refusal(flag, reason, remedy, *inside).problems)
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -183,13 +183,19 @@ def _watch(module: ModuleType) -> None:
     manager.__init__ = checked
 
 
+@functools.cache
+def _plan_at(path: str) -> Plan:
+    """Read a plan; once a process, as it is asked for at registration and at every manager."""
+    from capture_planner.codec import load_plan
+
+    return load_plan(path)
+
+
 def _read_plan() -> Plan | None:
     """Return the plan; None where it cannot be read, which is said."""
     path = os.environ[PLAN]
     try:
-        from capture_planner.codec import load_plan
-
-        return load_plan(path)
+        return _plan_at(path)
     except Exception as error:
         _not_checked(path, error)
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from capture_planner.admissible import DecodeFamily, batches, extent
+from capture_planner.admissible import DecodeFamily, batches, extent, shape
 from capture_planner.dispatch import Dispatch
 from capture_planner.engines.core import Emulation, Graph, Manager
 from capture_planner.entry import Batch, Entry, Rejection
@@ -33,7 +33,7 @@ class Asked:
     @property
     def kind(self) -> Kind:
         """A decode, or mixed."""
-        return Kind.MIXED if self.batch.query_len is None else Kind.DECODE
+        return shape(self.batch)
 
     @property
     def extent(self) -> int:

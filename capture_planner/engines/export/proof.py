@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from capture_planner.admissible import decode_families, extent, mixed_tokens, most_loras
+from capture_planner.admissible import decode_families, extent, mixed_tokens, most_loras, shape
 from capture_planner.dispatch import Dispatch, Dispatcher
 from capture_planner.engines.core import Emulation, Graph
 from capture_planner.engines.export.core import BACKEND, Difference, Effect, Export, Loss, Proof, all_scopes
@@ -21,7 +21,7 @@ from capture_planner.entry import Batch, Entry
 from capture_planner.environment import Environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Kind, Plan
+from capture_planner.plan import Plan
 
 Emulate = Callable[[Sequence[str], Environment], Emulation]
 """From an engine's own command line and the machine it runs on, as ``Engine.emulate``."""
@@ -150,7 +150,7 @@ class _Comparison:
     def _ask(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
         """Ask both sides, and put what differs beside the difference before it, where it is like it."""
         planned, emulated = self.dispatcher.answer(batch), self.emulation.dispatch(batch)
-        kind = Kind.MIXED if batch.query_len is None else Kind.DECODE
+        kind = shape(batch)
         size = extent(batch, kind)
         count = max_loras - batch.active_loras + 1
         self.batches += count

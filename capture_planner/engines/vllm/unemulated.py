@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from capture_planner.errors import NotEmulated, Problem
+from capture_planner.engines.parsing import unfollowed
+from capture_planner.errors import NotEmulated
 
 if TYPE_CHECKING:  # both refuse by what is here
     from capture_planner.engines.vllm.flags import Given
@@ -48,8 +49,7 @@ _INSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def not_emulated(flag: str, what: str, remedy: str, *inside: str | int, reason: str = _REASON) -> NotEmulated:
     """Return the error for ``what`` a flag asks for, with a place inside its JSON value where there is one."""
-    message = f"{reason}: {what}" if what else reason
-    return NotEmulated([Problem(path=(flag, *inside), message=message, remedy=remedy)])
+    return unfollowed(flag, f"{reason}: {what}" if what else reason, remedy, *inside)
 
 
 def unemulated(given: Given, model: Model) -> None:

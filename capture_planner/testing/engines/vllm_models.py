@@ -6,6 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+_DRAFT_LAYERS = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 5,
+}
+"""What the drafts of Qwen3 that draft in one pass have alike."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {
         "architectures": ["LlamaForCausalLM"],
@@ -238,13 +249,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "dflash": {
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 5,
+        **_DRAFT_LAYERS,
         "block_size": 16,
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 9, 17, 25, 33]},
         "max_position_embeddings": 40960,
@@ -252,13 +257,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "dspark": {
         "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 5,
+        **_DRAFT_LAYERS,
         "block_size": 7,
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 9, 17, 25, 33]},
         "max_position_embeddings": 40960,
@@ -266,13 +265,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "filling": {
         "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
+        **_DRAFT_LAYERS,
         "head_dim": 64,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 5,
         "block_size": 7,
         "sample_from_anchor": False,
         "is_causal": True,
@@ -282,13 +276,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "causal": {
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 5,
+        **_DRAFT_LAYERS,
         "block_size": 16,
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 9, 17], "causal": True},
         "max_position_embeddings": 4096,
