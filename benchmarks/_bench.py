@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from capture_planner import codec
-from capture_planner.environment import Environment
-from capture_planner.spec import Spec
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,24 +14,24 @@ import torch
 from _logits import Watching
 from _qwen3 import DRAFT_VOCABULARY, shape, write_config
 
-from capture_planner import load
-from capture_planner._record import replace
-from capture_planner.contract import Attention
-from capture_planner.environment import Environment
-from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
-from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.contract import TargetModel
-from capture_planner.models.huggingface import load_target
+from capture_planner import load_backends
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Role
-from capture_planner.plan import Plan
-from capture_planner.planner import plan as make_plan
-from capture_planner.runtime.graph import Grapher
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Attention
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.role import Options
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.models.protocols import TargetModel
 from capture_planner.runtime.runner import Runner, Session
-from capture_planner.runtime.workload import Request, generated
-from capture_planner.spec import Limits, Policy, Sizes, Spec
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Request, generated
 
 DRAFTS = (0, 1, 2, 3, 5, 7)
 MODES = (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY)
@@ -39,7 +39,7 @@ KINDS = ("random", "chance", "copy")
 CYCLE = len(DRAFTS) * len(MODES)
 """Deployments after which each K was served in each mode."""
 LONGEST, VOCABULARY = 256, 512
-REGISTRY = load()
+REGISTRY = load_backends()
 
 Tokens = dict[str, tuple[int, ...]]
 Answers = Mapping[str, tuple[int, ...]]

@@ -12,9 +12,9 @@ import attrs
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture_planner.models.contract import Scoring, TargetModel
 from capture_planner.modes import Role
-from capture_planner.runtime.role import RoleRun
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.models.protocols import Scoring, TargetModel
 from capture_planner.runtime.runner import Runner
 
 ROWS = 4096

@@ -11,7 +11,7 @@ from typing import Any
 
 from _bench import CONSOLE, finish, parser
 
-from capture_planner.testing.files import module_at
+from support.files import module_at
 
 _ORACLES = Path(__file__).parents[1] / "tests" / "engines" / "oracle"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import Qwen3Config
 
-from capture_planner.model import DataType, Model
+from capture_planner.records.model import DataType, Model
 
 DRAFT_VOCABULARY = 32000
 """What published EAGLE-3 heads of Qwen3 have."""

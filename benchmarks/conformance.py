@@ -33,9 +33,7 @@ import torch
 from _bench import CONSOLE, finish, parser, table
 from _deployments import CASES, Case, environment, missing
 
-from capture_planner.report.conformance import Conformance, conformance_data
-from capture_planner.runtime.host import facts
-from capture_planner.testing.conformance import (
+from capture_planner.conformance import (
     Choices,
     Log,
     Outcome,
@@ -48,10 +46,12 @@ from capture_planner.testing.conformance import (
     under_test,
     usable_shapes,
 )
-from capture_planner.testing.conformance.audit import audit
-from capture_planner.testing.conformance.scene import Arrive, Forward
-from capture_planner.testing.conformance.shapes import KERNELS
-from capture_planner.testing.conformance.suite import DRAFTS, THOROUGH
+from capture_planner.conformance.audit import audit
+from capture_planner.conformance.scene import Arrive, Forward
+from capture_planner.conformance.shapes import KERNELS
+from capture_planner.conformance.suite import DRAFTS, THOROUGH
+from capture_planner.report.conformance import Conformance, conformance_data
+from capture_planner.runtime.host import facts
 
 Data = dict[str, Any]
 PORTION = 60

@@ -17,17 +17,18 @@ from typing import Any
 from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
 from vllm_rule import Candidates, emulate
 
-from capture_planner import planner, registry
-from capture_planner._record import replace
-from capture_planner.coverage import coverage
-from capture_planner.dispatch import Dispatcher
-from capture_planner.engines.core import Emulation
+from capture_planner.analysis.coverage import coverage
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.walk import walk
-from capture_planner.entry import Batch
-from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Kind, Plan
-from capture_planner.spec import Budget, Limits
+from capture_planner.planning import planner
+from capture_planner.plugins import registry
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Budget, Limits
 
 Tier = tuple[int, int, int]
 MAX_NUM_REQS = 256
@@ -105,7 +106,7 @@ def plans(tiers: tuple[Tier, ...]) -> tuple[Plan, Plan, Emulation]:
         speculative=Speculative(method=Method.EAGLE3, num_tokens=k, schedule=tiers),
         budget=Budget(),
     )
-    own = planner.plan(spec, shipped_environments()["h100"], registry.load())
+    own = planner.plan(spec, shipped_environments()["h100"], registry.load_backends())
     engine = emulate(spec, GraphMode.FULL_AND_PIECEWISE, 512)
     entries = tuple(graph.entry for graph in engine.graphs)
     target, *drafters = own.roles

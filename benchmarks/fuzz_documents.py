@@ -37,14 +37,16 @@ from _bench import CONSOLE, ROOT, finish, parser, shipped_environments, shipped_
 from fuzz_mutations import KINDS, Corpus, document
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from capture_planner import codec, planner, registry
-from capture_planner.dispatch import Dispatcher
-from capture_planner.environment import Environment
+from capture_planner import codec
+from capture_planner.analysis.lint import lint
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError, InvalidValue
-from capture_planner.lint import lint
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
-from capture_planner.spec import Spec
+from capture_planner.planning import planner
+from capture_planner.plugins import registry
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Spec
 
 MEBI = 1 << 20
 TYPES: dict[str, type[Spec | Environment | Plan]] = {"spec": Spec, "environment": Environment, "plan": Plan}
@@ -103,7 +105,7 @@ _STATE: list[State] = []
 def prepare(arguments: argparse.Namespace) -> None:
     """Make a worker ready: corpus, backends, and limits on memory and time."""
     specs, environments = shipped_specs(), shipped_environments()
-    backends = registry.load()
+    backends = registry.load_backends()
     plans = {}
     for name, spec in specs.items():
         for other, environment in environments.items():
@@ -358,7 +360,7 @@ def main() -> int:
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(1 << 32)
     CONSOLE.print(f"seed {arguments.seed}")
-    registry.load()  # a worker that cannot start would be started again for ever
+    registry.load_backends()  # a worker that cannot start would be started again for ever
     with tempfile.TemporaryDirectory(prefix="fuzz-") as arguments.folder:
         if arguments.only is not None:
             return _one(arguments)

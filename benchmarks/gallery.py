@@ -25,11 +25,9 @@ from _bench import CONSOLE, ROOT, finish, parser, table, verdict
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from capture_planner import codec
-from capture_planner.contract import Backend
-from capture_planner.lint import Severity, lint
-from capture_planner.plan import Plan
-from capture_planner.ranks import agree
-from capture_planner.testing.conformance import (
+from capture_planner.analysis.data_parallel import agree
+from capture_planner.analysis.lint import Severity, lint
+from capture_planner.conformance import (
     DEFAULT,
     THOROUGH,
     Choices,
@@ -38,8 +36,10 @@ from capture_planner.testing.conformance import (
     loads,
     under_test,
 )
-from capture_planner.testing.conformance.agreeing import check_agreement
-from capture_planner.testing.gallery import HEALTHY, MUTANTS, Caught, Mutant, catch, named
+from capture_planner.conformance.agreeing import check_agreement
+from capture_planner.records.backend import Backend
+from capture_planner.records.plan import Plan
+from gallery import HEALTHY, MUTANTS, Caught, Mutant, catch, named
 
 PROFILES = {profile.name: profile for profile in (DEFAULT, THOROUGH)}
 LOCKED = sorted((ROOT / "plans" / "locked").glob("*.yaml"))

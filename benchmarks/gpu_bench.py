@@ -19,20 +19,20 @@ import torch
 from _bench import CONSOLE, finish, parser
 from _qwen3 import DRAFT_VOCABULARY, shape, write_config
 
-from capture_planner import registry
 from capture_planner.bench import Bench, BenchReport, measure, verdicts
 from capture_planner.bench.measure import default_load
 from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Progress
-from capture_planner.environment import Environment
 from capture_planner.errors import CapturePlannerError
-from capture_planner.model import DraftModel, Method, Speculative
 from capture_planner.modes import GraphMode
-from capture_planner.plan import Plan
-from capture_planner.planner import plan as make_plan
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.plugins import registry
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import DraftModel, Method, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.report.bench import bench_data, bench_page, bench_tables
 from capture_planner.runtime.host import this_environment
-from capture_planner.spec import Limits, Policy, Sizes, Spec
 
 MODEL = shape(max_model_len=1024)
 K = 5
@@ -53,7 +53,7 @@ def deployment(backend: str, environment: Environment, drafts: int, num_reqs: in
         if drafts
         else None,
     )
-    return make_plan(spec, environment, registry.load())
+    return make_plan(spec, environment, registry.load_backends())
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def measured(
     figures = DRAFTED if drafts else PLAIN
     return measure(
         deployment(backend, this_environment("here"), drafts, arguments.most),
-        registry.load(),
+        registry.load_backends(),
         Bench(
             model=model,
             only=tuple(name for name in figures if name in arguments.only),

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
 
-from capture_planner import registry
-from capture_planner._record import replace
-from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.huggingface import load_target
 from capture_planner.modes import GraphMode
-from capture_planner.plan import Plan
-from capture_planner.planner import plan as make_plan
-from capture_planner.runtime.kv import PageFormat
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.plugins import registry
+from capture_planner.records._base import replace
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Limits, Policy, Sizes
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.ledger import Forward
-from capture_planner.runtime.recorded import RecordedGraphs
-from capture_planner.runtime.role import Options
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.workload import generated
-from capture_planner.spec import Limits, Policy, Sizes
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import generated
 
 TARGET_MICROSECONDS = 150
 REQUESTS = (1, 4, 16, 64, 128, 256)
@@ -49,7 +49,7 @@ def deployment(num_reqs: int, sizes: Iterable[int], *, speculative: bool) -> Pla
         speculative=spec.speculative if speculative else None,
         sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=tuple(sizes)),
     )
-    return make_plan(spec, shipped_environments()["cpu"], registry.load())
+    return make_plan(spec, shipped_environments()["cpu"], registry.load_backends())
 
 
 def serve(plan: Plan, num_reqs: int, steps: int, *, trust: bool = False) -> list[float]:
@@ -69,7 +69,9 @@ def serve(plan: Plan, num_reqs: int, steps: int, *, trust: bool = False) -> list
         vocab_size=model.vocab_size,
     )
     options = Options(trust=trust)
-    with Runner(plan, model, drafter, registry.load(), RecordedGraphs(), pages=pages, options=options) as run:
+    with Runner(
+        plan, model, drafter, registry.load_backends(), RecordedGraphs(), pages=pages, options=options
+    ) as run:
         run.capture()
         run.serve(requests)
         return full_steps(run.session.forwards, num_reqs)

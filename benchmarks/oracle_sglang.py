@@ -18,8 +18,8 @@ from typing import Any
 
 from _oracle import ended, options, oracle, say, sources
 
-from capture_planner.testing.engines import sglang as drawing
-from capture_planner.testing.engines import sglang_answers as answers
+from engines.generators import sglang as drawing
+from engines.generators import sglang_answers as answers
 
 
 def differences(engine: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -19,8 +19,8 @@ from typing import Any
 from _oracle import ended, options, oracle, say, sources
 
 from capture_planner.errors import FlagError
-from capture_planner.testing.engines import tensorrt_llm as drawn
-from capture_planner.testing.engines.tensorrt_llm_answers import Answers, asked, emulated
+from engines.generators import tensorrt_llm as drawn
+from engines.generators.tensorrt_llm_answers import Answers, asked, emulated
 
 
 def theirs(module: Any, files: Any, case: drawn.Case) -> Answers | None:

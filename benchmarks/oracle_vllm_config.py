@@ -23,13 +23,13 @@ from typing import Any
 
 from _oracle import ended, options, oracle, say, sources
 
-from capture_planner.catalog import find_environment
+from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.checkpoints import known
-from capture_planner.engines.vllm import resolve
-from capture_planner.engines.vllm.flags import read, table
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner.testing.engines.vllm import answer_of, cases, write_models
-from capture_planner.testing.engines.vllm_directed import directed
+from capture_planner_vllm import resolve
+from capture_planner_vllm.flags import read, table
+from engines.generators.vllm import answer_of, cases, write_models
+from engines.generators.vllm_directed import directed
 
 VALUES = ("3", "x", "0.5", "auto", "", "None", '{"a": 1}', "1k", "2K", "1.5K", "-1", "[1, 2]", "a=b", "-0.5")
 

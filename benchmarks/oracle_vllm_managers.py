@@ -14,7 +14,7 @@ from typing import Any
 
 from _oracle import ended, options, oracle, say, sources
 
-from capture_planner.testing.engines import vllm_managers as cases
+from engines.generators import vllm_managers as cases
 
 
 def plain(value: Any) -> Any:

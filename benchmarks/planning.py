@@ -21,14 +21,16 @@ from typing import Any, TypeVar
 
 from _bench import CONSOLE, ROOT, finish, parser, shipped_environments, shipped_specs, table, verdict
 
-from capture_planner import codec, planner, registry
-from capture_planner._record import replace
-from capture_planner.environment import Environment
+from capture_planner import codec
+from capture_planner.analysis.lint import lint
 from capture_planner.errors import CapturePlannerError
-from capture_planner.lint import lint
-from capture_planner.model import Method, Speculative
-from capture_planner.plan import Plan
-from capture_planner.spec import Budget, Limits, Lora, Policy, Sizes, Spec
+from capture_planner.planning import planner
+from capture_planner.plugins import registry
+from capture_planner.records._base import replace
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Budget, Limits, Lora, Policy, Sizes, Spec
 
 T = TypeVar("T")
 
@@ -37,8 +39,8 @@ LARGE_SECONDS = 3.0
 SLOPE = 1.3
 MODULES = {
     "capture_planner": "capture_planner",
-    "all that planning needs": "capture_planner.planner, capture_planner.codec, capture_planner.registry, "
-    "capture_planner.lint, capture_planner.dispatch",
+    "all that planning needs": "capture_planner.planning.planner, capture_planner.codec, "
+    "capture_planner.plugins.registry, capture_planner.analysis.lint, capture_planner.dispatch.dispatcher",
 }
 _IMPORT = """
 import time
@@ -134,7 +136,7 @@ def main() -> int:
     )
     options.add_argument("--profile", action="store_true", help="print where the large spec spends its time")
     arguments = options.parse_args()
-    specs, environments, backends = shipped_specs(), shipped_environments(), registry.load()
+    specs, environments, backends = shipped_specs(), shipped_environments(), registry.load_backends()
     imports = {name: import_seconds(modules, arguments.imports) for name, modules in MODULES.items()}
     shown = table("import, in a fresh process (no torch, no numpy)", "modules", "median ms", "best ms")
     for name, times in imports.items():

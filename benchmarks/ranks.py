@@ -25,16 +25,18 @@ from collections.abc import Iterator
 import attrs
 from _bench import CONSOLE, ROOT, finish, parser, shipped_environments, shipped_specs, table, verdict
 
-from capture_planner import codec, planner, registry
-from capture_planner._record import replace
-from capture_planner.dispatch import Dispatcher
-from capture_planner.entry import Batch, Entry
+from capture_planner import codec
+from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError
-from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.plan import Plan, RolePlan
-from capture_planner.ranks import Agreement, Submission, Vector, agree
-from capture_planner.spec import Limits, Lora, Spec
+from capture_planner.planning import planner
+from capture_planner.plugins import registry
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.spec import Limits, Lora, Spec
 
 MOST_RANKS = 16
 LOCKED = sorted((ROOT / "plans" / "locked").glob("*.yaml"))
@@ -65,7 +67,7 @@ def plan_of(number: int, seed: int) -> tuple[str, Plan]:
         name = rng.choice(sorted(specs))
         environment = environments[rng.choice(sorted(environments))]
         try:
-            made = planner.plan(changed(specs[name], rng), environment, registry.load())
+            made = planner.plan(changed(specs[name], rng), environment, registry.load_backends())
         except CapturePlannerError:
             continue
         if not any(decodes_of(made, role.role) for role in made.roles):

@@ -14,15 +14,16 @@ from typing import Any
 from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
 from vllm_rule import emulate
 
-from capture_planner import planner, registry
-from capture_planner.admissible import Domain
-from capture_planner.coverage import coverage
+from capture_planner.analysis.coverage import coverage
 from capture_planner.engines.walk import walk
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
-from capture_planner.sizing.minimax import worst_ratio
-from capture_planner.sizing.policies import Context, decode_sizes
-from capture_planner.spec import Limits, Parallel, Policy, Sizes
+from capture_planner.planning import planner
+from capture_planner.planning.sizing.minimax import worst_ratio
+from capture_planner.planning.sizing.policies import Context, decode_sizes
+from capture_planner.plugins import registry
+from capture_planner.records.batch_space import Domain
+from capture_planner.records.spec import Limits, Parallel, Policy, Sizes
 
 POLICIES = {
     "default": Sizes(),
@@ -68,7 +69,7 @@ def padding(most: int) -> list[dict[str, Any]]:
 
 def reachability() -> list[dict[str, Any]]:
     """Return, for every shipped plan, its graphs and unreachable graphs beside vLLM's."""
-    backends = registry.load()
+    backends = registry.load_backends()
     rows: list[dict[str, Any]] = []
     emulated: dict[tuple[str, GraphMode, int], tuple[int, int]] = {}
     for name, spec in shipped_specs().items():

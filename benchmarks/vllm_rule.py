@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from capture_planner.engines.core import Emulation
-from capture_planner.engines.vllm.table import TableManager
-from capture_planner.entry import Entry
+from capture_planner.engines.emulation import Emulation
 from capture_planner.modes import GraphMode, Role
-from capture_planner.sizing.engines import vllm_tokens
-from capture_planner.spec import Spec
+from capture_planner.planning.sizing.engine_lists import vllm_tokens
+from capture_planner.records.batch import Entry
+from capture_planner.records.spec import Spec
+from capture_planner_vllm.table import TableManager
 
 
 @dataclass(frozen=True)

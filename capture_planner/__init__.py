@@ -3,14 +3,14 @@
 A ``Spec`` says what is wanted, an ``Environment`` and the backends what is possible, a ``Plan``
 what was decided; a ``Dispatcher`` answers for a plan. Importing this imports no torch.
 
-The verbs live in the modules of their name: ``planner.plan``, ``lint.lint``, ``coverage.coverage``,
-``explain.explain``, ``compare.compare``.
+``plan`` makes a plan, ``lint`` checks it, ``explain`` says what serves a batch, ``diff`` what changes.
 """
 
+from capture_planner.analysis.diff import diff as diff
+from capture_planner.analysis.explain import explain
+from capture_planner.analysis.lint import lint
 from capture_planner.codec import dumps, load_environment, load_plan, load_spec, loads
-from capture_planner.dispatch import Dispatch, Dispatcher
-from capture_planner.entry import Batch, Entry
-from capture_planner.environment import Environment
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.errors import (
     BackendError,
     CapturePlannerError,
@@ -21,9 +21,12 @@ from capture_planner.errors import (
     Problem,
 )
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
-from capture_planner.plan import Decision, Plan, Waiver
-from capture_planner.registry import Registry, load
-from capture_planner.spec import Spec
+from capture_planner.planning.planner import plan
+from capture_planner.plugins.registry import Registry, load_backends
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Decision, Plan, Waiver
+from capture_planner.records.spec import Spec
 
 __version__ = "0.1.0"
 
@@ -49,10 +52,14 @@ __all__ = [
     "Role",
     "Spec",
     "Waiver",
+    "diff",
     "dumps",
-    "load",
+    "explain",
+    "lint",
+    "load_backends",
     "load_environment",
     "load_plan",
     "load_spec",
     "loads",
+    "plan",
 ]

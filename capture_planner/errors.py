@@ -120,7 +120,7 @@ class GuardError(RunError):
 class DifferenceError(RunError):
     """A graph computed something else than an eager forward of the same batch.
 
-    ``difference`` is the ``Difference`` of ``capture_planner.runtime.comparison``.
+    ``difference`` is the ``Difference`` of ``capture_planner.runtime.eager_check.record``.
     """
 
     def __init__(self, message: str, difference: object) -> None:

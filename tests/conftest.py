@@ -23,11 +23,8 @@ from typing import NoReturn
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from commands import Ran, Run
-
 from capture_planner import cli
+from support.commands import Ran, Run
 
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 _UNSHRUNK = (Phase.explicit, Phase.generate)

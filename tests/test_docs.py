@@ -19,26 +19,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from capture_planner import codec, contract, hookspecs, lint
+from capture_planner import codec
+from capture_planner.analysis import lint
 from capture_planner.bench.record import Verdict
 from capture_planner.cli import cli
-from capture_planner.environment import Environment
 from capture_planner.modes import Reason
-from capture_planner.planner import plan
-from capture_planner.registry import load
+from capture_planner.planning.planner import plan
+from capture_planner.plugins import hookspecs
+from capture_planner.plugins.registry import load_backends
+from capture_planner.records import backend as contract
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Policy, Spec
 from capture_planner.report.findings import DRIFT_CODE
-from capture_planner.spec import Policy, Spec
 
 ROOT = Path(__file__).parent.parent
 
 
 def _generate() -> ModuleType:
-    found = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    found = importlib.util.spec_from_file_location("docs_generate", ROOT / "tools" / "docs" / "generate.py")
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
-    with mock.patch.object(sys, "path", [str(ROOT / "docs"), *sys.path]):  # as for a script
+    with mock.patch.object(sys, "path", [str(ROOT / "tools" / "docs"), *sys.path]):  # as for a script
         found.loader.exec_module(module)
     return module
 
@@ -120,7 +123,7 @@ def test_a_yaml_example_can_be_read_and_planned(block: str) -> None:
         base = (ROOT / "plans" / "specs" / "llama-3.1-8b.yaml").read_text("utf-8")
         block = codec.dumps_json({**yaml.load(base), **data})
     environment = codec.load_environment(ROOT / "plans" / "environments" / "h100.yaml")
-    assert plan(codec.loads(block, Spec), environment, load()).roles
+    assert plan(codec.loads(block, Spec), environment, load_backends()).roles
 
 
 def _anchors(text: str) -> set[str]:
@@ -158,7 +161,7 @@ def test_every_method_of_a_backend_is_documented() -> None:
 
 def test_every_method_of_an_executor_is_documented() -> None:
     """Beside the planner's side, where torch is installed."""
-    runtime = pytest.importorskip("capture_planner.runtime.contract")
+    runtime = pytest.importorskip("capture_planner.runtime.executor")
     methods = [name for name in vars(runtime.Executor) if not name.startswith("_")]
     assert set(methods) == {"prepare", "attend", "layout", "release"}
     for name in ("Runnable.reserve", *(f"Executor.{name}" for name in methods)):

@@ -1,95 +1,145 @@
-"""Layers: imports point upward, and planning needs no torch."""
+"""Layers: imports point one way, no circle of any kind, and planning needs no torch."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 import capture_planner
 
-ROOT = Path(capture_planner.__file__).parent
-# Lowest first; what stands in a line may import lines above it, and its own package.
-LAYERS = [
-    "words",
+HERE = Path(capture_planner.__file__).parent
+CHECKOUT = Path(__file__).parent.parent
+
+LAYERS = (
     "errors",
-    "needs",
-    "_record",
+    "_extras",
     "modes",
-    "entry",
-    "model",
-    "spec",
-    "environment",
-    "contract",
-    "plan",
-    "rows",
-    "admissible",
-    "hookspecs",
-    "registry",
-    "resolve",
-    "sizing",
-    "planner",
-    "dispatch",
-    "coverage",
-    "explain",
-    "ranks",
+    "records",
     "codec",
-    "schema",
-    "lint",
-    "batches",
-    "compare",
-    "catalog",
+    "plugins",
+    "planning",
+    "dispatch",
+    "analysis",
     "engines",
-    "models",
     "runtime",
     "bench",
     "testing",
+    "conformance",
     "report",
     "cli",
-]
+)
+"""Lowest first: a part imports the parts before it, and itself."""
+
+PLUGINS = sorted(path.parent for path in CHECKOUT.glob("[be]*/*/src/*/__init__.py"))
+"""The packages of the backends and the engines."""
+
+DISPATCH = {"errors", "modes", "records", "dispatch"}
+"""What an engine would vendor with the dispatcher."""
 
 
-def imported(path):
-    """The parts of the package that a module imports when it is imported."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+def modules(package: Path) -> dict[str, Path]:
+    """Return each module of a package with its file, by its dotted name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the modules in ``known`` that a file imports: at the top, in a function, or for types alone.
+
+    An import of a module is an import of the packages that it is in only where nothing else is named:
+    ``from capture_planner.records import plan`` needs ``records.plan``.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "capture_planner":
-            names = [f"capture_planner.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            continue
-        for name in names:
-            if name.startswith("capture_planner."):
-                yield name.split(".")[1]
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            submodules = [name for name in names if name in known]
+            yield from submodules
+            if len(submodules) < len(names):
+                yield node.module
 
 
-def modules():
-    """Every module with the part that it belongs to."""
-    for path in sorted(ROOT.rglob("*.py")):
-        part = path.relative_to(ROOT).with_suffix("").parts[0]
-        if (part != "__init__" and (ROOT / f"{part}.py").exists()) or (ROOT / part / "__init__.py").exists():
-            yield part, path
+def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the strongly connected components of more than one module."""
+    reach: dict[str, set[str]] = {}
+    for start in edges:
+        seen, todo = set(), [start]
+        while todo:
+            for module in edges.get(todo.pop(), set()) - seen:
+                seen.add(module)
+                todo.append(module)
+        reach[start] = seen
+    found = {
+        frozenset({other for other in reach[start] if start in reach.get(other, set())})
+        for start in edges
+        if start in reach[start]
+    }
+    return [set(circle) for circle in sorted(found, key=sorted)]
 
 
-def test_every_module_has_a_layer():
+def part(module: str) -> str:
+    """Return the layer of a module of the core; the package itself is above all that it exports."""
+    return module.split(".")[1] if "." in module else "analysis"
+
+
+def test_every_module_of_the_core_has_a_layer() -> None:
     """A new part of the package is put into the list, with thought."""
-    assert {part for part, _ in modules()} <= set(LAYERS)
+    assert {part(name) for name in modules(HERE)} <= set(LAYERS)
 
 
-def test_imports_point_upward_only():
-    """No part imports one that stands below it."""
+def test_imports_point_upward_only() -> None:
+    """No part of the core imports one that stands below it."""
+    known = modules(HERE)
     wrong = [
-        f"{path.relative_to(ROOT)} imports {other}"
-        for part, path in modules()
-        for other in imported(path)
-        if other in LAYERS and LAYERS.index(other) > LAYERS.index(part)
+        f"{name} imports {other}"
+        for name, path in known.items()
+        for other in imported(path, known)
+        if LAYERS.index(part(other)) > LAYERS.index(part(name))
     ]
     assert not wrong
 
 
-def run(code):
+@pytest.mark.parametrize("package", [HERE, *PLUGINS], ids=lambda path: path.name)
+def test_no_import_circle(package: Path) -> None:
+    """Lazy imports and imports for types count too."""
+    known = modules(package)
+    edges = {name: set(imported(path, known)) - {name} for name, path in known.items()}
+    assert circles(edges) == []
+
+
+def test_circles_are_found() -> None:
+    """The check can fail: two modules that import each other, and one that imports itself through two others."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circles({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == [{"a", "b"}]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == [{"a", "b", "c"}]
+
+
+def test_dispatch_needs_records_only() -> None:
+    """So that an engine can take it along."""
+    known = modules(HERE)
+    needed = {
+        part(other)
+        for name, path in known.items()
+        if part(name) in DISPATCH
+        for other in imported(path, known)
+    }
+    assert needed <= DISPATCH
+
+
+@pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)
+def test_the_core_does_not_know_its_plugins(package: Path) -> None:
+    """No module of the core imports a backend or an engine."""
+    assert not any(package.name in path.read_text(encoding="utf-8") for path in modules(HERE).values())
+
+
+def run(code: str) -> list[str]:
     """Run code in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -98,24 +148,23 @@ def run(code):
 
 PLAN = """
 import sys
-import capture_planner
-from capture_planner import codec, planner, registry, dispatch, lint
-plan = planner.plan(codec.load_spec(sys.argv[1]), codec.load_environment(sys.argv[2]), registry.load())
-dispatch.Dispatcher(plan).dispatch("target", 1, 1, 1)
-lint.lint(plan)
+from capture_planner import Dispatcher, lint, load_backends, load_environment, load_spec, plan
+planned = plan(load_spec(sys.argv[1]), load_environment(sys.argv[2]), load_backends())
+Dispatcher(planned).dispatch("target", 1, 1, 1)
+lint(planned)
 print(*sys.modules)
 """
 
 
-def test_import_brings_no_torch():
+def test_import_brings_no_torch() -> None:
     """Not even where torch is installed."""
     loaded = run("import capture_planner, sys; print(*sys.modules)")
     assert not {"torch", "triton", "hypothesis", "flashinfer"} & set(loaded)
 
 
-def test_planning_with_all_backends_brings_no_torch():
+def test_planning_with_all_backends_brings_no_torch() -> None:
     """Neither planning, dispatch nor lint."""
-    plans = Path(__file__).parent.parent / "plans"
-    spec, machine = plans / "specs" / "qwen3-8b-eagle3.yaml", plans / "environments" / "h100.yaml"
+    spec = CHECKOUT / "plans" / "specs" / "qwen3-8b-eagle3.yaml"
+    machine = CHECKOUT / "plans" / "environments" / "h100.yaml"
     loaded = run(PLAN.replace("sys.argv[1]", repr(str(spec))).replace("sys.argv[2]", repr(str(machine))))
     assert not {"torch", "triton", "hypothesis", "flashinfer", "flash_attn"} & set(loaded)

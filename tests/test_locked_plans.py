@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from capture_planner import catalog, codec, registry
-from capture_planner.coverage import coverage
-from capture_planner.lint import Severity, lint
-from capture_planner.planner import plan
+from capture_planner import codec
+from capture_planner.analysis.coverage import coverage
+from capture_planner.analysis.lint import Severity, lint
+from capture_planner.codec import shipped as catalog
+from capture_planner.planning.planner import plan
+from capture_planner.plugins import registry
 
 PLANS = Path(__file__).parent.parent / "plans"
 LOCKED = sorted((PLANS / "locked").glob("*.yaml"))
@@ -25,7 +27,7 @@ def split(path: Path) -> tuple[str, str]:
 def test_a_locked_plan_is_what_its_spec_gives_to_the_byte(path: Path) -> None:
     name, environment = split(path)
     spec = codec.load_spec(PLANS / "specs" / f"{name}.yaml")
-    made = plan(spec, catalog.find_environment(environment), registry.load())
+    made = plan(spec, catalog.find_environment(environment), registry.load_backends())
     assert codec.dumps(made).encode() == path.read_bytes(), "run: tox -e locked"
 
 

@@ -17,8 +17,8 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from capture_planner.bench.rig import Absence
-from capture_planner.models.huggingface import HuggingFaceModel
-from capture_planner.words import counted
+from capture_planner.records.text import counted
+from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 ATTENTION = "sdpa"
 """The attention that is always there; transformers makes it paged."""

@@ -20,11 +20,11 @@ from capture_planner.bench.record import Capturing, Cost
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
 from capture_planner.modes import Pool as Pooling
-from capture_planner.runtime.capture import warm_values
-from capture_planner.runtime.graph import Pool
+from capture_planner.records.text import counted
+from capture_planner.runtime.execution.capture import warm_values
+from capture_planner.runtime.graphs.graph import Pool
 from capture_planner.runtime.ledger import Captured, Reading
 from capture_planner.runtime.runner import Runner
-from capture_planner.words import counted
 
 
 def capture(rig: Rig, advance: Callable[[str], None]) -> Capturing:

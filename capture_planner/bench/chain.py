@@ -14,19 +14,19 @@ from time import perf_counter
 import attrs
 import torch
 
-from capture_planner._record import replace
 from capture_planner.bench.record import Chain
 from capture_planner.bench.rig import Absence, Kept, Rig, trimmed
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
 from capture_planner.modes import Refresh, Role
-from capture_planner.plan import Plan
-from capture_planner.registry import Registry
-from capture_planner.runtime.capture import without_graphs
-from capture_planner.runtime.fields import Extents
+from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
+from capture_planner.runtime.execution.capture import without_graphs
+from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.runner import Runner
-from capture_planner.words import counted
 
 MOST = 8
 """Most requests at which a chain is measured: where forwards are short, launches are what counts."""

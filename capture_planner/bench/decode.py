@@ -15,9 +15,9 @@ import torch
 
 from capture_planner.bench.record import Decode, Replayed
 from capture_planner.bench.rig import Absence, Decoding, Kept, Rig, trimmed
-from capture_planner.runtime.capture import without_graphs
+from capture_planner.records.text import counted
+from capture_planner.runtime.execution.capture import without_graphs
 from capture_planner.runtime.runner import Runner
-from capture_planner.words import counted
 
 WARM = 3
 """Steps before each window: what was ahead before a pause is ahead again."""

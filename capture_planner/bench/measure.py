@@ -21,16 +21,16 @@ from capture_planner.bench.record import FIGURES, Absent, BenchReport
 from capture_planner.bench.refusals import needs, refuse_few_pages
 from capture_planner.bench.rig import QUICK, Effort, Progress, Rig, served_sizes
 from capture_planner.bench.throughput import Load, throughput
-from capture_planner.contract import Attention
-from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.huggingface import HuggingFaceModel
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
-from capture_planner.registry import Registry
+from capture_planner.plugins.registry import Registry
+from capture_planner.records.backend import Attention
+from capture_planner.records.plan import Plan
 from capture_planner.runtime import host, launch
 from capture_planner.runtime.assembly import dtype_of
-from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import HuggingFaceModel
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
+from capture_planner.runtime.serving.kv import PageFormat
 
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from capture_planner._record import replace
 from capture_planner.bench.capturing import pools_of, refuse_dropped
 from capture_planner.bench.record import Pools
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.modes import Pool
-from capture_planner.plan import Plan
+from capture_planner.records._base import replace
+from capture_planner.records.plan import Plan
 
 REQUESTS, PROMPT, OUTPUT = 16, 48, 24
 

@@ -18,14 +18,14 @@ import torch
 from capture_planner.bench.record import Preparation
 from capture_planner.bench.rig import Absence, Rig, query_len, serving_entry, trimmed
 from capture_planner.bench.watch import Watch
-from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.capture import warm_values
-from capture_planner.runtime.fields import Extents
-from capture_planner.runtime.role import RoleRun
+from capture_planner.records.batch import Entry
+from capture_planner.records.text import counted
+from capture_planner.runtime.execution.capture import warm_values
+from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.execution.step import Made
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.step import Made
-from capture_planner.words import counted
 
 
 def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, ...]:

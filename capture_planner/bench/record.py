@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import attrs
 
-from capture_planner.entry import Entry
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import Plan
 from capture_planner.runtime.ledger import Captured
 
 FIGURES = ("decode", "preparation", "chain", "throughput", "capture", "pools")

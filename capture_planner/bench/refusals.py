@@ -10,8 +10,8 @@ from capture_planner.bench.decode import WARM
 from capture_planner.bench.rig import Effort, decoding_lengths
 from capture_planner.bench.throughput import Load
 from capture_planner.errors import RunError
-from capture_planner.plan import Plan
-from capture_planner.words import counted
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
 
 
 def refuse_few_pages(needed: Iterable[tuple[str, int]], pages: int, page_size: int) -> None:

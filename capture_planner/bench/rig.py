@@ -15,24 +15,24 @@ import attrs
 import numpy as np
 import torch
 
-from capture_planner._record import replace
 from capture_planner.bench.clock import Clock
 from capture_planner.bench.record import Absent, Replayed
-from capture_planner.dispatch import Dispatcher
-from capture_planner.entry import Entry
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError, RunError
-from capture_planner.models.contract import Drafter
-from capture_planner.models.huggingface import HuggingFaceModel
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
-from capture_planner.registry import Registry
-from capture_planner.runtime.capture import without_graphs
-from capture_planner.runtime.graph import Grapher
-from capture_planner.runtime.kv import PageFormat
+from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
+from capture_planner.runtime.execution.capture import without_graphs
+from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
+from capture_planner.runtime.models.huggingface import HuggingFaceModel
+from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.workload import Request
-from capture_planner.words import counted
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Request
 
 REQUESTS = (1, 8, 64, 256)
 """Numbers of requests where nobody says which."""

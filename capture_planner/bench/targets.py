@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from capture_planner.bench.record import BenchReport, Chain, Preparation, Verdict
 from capture_planner.modes import Role
-from capture_planner.words import counted
+from capture_planner.records.text import counted
 
 STEP_OF_BARE = 1.08
 """Most that a decode step may take of its bare graphs."""

@@ -12,7 +12,7 @@ from capture_planner.bench import batching
 from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
-from capture_planner.words import counted
+from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)

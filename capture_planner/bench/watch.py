@@ -8,13 +8,13 @@ from typing import Any
 
 import attrs
 
-from capture_planner.contract import Attention, Backend, PaddingContract, Support, Workspace
-from capture_planner.entry import Entry
-from capture_planner.environment import Environment
 from capture_planner.modes import Refresh, Role
-from capture_planner.registry import Registered, Registry
-from capture_planner.runtime.contract import Executor, Metadata, Reservation
-from capture_planner.spec import Limits
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records.backend import Attention, Backend, PaddingContract, Support, Workspace
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.executor import Executor, Metadata, Reservation
 
 
 @attrs.frozen(eq=False)

@@ -15,7 +15,6 @@ from capture_planner.cli.conformance import conformance
 from capture_planner.cli.engine import engine
 from capture_planner.cli.environment import environment
 from capture_planner.cli.export import export
-from capture_planner.cli.gallery import gallery
 from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
@@ -89,6 +88,5 @@ for command in (
     conformance,
     environment,
     new_backend,
-    gallery,
 ):
     cli.add_command(command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from capture_planner import registry
+from capture_planner._extras import refuse_missing
 from capture_planner.cli.common import (
     INTERRUPTED,
     any_options,
@@ -31,8 +31,8 @@ from capture_planner.cli.common import (
     threads_option,
 )
 from capture_planner.codec import dumps_json
-from capture_planner.needs import refuse_missing
-from capture_planner.plan import Plan
+from capture_planner.plugins import registry
+from capture_planner.records.plan import Plan
 
 if TYPE_CHECKING:
     from capture_planner.bench import BenchReport
@@ -189,7 +189,7 @@ def _measure(plan: Plan, given: dict[str, Any]) -> BenchReport:
         any_plan=given["any_plan"],
         command=shlex.join(["capture-planner", *map(_named, sys.argv[1:])]),
     )
-    return measure(plan, registry.load(), chosen, progress_bars(given["progress"]))
+    return measure(plan, registry.load_backends(), chosen, progress_bars(given["progress"]))
 
 
 def _named(argument: str) -> str:

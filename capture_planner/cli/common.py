@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console, RenderableType
 
-from capture_planner import catalog, codec, engines, registry
+from capture_planner import codec, engines
 from capture_planner.codec import dumps_json
-from capture_planner.engines.core import Emulation
-from capture_planner.environment import Environment
+from capture_planner.codec import shipped as catalog
+from capture_planner.engines.emulation import Emulation
 from capture_planner.errors import InvalidDocument, PlanningError
-from capture_planner.plan import Plan
-from capture_planner.planner import plan as make_plan
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.plugins import registry
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -151,7 +153,7 @@ def planned(path: str, environment: Environment) -> Plan:
     """Read a spec and plan it; what is wrong with it as a plan has its place in the file too."""
     node = codec.parse(codec.read(path), path)
     try:
-        return make_plan(codec.load_spec(path), environment, registry.load())
+        return make_plan(codec.load_spec(path), environment, registry.load_backends())
     except PlanningError as error:
         raise InvalidDocument(codec.placed(error.problems, node, path)) from None
 

@@ -19,12 +19,12 @@ from capture_planner.cli.common import (
 )
 from capture_planner.codec import load_plan
 from capture_planner.engines import ENGINES, find_engine
-from capture_planner.engines.compare import compare as side_by_side
-from capture_planner.engines.core import Emulation
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.parsing import near
-from capture_planner.environment import Environment
+from capture_planner.engines.side_by_side import compare as side_by_side
 from capture_planner.errors import FlagError
-from capture_planner.plan import Plan
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
 from capture_planner.report.side_by_side import side_by_side_table
 
 
@@ -46,7 +46,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
     """
     requests = None
     if traffic is not None:
-        from capture_planner.runtime.workload.trace import read_trace
+        from capture_planner.runtime.serving.workload.trace import read_trace
 
         requests = read_trace(traffic)
     named = {"A": a, "B": b}

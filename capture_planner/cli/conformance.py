@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capture_planner._extras import refuse_without_hypothesis
 from capture_planner.cli.bench import Numbers
 from capture_planner.cli.common import (
     FINDINGS,
@@ -23,7 +24,6 @@ from capture_planner.cli.common import (
 )
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError
-from capture_planner.needs import refuse_without_hypothesis
 
 if TYPE_CHECKING:
     from capture_planner.report.conformance import Conformance

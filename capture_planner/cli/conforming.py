@@ -14,14 +14,9 @@ import click
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from capture_planner import catalog
 from capture_planner.cli.common import progress_bars
-from capture_planner.environment import DeviceKind
-from capture_planner.errors import RunError
-from capture_planner.modes import Role
-from capture_planner.report.conformance import Conformance
-from capture_planner.runtime.host import differences, facts
-from capture_planner.testing.conformance import (
+from capture_planner.codec import shipped as catalog
+from capture_planner.conformance import (
     DEFAULT,
     THOROUGH,
     Choices,
@@ -37,10 +32,15 @@ from capture_planner.testing.conformance import (
     under_test,
     usable_shapes,
 )
-from capture_planner.testing.conformance.audit import Attack, Audited, attacked
-from capture_planner.testing.conformance.finding import Finding
-from capture_planner.testing.conformance.shapes import CANDIDATES
-from capture_planner.testing.conformance.suite import DRAFTS
+from capture_planner.conformance.audit import Attack, Audited, attacked
+from capture_planner.conformance.finding import Finding
+from capture_planner.conformance.shapes import CANDIDATES
+from capture_planner.conformance.suite import DRAFTS
+from capture_planner.errors import RunError
+from capture_planner.modes import Role
+from capture_planner.records.environment import DeviceKind
+from capture_planner.report.conformance import Conformance
+from capture_planner.runtime.host import differences, facts
 
 SHAPES = {
     "dtype": "dtype",

@@ -9,7 +9,7 @@ from typing import IO
 
 import click
 
-from capture_planner.batches import answer_line, read_batches
+from capture_planner.analysis.lint import Severity
 from capture_planner.cli.common import (
     FINDINGS,
     OwnOptions,
@@ -19,11 +19,11 @@ from capture_planner.cli.common import (
     format_option,
     show_text,
 )
+from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.codec import dumps_json
 from capture_planner.engines import ENGINES, find_engine
 from capture_planner.engines.check import check
 from capture_planner.engines.sent import why_never_sent
-from capture_planner.lint import Severity
 from capture_planner.report import engine as shown
 
 

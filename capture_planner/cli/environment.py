@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from capture_planner import codec
+from capture_planner._extras import refuse_missing
 from capture_planner.cli.common import format_option
 from capture_planner.codec import dumps_json, to_data
-from capture_planner.needs import refuse_missing
 
 
 @click.command()

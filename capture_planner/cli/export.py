@@ -16,14 +16,14 @@ from capture_planner.cli.common import (
     plan_of,
     refuse_places,
 )
-from capture_planner.engines import emulate
-from capture_planner.engines.export import EXPORTERS, prove
+from capture_planner.engines import ENGINES, emulate, find_engine
+from capture_planner.engines.export import prove
 from capture_planner.report.export import export_command, export_table
 
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option("--to", "name", type=click.Choice(list(EXPORTERS)), required=True, help="The engine.")
+@click.option("--to", "name", type=click.Choice(list(ENGINES)), required=True, help="The engine.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Write the engine's configuration file here."
 )
@@ -41,7 +41,7 @@ def export(
     """
     refuse_places(plan_file, {"--output": output})
     plan = plan_of(plan_file, environment)
-    made = prove(EXPORTERS[name](plan), plan, partial(emulate, name))
+    made = prove(find_engine(name).export(plan), plan, partial(emulate, name))
     if form == "text":
         click.echo(f"{export_command(made, output)}\n")
     emit(form, made.data, partial(export_table, made, output))

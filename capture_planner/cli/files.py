@@ -11,8 +11,11 @@ from typing import IO
 import click
 
 import capture_planner
-from capture_planner import catalog, codec, registry
-from capture_planner.batches import answer_line, read_batches
+from capture_planner import codec
+from capture_planner.analysis import diff as difference
+from capture_planner.analysis.coverage import coverage
+from capture_planner.analysis.explain import explain as explain_batch
+from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli.common import (
     FINDINGS,
     emit,
@@ -25,20 +28,19 @@ from capture_planner.cli.common import (
     show_text,
 )
 from capture_planner.cli.engine import OrEngine, check_engine
+from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.codec import dumps_json, to_data
-from capture_planner.compare import compare
-from capture_planner.coverage import coverage
-from capture_planner.dispatch import Dispatcher
+from capture_planner.codec import shipped as catalog
+from capture_planner.codec.json_schema import SCHEMAS
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import ENGINES
-from capture_planner.entry import Batch
 from capture_planner.errors import CapturePlannerError, InvalidDocument
-from capture_planner.explain import explain as explain_batch
-from capture_planner.lint import Finding, Severity, lint
 from capture_planner.modes import Role
+from capture_planner.plugins import registry
+from capture_planner.records.batch import Batch
+from capture_planner.records.text import counted
 from capture_planner.report import findings, tables
 from capture_planner.report.data import backend_data, coverage_data, explanation_data
-from capture_planner.schema import SCHEMAS
-from capture_planner.words import counted
 
 
 @click.command()
@@ -250,7 +252,7 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(file: str, spec: str) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now."""
     kept = codec.load_plan(file)
-    for change in compare(kept, planned(spec, kept.environment)):
+    for change in difference.diff(kept, planned(spec, kept.environment)):
         yield findings.Drift(file=file, says=f"{spec} gives another plan: {change.says}")
 
 
@@ -275,7 +277,7 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     Exit code 2 where they differ. Either may be a spec, which is then planned.
     """
     before, after = (plan_of(file, None if is_plan_file(file) else environment) for file in (old, new))
-    changes = compare(before, after)
+    changes = difference.diff(before, after)
     if form == "json":
         listed = [
             {
@@ -304,7 +306,7 @@ def backends(spec: str | None, environment: str | None, form: str) -> None:
     """
     names = [environment] if environment else list(catalog.shipped_environments())
     data = backend_data(
-        registry.load(),
+        registry.load_backends(),
         [catalog.find_environment(name) for name in names],
         codec.load_spec(spec) if spec else None,
     )

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import click
 
-from capture_planner import registry
-from capture_planner._record import Name, constraints
 from capture_planner.errors import CapturePlannerError
+from capture_planner.plugins import registry
+from capture_planner.records._base import Name, constraints
 
 _PACKAGED = Path(__file__).parent.parent / "template"
-_CHECKOUT = Path(__file__).parent.parent.parent / "docs" / "template"
+_CHECKOUT = Path(__file__).parent.parent.parent / "backends" / "template"
 
 # The template is a distribution that works as it is, under this name.
 _DISTRIBUTION, _MODULE, _NAME = "capture-planner-my-attention", "my_attention", "my-attention"
@@ -56,7 +56,7 @@ def refuse_name(name: str) -> None:
     for rule in constraints(Name):
         if (wrong := rule.problem(name)) is not None:
             raise CapturePlannerError(f"the name of a backend {wrong}")
-    installed = registry.load()
+    installed = registry.load_backends()
     for taken in installed:
         if slug(taken) == slug(name):
             shared = "" if taken == name else f", and both are the module {module_of(name)}"

@@ -8,11 +8,11 @@ from typing import IO
 
 import click
 
-from capture_planner.batches import read_vectors
+from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, agree
 from capture_planner.cli.common import emit, environment_option, format_option, plan_of
-from capture_planner.dispatch import Dispatcher
+from capture_planner.cli.jsonl import read_vectors
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
-from capture_planner.ranks import MAX_RANKS, MIN_RANKS, agree
 from capture_planner.report.ranks import agreement_data, cases, cases_data, cases_table
 
 DEFAULT_RANKS = 4

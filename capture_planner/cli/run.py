@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from capture_planner import codec, registry
+from capture_planner import codec
+from capture_planner._extras import refuse_missing
 from capture_planner.cli.common import (
     FINDINGS,
     INTERRUPTED,
@@ -31,14 +32,14 @@ from capture_planner.cli.common import (
     threads_option,
 )
 from capture_planner.errors import InvalidValue
-from capture_planner.needs import refuse_missing
-from capture_planner.plan import Plan
-from capture_planner.words import counted
+from capture_planner.plugins import registry
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Drafting, Outcome
     from capture_planner.runtime.ledger import RunReport
-    from capture_planner.runtime.workload import Decode, Request
+    from capture_planner.runtime.serving.workload import Decode, Request
 
 
 class Range(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -208,8 +209,8 @@ def _plan(file: str, environment: str | None) -> Plan:
 
 
 def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
+    from capture_planner.runtime.execution.role import Options
     from capture_planner.runtime.launch import Choices, launch
-    from capture_planner.runtime.role import Options
 
     prepare_torch(given["threads"])
     source, decode = _workload(given)
@@ -235,12 +236,14 @@ def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
             compare=given["compare"],
         ),
     )
-    return launch(plan, registry.load(), source, choices, progress_bars(given["progress"]), decode=decode)
+    return launch(
+        plan, registry.load_backends(), source, choices, progress_bars(given["progress"]), decode=decode
+    )
 
 
 def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
     """Return what makes the requests for a vocabulary, and what turns tokens into text."""
-    from capture_planner.runtime.workload import from_prompts, from_trace, generated
+    from capture_planner.runtime.serving.workload import from_prompts, from_trace, generated
 
     seed, limit = given["seed"], given["requests"]
     if given["prompts"] is not None:

@@ -14,12 +14,12 @@ import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
-from capture_planner import rows
-from capture_planner._record import BYTES, constraints
+from capture_planner.codec import entry_rows as rows
 from capture_planner.codec.documents import Key
-from capture_planner.entry import Entry
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
+from capture_planner.records._base import BYTES, constraints
+from capture_planner.records.batch import Entry
 
 
 def problems_of(error: Exception) -> list[Problem]:

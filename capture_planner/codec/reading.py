@@ -11,10 +11,10 @@ from cattrs.errors import ClassValidationError
 
 from capture_planner.codec.converter import CONVERTER, problems_of
 from capture_planner.codec.documents import MAX_BYTES, Node, parse
-from capture_planner.environment import Environment
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
-from capture_planner.plan import Plan
-from capture_planner.spec import SCHEMA_VERSION, Spec
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import SCHEMA_VERSION, Spec
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from capture_planner.codec.converter import CONVERTER, label
-from capture_planner.environment import Environment
 from capture_planner.errors import CapturePlannerError
-from capture_planner.plan import Plan
-from capture_planner.spec import Spec
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Spec
 
 # What ruamel may write without quotes, if it does not read as a number or the like. It leaves out
 # those that a flow mapping needs around a text that begins with ? or a colon, and folds lines inside

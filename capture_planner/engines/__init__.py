@@ -6,31 +6,36 @@ stands in ``core``.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 
 import attrs
 
-from capture_planner.engines.core import Emulation, Engine
-from capture_planner.environment import Environment
+from capture_planner.engines import hookspecs
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.engine import Engine
 from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
+from capture_planner.plugins.discovery import implementations
+from capture_planner.records.environment import Environment
 
-_MODULES = {
-    "vllm": "capture_planner.engines.vllm",
-    "sglang": "capture_planner.engines.sglang",
-    "tensorrt-llm": "capture_planner.engines.tensorrt_llm",
-}
-ENGINES = tuple(_MODULES)
+
+@functools.cache
+def engines() -> Mapping[str, Engine]:
+    """Return the installed engines by name."""
+    found = implementations(hookspecs, "capture_planner_engines")
+    return {item.value.name: item.value for item in found}
+
+
+ENGINES = tuple(engines())
 """The names of the engines that are emulated."""
 
 
 def find_engine(name: str) -> Engine:
     """Return the engine of that name; raises ``CapturePlannerError`` for one that is not emulated."""
-    if name not in _MODULES:
+    if name not in engines():
         raise CapturePlannerError(f"no engine {name!r} is emulated; expected one of {', '.join(ENGINES)}")
-    engine: Engine = import_module(_MODULES[name]).ENGINE
-    return engine
+    return engines()[name]
 
 
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:

@@ -1,6 +1,6 @@
 """The lint of emulated engines: what their own flags leave slow, unused or unsaid, and which flag mends it.
 
-The rules of ``capture_planner.lint`` are about plans. These are about what an engine makes of its
+The rules of ``capture_planner.analysis.lint`` are about plans. These are about what an engine makes of its
 flags: each is asked of the whole admissible space, through the engine's own dispatcher.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
+from capture_planner.analysis.lint.core import BugClass, Charge, Checking, Severity, registering
 from capture_planner.engines import remedies
-from capture_planner.engines.core import Emulation
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.walk import Asked, Run, runs, walk
-from capture_planner.lint.core import BugClass, Charge, Checking, Severity, registering
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Kind
-from capture_planner.words import counted
+from capture_planner.records.batch import Kind
+from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)

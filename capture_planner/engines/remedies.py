@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from capture_planner.engines.core import Emulation
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export.mend import mend_vllm, target_decodes
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
-from capture_planner.plan import Decision, Kind
+from capture_planner.records.batch import Kind
+from capture_planner.records.plan import Decision
 
 _GRID = 16
 """vLLM's own sizes above 256 are multiples of it, and the largest one is rounded down to one."""

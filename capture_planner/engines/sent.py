@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from capture_planner.admissible import most_loras
-from capture_planner.engines.core import Emulation
-from capture_planner.entry import Batch
+from capture_planner.engines.emulation import Emulation
 from capture_planner.modes import Role
-from capture_planner.words import counted
+from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import most_loras
+from capture_planner.records.text import counted
 
 
 def why_never_sent(batch: Batch, emulation: Emulation) -> str | None:

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import attrs
 
-from capture_planner.admissible import DecodeFamily, Deployment
-from capture_planner.entry import Batch
 from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import DecodeFamily, Deployment
 
 STEP_SECONDS = 0.02
 """How long a step takes: fifty tokens a second for each request."""

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from capture_planner.admissible import DecodeFamily, batches, extent, shape
-from capture_planner.dispatch import Dispatch
-from capture_planner.engines.core import Emulation, Graph, Manager
-from capture_planner.entry import Batch, Entry, Rejection
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.engines.emulation import Emulation, Graph, Manager
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Kind
+from capture_planner.records.batch import Batch, Entry, Kind, Rejection
+from capture_planner.records.batch_space import DecodeFamily, batches, extent, shape
 
 
 @attrs.frozen(kw_only=True)

@@ -10,13 +10,13 @@ from rich.console import RenderableType
 
 from capture_planner.bench.record import BenchReport, Capturing, Chain, Throughput, Verdict
 from capture_planner.bench.targets import verdicts
-from capture_planner.entry import Entry
+from capture_planner.records.batch import Entry
+from capture_planner.records.text import counted
 from capture_planner.report.page import rendered
 from capture_planner.report.run import section_tables
 from capture_planner.report.sections import NONE
 from capture_planner.report.tables import entry_data
 from capture_planner.report.writing import Grid, Section, seconds, size
-from capture_planner.words import counted
 
 if TYPE_CHECKING:
     from capture_planner.report.drawing import Chart

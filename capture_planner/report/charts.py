@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Entry
 from capture_planner.report.drawing import (
     COLORS,
     INK,

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.console import RenderableType
 
-from capture_planner.entry import Entry
-from capture_planner.environment import Environment
-from capture_planner.modes import GraphMode, Role
-from capture_planner.report.page import rendered
-from capture_planner.report.run import section_tables
-from capture_planner.report.tables import entry_data
-from capture_planner.report.writing import Grid, Section, many, seconds
-from capture_planner.testing.conformance import (
+from capture_planner.conformance import (
     Audited,
     Check,
     Finding,
@@ -27,7 +20,14 @@ from capture_planner.testing.conformance import (
     loads,
     verdicts,
 )
-from capture_planner.testing.conformance.words import case_in_words
+from capture_planner.conformance.words import case_in_words
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.report.page import rendered
+from capture_planner.report.run import section_tables
+from capture_planner.report.tables import entry_data
+from capture_planner.report.writing import Grid, Section, many, seconds
 
 if TYPE_CHECKING:
     from capture_planner.report.drawing import Chart

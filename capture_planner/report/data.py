@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from capture_planner.contract import Attention
-from capture_planner.coverage import Coverage
-from capture_planner.entry import Batch
-from capture_planner.environment import Environment
-from capture_planner.explain import Explanation
+from capture_planner.analysis.coverage import Coverage
+from capture_planner.analysis.explain import Explanation
 from capture_planner.modes import Role
-from capture_planner.planner.groups import attentions
-from capture_planner.registry import Registry
+from capture_planner.planning.groups import attentions
+from capture_planner.plugins.registry import Registry
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Batch
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Spec
 from capture_planner.report.tables import entry_data
-from capture_planner.spec import Spec
 
 PLAIN = Attention(
     num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, max_model_len=131072, max_query_len=1

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
-from capture_planner.engines.core import Emulation, Graph
+from capture_planner.engines.emulation import Emulation, Graph
 from capture_planner.engines.walk import Asked, runs, walk
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.plan import Kind
+from capture_planner.records.batch import Kind
+from capture_planner.records.text import counted
 from capture_planner.report.tables import mode_text, table_of
-from capture_planner.words import counted
 
 
 def emulation_table(emulation: Emulation) -> RenderableType:

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.lint import RULES, Finding, Severity
+from capture_planner.analysis.lint import RULES, Finding, Severity
 
 DRIFT_CODE = "CP099"
 """A plan is not what its spec gives; found by comparison, not by a rule."""

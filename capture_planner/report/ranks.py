@@ -10,15 +10,15 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from capture_planner.admissible import decode_families
-from capture_planner.dispatch import Dispatcher
-from capture_planner.entry import Batch
+from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, says
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
-from capture_planner.ranks import Agreement, Submission, Vector, agree, says
+from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import decode_families
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
 from capture_planner.report.data import batch_data
 from capture_planner.report.tables import entry_data, mode_text, table_of
-from capture_planner.words import counted
 
 NEVER_RUNS = "never runs; the schedule drafts too few tokens"
 

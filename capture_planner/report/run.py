@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode
+from capture_planner.records.batch import Entry
 from capture_planner.report.sections import alert, sections
 from capture_planner.report.summary import RunSummary, Used, summary
 from capture_planner.report.tables import entry_data, mode_text

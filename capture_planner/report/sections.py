@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from capture_planner.report.comparison import comparison_sections
+from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
 from capture_planner.report.summary import Fallback, Percentiles, RunSummary
 from capture_planner.report.writing import Grid, Section, extent, many, percent, seconds, size

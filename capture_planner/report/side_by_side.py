@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capture_planner.engines.compare import Family, Hole, Served, SideBySide
+from capture_planner.engines.side_by_side import Family, Hole, Served, SideBySide
 from capture_planner.engines.traffic import STEP_SECONDS
 from capture_planner.modes import GraphMode
-from capture_planner.plan import Kind
+from capture_planner.records.batch import Kind
+from capture_planner.records.text import counted
 from capture_planner.report.tables import mode_text, table_of
-from capture_planner.words import counted
 
 MAX_HOLES = 20
 """Holes that are shown; the rest is counted. ``SideBySide.data`` has them all."""

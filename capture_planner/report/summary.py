@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Entry
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
 
 MODES = (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE)

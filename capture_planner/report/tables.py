@@ -10,13 +10,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from capture_planner import rows
-from capture_planner.coverage import Cell, Coverage
-from capture_planner.entry import Entry
-from capture_planner.explain import Explanation
+from capture_planner.analysis.coverage import Cell, Coverage
+from capture_planner.analysis.explain import Explanation
+from capture_planner.codec import entry_rows as rows
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.plan import Kind, Plan, RolePlan
-from capture_planner.words import counted
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.text import counted
 
 _COLORS = {GraphMode.FULL: "green", GraphMode.PIECEWISE: "cyan", GraphMode.NONE: "yellow"}
 

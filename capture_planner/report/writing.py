@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode
+from capture_planner.records.batch import Entry
 
 
 @attrs.frozen(kw_only=True)

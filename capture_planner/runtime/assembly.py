@@ -9,24 +9,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from capture_planner.contract import Attention
-from capture_planner.dispatch import Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType
-from capture_planner.models.contract import Drafter, TargetModel
 from capture_planner.modes import Role
-from capture_planner.plan import GroupPlan, Plan, RolePlan
-from capture_planner.registry import Registered, Registry
-from capture_planner.runtime import kv, padding
-from capture_planner.runtime.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
-from capture_planner.runtime.compare import ComparedRole
-from capture_planner.runtime.comparison import Comparing
-from capture_planner.runtime.contract import LayerCache, Reservation, Runnable
-from capture_planner.runtime.fields import SAMPLED_FIELDS, Extents, Fields, tensor_of
-from capture_planner.runtime.graph import Grapher
-from capture_planner.runtime.padding import Bounds, Write
-from capture_planner.runtime.role import GroupRun, Options, RoleRun
-from capture_planner.runtime.updates import DraftState, Moving, TorchUpdates, Updates
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records.backend import Attention
+from capture_planner.records.model import DataType
+from capture_planner.records.plan import GroupPlan, Plan, RolePlan
+from capture_planner.runtime.eager_check.record import Comparing
+from capture_planner.runtime.eager_check.role import ComparedRole
+from capture_planner.runtime.execution import padding
+from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
+from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields, tensor_of
+from capture_planner.runtime.execution.padding import Bounds, Write
+from capture_planner.runtime.execution.role import GroupRun, Options, RoleRun
+from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Updates
+from capture_planner.runtime.executor import LayerCache, Reservation, Runnable
+from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.serving import kv
 
 DTYPES = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -203,8 +204,8 @@ def _operations(
     """Return what fills and pads, and what moves on: a kernel each on a GPU, arrays and torch on a host."""
     if device.type != "cuda":
         return padding.apply, TorchUpdates()
-    from capture_planner.runtime.fused import FusedPadding
-    from capture_planner.runtime.fused_updates import FusedUpdates
+    from capture_planner.runtime.execution.fused import FusedPadding
+    from capture_planner.runtime.execution.fused_updates import FusedUpdates
 
     size, count = sum(found.memory for found in fields), sum(len(tuple(found)) for found in fields)
     return FusedPadding(device, size, count).apply, FusedUpdates()

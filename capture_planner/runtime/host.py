@@ -9,7 +9,7 @@ from importlib import metadata
 
 import torch
 
-from capture_planner.environment import Device, DeviceKind, Environment
+from capture_planner.records.environment import Device, DeviceKind, Environment
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4")
 """The packages that decide what a backend can do."""

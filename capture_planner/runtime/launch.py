@@ -11,28 +11,28 @@ from typing import Literal, Protocol
 import attrs
 import torch
 
-from capture_planner.contract import Attention
 from capture_planner.errors import DifferenceError, RunError
-from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.contract import Drafter, TargetModel
-from capture_planner.models.huggingface import HuggingFaceModel, load_target
-from capture_planner.models.huggingface import differences as model_differences
 from capture_planner.modes import Role
-from capture_planner.plan import Plan
-from capture_planner.registry import Registry
+from capture_planner.plugins.registry import Registry
+from capture_planner.records.backend import Attention
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
-from capture_planner.runtime.capture import without_graphs, without_speculation
-from capture_planner.runtime.fields import tensor_of
-from capture_planner.runtime.graph import Grapher
-from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.execution.capture import without_graphs, without_speculation
+from capture_planner.runtime.execution.fields import tensor_of
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.ledger import RunReport, Served
-from capture_planner.runtime.recorded import RecordedGraphs
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
+from capture_planner.runtime.models.huggingface import differences as model_differences
+from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
-from capture_planner.runtime.role import Options
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.workload import Decode, Request, admit
-from capture_planner.words import counted
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Decode, Request, admit
 
 CACHE_MEMORY = 1 << 30
 """Bytes that the KV cache takes at most where nobody says how many pages it has."""
@@ -182,7 +182,7 @@ def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int
 def grapher_for(device: torch.device, *, accounts: bool = True) -> Grapher:
     """Return what captures on a device; ``accounts``: and reads a GPU's memory around each capture."""
     if device.type == "cuda":
-        from capture_planner.runtime.cuda import CudaGraphs
+        from capture_planner.runtime.graphs.cuda import CudaGraphs
 
         return CudaGraphs(device, accounts=accounts)
     return RecordedGraphs()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import attrs
 
-from capture_planner.entry import Entry
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.plan import Plan, Waiver
-from capture_planner.runtime.comparison import Comparison
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import Plan, Waiver
+from capture_planner.runtime.eager_check.record import Comparison
 
 
 @attrs.frozen(kw_only=True)

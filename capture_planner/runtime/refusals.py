@@ -11,16 +11,16 @@ from typing import cast
 
 import torch
 
-from capture_planner.environment import DeviceKind
+from capture_planner.analysis.lint import Severity, lint
 from capture_planner.errors import RunError
-from capture_planner.lint import Severity, lint
-from capture_planner.models.contract import Drafter, TargetModel
-from capture_planner.plan import Plan
-from capture_planner.registry import Registry
+from capture_planner.plugins.registry import Registry
+from capture_planner.records.environment import DeviceKind
+from capture_planner.records.plan import Plan
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import caches_of, capacity_of, refuse_backend, reserved_groups
-from capture_planner.runtime.fields import Fields
-from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.execution.fields import Fields
+from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.serving.kv import PageFormat
 
 
 def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool) -> None:

@@ -12,21 +12,21 @@ from time import perf_counter
 import attrs
 import torch
 
-from capture_planner.dispatch import Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import RunError
-from capture_planner.models.contract import Drafter, TargetModel
-from capture_planner.plan import Plan
-from capture_planner.registry import Registry
+from capture_planner.plugins.registry import Registry
+from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import Parts, assemble
-from capture_planner.runtime.capture import as_captured, capture_all, without_graphs
-from capture_planner.runtime.compare import comparing
-from capture_planner.runtime.graph import Grapher
-from capture_planner.runtime.kv import PageFormat
+from capture_planner.runtime.eager_check.role import comparing
+from capture_planner.runtime.execution.capture import as_captured, capture_all, without_graphs
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Captured, Forward, Served, Step
-from capture_planner.runtime.role import Options
-from capture_planner.runtime.scheduler import Scheduler
-from capture_planner.runtime.serving import Answers, Serving
-from capture_planner.runtime.workload import Request
+from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.scheduler import Scheduler
+from capture_planner.runtime.serving.serving import Answers, Serving
+from capture_planner.runtime.serving.workload import Request
 
 
 @attrs.define(eq=False)

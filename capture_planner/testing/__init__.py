@@ -12,7 +12,6 @@ except ImportError as error:  # pragma: no cover - said in the message, seen wit
         "capture_planner.testing needs hypothesis; install it with: pip install capture-planner[testing]"
     ) from error
 
-from capture_planner.testing.ranks import submissions, vectors
 from capture_planner.testing.strategies import (
     Deployment,
     Document,
@@ -28,6 +27,7 @@ from capture_planner.testing.strategies import (
     registries,
     specs,
 )
+from capture_planner.testing.strategies.ranks import submissions, vectors
 
 del _hypothesis
 

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from capture_planner import catalog, codec, registry
-from capture_planner.planner import plan
+from capture_planner import codec
+from capture_planner.codec import shipped as catalog
+from capture_planner.planning.planner import plan
+from capture_planner.plugins import registry
 
 LOCKED = Path(__file__).parent
 SPECS = LOCKED.parent / "specs"
@@ -20,7 +22,7 @@ SPECS = LOCKED.parent / "specs"
 
 def made_again() -> Iterator[tuple[Path, str]]:
     """Return each locked plan's file with the text that its spec gives now."""
-    backends = registry.load()
+    backends = registry.load_backends()
     for path in sorted(LOCKED.glob("*.yaml")):
         name, _, environment = path.stem.rpartition(".")
         spec = codec.load_spec(SPECS / f"{name}.yaml")

@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 
 from capture_planner import codec
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
 
 ENVIRONMENTS = Path(__file__).parents[2] / "plans" / "environments"
 
@@ -105,7 +102,7 @@ def imports() -> Callable[[str], set[str]]:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Put the stand-in where FlashInfer would be imported from."""
-    from flashinfer_standin import standin
+    from support.flashinfer_standin import standin
 
     made: Any = standin()
     monkeypatch.setitem(sys.modules, "flashinfer", made)

@@ -1,15 +1,15 @@
 import attrs
 import pytest
-from capture_planner_flash_attention import FlashAttention
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner import registry
-from capture_planner.contract import Axis, Fill, Lifetime, PaddingContract, Where
-from capture_planner.entry import Entry
-from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.plugins import registry
+from capture_planner.records.backend import Axis, Fill, Lifetime, PaddingContract, Where
+from capture_planner.records.batch import Entry
+from capture_planner.records.model import DataType, Latent
+from capture_planner.records.spec import Limits
+from capture_planner_flash_attention import FlashAttention
 
 BACKEND = FlashAttention()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
@@ -226,7 +226,7 @@ def test_every_machine_gets_a_reason(machine, layers, capability, packages, head
 
 
 def test_the_distribution_registers_it():
-    assert registry.load()["flash_attention"].distribution == "capture-planner-flash-attention"
+    assert registry.load_backends()["flash_attention"].distribution == "capture-planner-flash-attention"
 
 
 def test_it_imports_without_torch_or_kernels(imports):

@@ -8,19 +8,19 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from capture_planner_flash_attention import FlashAttention, backend
-from capture_planner_flash_attention.executor import num_splits
-from capture_planner_reference import Reference
-from flash_attention_standin import installed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Scoring
-from capture_planner.spec import Limits
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
+from capture_planner_flash_attention import FlashAttention, backend
+from capture_planner_flash_attention.executor import num_splits
+from capture_planner_reference import Reference
+from support.flash_attention_standin import installed
 
 LAYER = 3
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "torch": "2.13.0"}

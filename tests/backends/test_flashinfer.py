@@ -1,17 +1,17 @@
 import attrs
 import pytest
-from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.backend import parts
-from capture_planner_flashinfer.workspace import INT_WORKSPACE, cta_tile_q, eager, tensor_core
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner import registry
-from capture_planner.contract import Axis, Bound, Fill, Lifetime, PaddingContract, Where
-from capture_planner.entry import Entry
-from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.plugins import registry
+from capture_planner.records.backend import Axis, Bound, Fill, Lifetime, PaddingContract, Where
+from capture_planner.records.batch import Entry
+from capture_planner.records.model import DataType, Latent
+from capture_planner.records.spec import Limits
+from capture_planner_flashinfer import FlashInfer
+from capture_planner_flashinfer.backend import parts
+from capture_planner_flashinfer.workspace import INT_WORKSPACE, cta_tile_q, eager, tensor_core
 
 BACKEND = FlashInfer()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
@@ -333,7 +333,7 @@ def test_every_machine_gets_a_reason(machine, layers, capability, packages, head
 
 
 def test_the_distribution_registers_it():
-    assert registry.load()["flashinfer"].distribution == "capture-planner-flashinfer"
+    assert registry.load_backends()["flashinfer"].distribution == "capture-planner-flashinfer"
 
 
 def test_it_imports_without_torch_or_flashinfer(imports):

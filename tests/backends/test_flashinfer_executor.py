@@ -11,21 +11,21 @@ import sys
 from typing import Any
 
 import attrs
-import flashinfer_rig as checks
 import numpy as np
 import pytest
 import torch
-from capture_planner_flashinfer import FlashInfer, kernels, wrappers
-from capture_planner_flashinfer.backend import PACKAGE, Path, parts, splits
-from capture_planner_flashinfer.workspace import INT_WORKSPACE
-from flashinfer_cases import SETTINGS, SMALL, each_path, reservation_of, rig_of
-from flashinfer_standin import graphs_of, new_kernel, standin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner_flashinfer import FlashInfer, kernels, wrappers
+from capture_planner_flashinfer.backend import PACKAGE, Path, parts, splits
+from capture_planner_flashinfer.workspace import INT_WORKSPACE
+from support import flashinfer_rig as checks
+from support.flashinfer_cases import SETTINGS, SMALL, each_path, reservation_of, rig_of
+from support.flashinfer_standin import graphs_of, new_kernel, standin
 
 pytestmark = pytest.mark.usefixtures("one_thread", "library")
 

@@ -6,18 +6,18 @@ import sys
 from typing import Any
 
 import attrs
-import flashinfer_rig as checks
 import pytest
 import torch
+
+from capture_planner.errors import BackendError, RunError
+from capture_planner.modes import GraphMode
+from capture_planner.records.batch import Entry
+from capture_planner.records.model import DataType, Latent
+from capture_planner.runtime.executor import LayerCache, Scoring
 from capture_planner_flashinfer import FlashInfer
 from capture_planner_flashinfer.backend import Path
-from flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_path, reservation_of, rig_of
-
-from capture_planner.entry import Entry
-from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType, Latent
-from capture_planner.modes import GraphMode
-from capture_planner.runtime.contract import LayerCache, Scoring
+from support import flashinfer_rig as checks
+from support.flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_path, reservation_of, rig_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "library")
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import flashinfer_rig as checks
 import pytest
 import torch
-from capture_planner_flashinfer import FlashInfer, wrappers
-from capture_planner_flashinfer.backend import Path
-from flashinfer_cases import SETTINGS, WRAPPERS, each_path, reservation_of, rig_of
-from flashinfer_standin import FENCES, graphs_of, newer_fast_decode_plan
 
 from capture_planner.errors import RunError
+from capture_planner_flashinfer import FlashInfer, wrappers
+from capture_planner_flashinfer.backend import Path
+from support import flashinfer_rig as checks
+from support.flashinfer_cases import SETTINGS, WRAPPERS, each_path, reservation_of, rig_of
+from support.flashinfer_standin import FENCES, graphs_of, newer_fast_decode_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread", "library")
 

@@ -1,10 +1,10 @@
 import pytest
-from capture_planner_reference import Reference
 
-from capture_planner import registry
-from capture_planner.contract import PaddingContract
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.plugins import registry
+from capture_planner.records.backend import PaddingContract
+from capture_planner.records.spec import Limits
+from capture_planner_reference import Reference
 
 BACKEND = Reference()
 
@@ -27,7 +27,7 @@ def test_a_graph_on_a_cpu_is_recorded(machine, layers):
 
 
 def test_the_distribution_registers_it():
-    assert registry.load()["reference"].distribution == "capture-planner-reference"
+    assert registry.load_backends()["reference"].distribution == "capture-planner-reference"
 
 
 def test_it_imports_without_torch(imports):

@@ -10,18 +10,18 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from capture_planner_reference import Reference, executor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.contract import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
-from capture_planner.spec import Limits
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.executor import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
+from capture_planner_reference import Reference, executor
 
 ENVIRONMENT = Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1))
 LAYER, OTHER = 4, 1

@@ -9,13 +9,13 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from capture_planner_reference import Reference
 
 from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType, Latent
 from capture_planner.modes import Role
-from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Runnable, Scoring
-from capture_planner.spec import Limits
+from capture_planner.records.model import DataType, Latent
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Runnable, Scoring
+from capture_planner_reference import Reference
 
 LENGTHS = [5, 2, 0]
 NAMES = ["query_start_loc", "seq_lens", "block_table"]

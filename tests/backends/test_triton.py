@@ -1,17 +1,17 @@
 import attrs
 import pytest
-from capture_planner_triton import Triton
-from capture_planner_triton.geometry import MAX_SPLITS, geometry, partial_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner import registry
-from capture_planner.contract import Attention, PaddingContract
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
-from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.plugins import registry
+from capture_planner.records.backend import Attention, PaddingContract
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import DataType, Latent
+from capture_planner.records.spec import Limits
+from capture_planner_triton import Triton
+from capture_planner_triton.geometry import MAX_SPLITS, geometry, partial_bytes
 
 BACKEND = Triton()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
@@ -228,7 +228,7 @@ def test_less_workspace_is_fewer_parts(model, entry, multiprocessors, room):
 
 def test_the_distribution_registers_it():
     """Under the name that specs use."""
-    assert registry.load()["triton"].distribution == "capture-planner-triton"
+    assert registry.load_backends()["triton"].distribution == "capture-planner-triton"
 
 
 def test_it_imports_without_torch(imports):

@@ -5,22 +5,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
-import capture_planner_triton
 import pytest
 import torch
-from capture_planner_triton import Triton, geometry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
+import capture_planner_triton
 from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType, Latent
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.contract import LayerCache, Metadata, Reservation, Scoring
-from capture_planner.spec import Limits
-from capture_planner.testing.files import module_at
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import DataType, Latent
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
+from capture_planner_triton import Triton, geometry
+from support.files import module_at
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")
 tl = triton.language

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import attrs
-import capture_planner_triton
 import pytest
 import torch
+
+import capture_planner_triton
+from capture_planner.records.model import DataType
+from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
 from capture_planner_triton.backend import of_entry
 from capture_planner_triton.geometry import partial_bytes
-
-from capture_planner.model import DataType
-from capture_planner.runtime.contract import LayerCache, Metadata, Scoring
-from capture_planner.testing.files import module_at
+from support.files import module_at
 
 pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")
 

@@ -13,14 +13,15 @@ pytest.importorskip("transformers")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from tiny import planned, rigged  # noqa: E402
 
 from capture_planner.bench import capturing  # noqa: E402
 from capture_planner.bench.capturing import BareGraphs, capture, refuse_dropped  # noqa: E402
 from capture_planner.errors import RunError  # noqa: E402
 from capture_planner.modes import GraphMode, Reason  # noqa: E402
-from capture_planner.plan import Kind, Waiver  # noqa: E402
+from capture_planner.records.batch import Kind  # noqa: E402
+from capture_planner.records.plan import Waiver  # noqa: E402
 from capture_planner.runtime.ledger import Captured  # noqa: E402
+from support.tiny import planned, rigged  # noqa: E402
 
 
 @attrs.define(eq=False, slots=False)

@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from tiny import planned, rigged  # noqa: E402
 
 from capture_planner.bench import batching  # noqa: E402
 from capture_planner.bench import throughput as module  # noqa: E402
 from capture_planner.bench.rig import Absence  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
+from support.tiny import planned, rigged  # noqa: E402
 
 
 def test_the_copy_has_the_weights_and_its_own_storage() -> None:

@@ -13,9 +13,8 @@ pytest.importorskip("transformers")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from tiny import MOST, planned, quiet, rigged  # noqa: E402
 
-from capture_planner import registry  # noqa: E402
+from capture_planner.analysis.lint import Severity, lint  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
 from capture_planner.bench.chain import _host as host_of_one  # noqa: E402
 from capture_planner.bench.chain import chain, with_chains, with_single_steps  # noqa: E402
@@ -23,12 +22,13 @@ from capture_planner.bench.decode import bare, decode  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD  # noqa: E402
 from capture_planner.bench.preparation import preparation, values_at  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
-from capture_planner.dispatch import Dispatcher  # noqa: E402
+from capture_planner.dispatch.dispatcher import Dispatcher  # noqa: E402
 from capture_planner.errors import RunError  # noqa: E402
-from capture_planner.lint import Severity, lint  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
-from capture_planner.registry import Registered, Registry  # noqa: E402
+from capture_planner.plugins import registry  # noqa: E402
+from capture_planner.plugins.registry import Registered, Registry  # noqa: E402
 from capture_planner.runtime.ledger import Forward  # noqa: E402
+from support.tiny import MOST, planned, quiet, rigged  # noqa: E402
 
 
 def ignore(now: str) -> None:
@@ -118,7 +118,7 @@ def test_chains_and_single_steps_are_the_same_plan_otherwise(k: int) -> None:
     """Each is made of the other, and both give the same tokens."""
     plan = planned(k)
     single = with_single_steps(plan)
-    fused = with_chains(single, registry.load())
+    fused = with_chains(single, registry.load_backends())
     assert fused is not None
     assert {entry.draft_steps for entry in single.role(Role.DRAFT_DECODE).entries} == {None}
     assert {entry.draft_steps for entry in fused.role(Role.DRAFT_DECODE).entries} == {k - 1}
@@ -174,7 +174,7 @@ class Standing:
 
 def standing(**given: Any) -> tuple[Standing, Registry]:
     """Return the backend, and a registry with it alone."""
-    found = registry.load()["reference"]
+    found = registry.load_backends()["reference"]
     backend = Standing(found.backend, **given)
     backend.padding = found.backend.padding  # type: ignore[method-assign]
     backend.refresh = found.backend.refresh  # type: ignore[method-assign]
@@ -271,7 +271,7 @@ def test_a_chain_is_not_measured_at_a_number_that_nobody_named() -> None:
 def test_all_figures_are_measured_or_their_absence_is_explained() -> None:
     """Of a plan with a chain all are there; transformers needs a GPU, and that is said."""
     bench = Bench(quick=True, load=QUICK_LOAD, page_size=8)
-    report = measure(planned(4, GraphMode.FULL_AND_PIECEWISE), registry.load(), bench, quiet)
+    report = measure(planned(4, GraphMode.FULL_AND_PIECEWISE), registry.load_backends(), bench, quiet)
     assert report.absent == ()
     assert [row.num_reqs for row in report.decode] == [1, MOST]
     assert report.capture is not None
@@ -304,7 +304,7 @@ def test_a_plan_without_decode_graphs_is_refused() -> None:
     with pytest.raises(
         RunError, match=r"no graph that serves a decode of 1 request .* name other --requests"
     ):
-        measure(planned(0, GraphMode.NONE), registry.load(), Bench(quick=True, requests=(1,)), quiet)
+        measure(planned(0, GraphMode.NONE), registry.load_backends(), Bench(quick=True, requests=(1,)), quiet)
 
 
 def test_an_error_that_nobody_foresaw_is_recorded_with_its_place() -> None:

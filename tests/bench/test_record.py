@@ -17,13 +17,13 @@ pytest.importorskip("matplotlib")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from rich.console import Console  # noqa: E402
-from tiny import planned  # noqa: E402
 
 from capture_planner.bench import record, targets, verdicts  # noqa: E402
 from capture_planner.bench.record import BenchReport, Verdict  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
 from capture_planner.report.bench import bench_data, bench_page, bench_tables  # noqa: E402
 from capture_planner.runtime.ledger import Captured  # noqa: E402
+from support.tiny import planned  # noqa: E402
 
 PLAN = planned(4, GraphMode.FULL_AND_PIECEWISE)
 ENTRIES = [(role.role, entry) for role in PLAN.roles for entry in role.entries]

@@ -14,10 +14,7 @@ pytest.importorskip("transformers")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from tiny import MOST, planned, quiet, rigged  # noqa: E402
 
-from capture_planner import registry  # noqa: E402
-from capture_planner._record import replace  # noqa: E402
 from capture_planner.bench import Bench, measure  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD, default_load  # noqa: E402
 from capture_planner.bench.record import FIGURES  # noqa: E402
@@ -25,6 +22,9 @@ from capture_planner.bench.refusals import needs  # noqa: E402
 from capture_planner.bench.rig import QUICK, REQUESTS, served_sizes  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.errors import BackendError, RunError  # noqa: E402
+from capture_planner.plugins import registry  # noqa: E402
+from capture_planner.records._base import replace  # noqa: E402
+from support.tiny import MOST, planned, quiet, rigged  # noqa: E402
 
 PLANS = {k: planned(k) for k in (0, 2, 4)}
 
@@ -101,10 +101,10 @@ def test_each_figure_needs_the_pages_that_are_said(k: int, figure: str) -> None:
     plan, load = PLANS[k], Load(requests=2, prompt=9, output=5)
     least = max((number for _, number in needs(plan, QUICK, (1, MOST), load, (figure,), 8)), default=1)
     bench = Bench(quick=True, load=load, only=(figure,), page_size=8, pages=least)
-    assert measure(plan, registry.load(), bench, quiet).failed == ()
+    assert measure(plan, registry.load_backends(), bench, quiet).failed == ()
     if least > 1:
         with pytest.raises(RunError, match=rf"{figure}.* needs {least} pages of 8 tokens, and --pages is"):
-            measure(plan, registry.load(), attrs.evolve(bench, pages=least - 1), quiet)
+            measure(plan, registry.load_backends(), attrs.evolve(bench, pages=least - 1), quiet)
 
 
 @pytest.mark.usefixtures("no_model")
@@ -119,7 +119,7 @@ def test_each_figure_needs_the_pages_that_are_said(k: int, figure: str) -> None:
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(chosen: Any) -> None:
     """It can be known from the plan."""
     with pytest.raises(RunError):
-        measure(PLANS[2], registry.load(), Bench(quick=True, **chosen), quiet)
+        measure(PLANS[2], registry.load_backends(), Bench(quick=True, **chosen), quiet)
 
 
 # Interruptions.
@@ -146,7 +146,7 @@ def test_an_interruption_keeps_the_figures_before_it(case: tuple[list[str], int]
     bench = Bench(
         quick=True, requests=(1,), load=Load(requests=1, prompt=3, output=3), only=only, page_size=8
     )
-    report = measure(PLANS[4], registry.load(), bench, stopping)
+    report = measure(PLANS[4], registry.load_backends(), bench, stopping)
     place = only.index(stopped)
     assert report.interrupted
     assert report.failed == ()

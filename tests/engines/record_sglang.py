@@ -2,7 +2,7 @@
 
     python tests/engines/record_sglang.py FOLDER
 
-Writes ``tests/engines/golden/sglang.json``: launches drawn by ``capture_planner.testing.engines.sglang``,
+Writes ``tests/engines/golden/sglang.json``: launches drawn by ``engines.generators.sglang``,
 each with what the engine's functions answered, as ``shortened`` has it.
 """
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from capture_planner.testing.engines import sglang as drawing
-from capture_planner.testing.engines import sglang_answers as answers
-from capture_planner.testing.files import module_at
+from engines.generators import sglang as drawing
+from engines.generators import sglang_answers as answers
+from support.files import module_at
 
 COUNT, BATCHES, RANKS = 400, 12, 3
 SELDOM = (

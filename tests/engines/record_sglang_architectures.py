@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from capture_planner.engines.sglang import resolution
-from capture_planner.testing.engines import sglang as drawing
-from capture_planner.testing.engines import sglang_answers as answers
-from capture_planner.testing.files import module_at
+from capture_planner_sglang import resolution
+from engines.generators import sglang as drawing
+from engines.generators import sglang_answers as answers
+from support.files import module_at
 
 _HERE = Path(__file__).parent
 _DATA = Path(resolution.__file__).parent / "architectures.json"

@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from capture_planner.testing.engines import tensorrt_llm as drawn
-from capture_planner.testing.engines.tensorrt_llm_answers import asked, shortened
-from capture_planner.testing.files import module_at
+from engines.generators import tensorrt_llm as drawn
+from engines.generators.tensorrt_llm_answers import asked, shortened
+from support.files import module_at
 
 HERE = Path(__file__).parent
 SEED, COUNT = 2026, 400

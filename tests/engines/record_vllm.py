@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from capture_planner.testing.files import module_at
+from support.files import module_at
 
 HERE = Path(__file__).parent
 FLAGS = HERE.parent.parent / "capture_planner" / "engines" / "vllm" / "flags.json"
@@ -153,8 +153,8 @@ def _flat(part: Any) -> list[str]:
 
 def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> None:
     """Write ``count`` command lines with the engine's answers."""
-    from capture_planner.catalog import find_environment
-    from capture_planner.testing.engines import vllm
+    from capture_planner.codec.shipped import find_environment
+    from engines.generators import vllm
 
     cases = []
     with tempfile.TemporaryDirectory() as folder:

@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from capture_planner.testing.engines import vllm_managers as cases
-from capture_planner.testing.files import module_at
+from engines.generators import vllm_managers as cases
+from support.files import module_at
 
 HERE = Path(__file__).parent
 SEED, COUNT = 33, 400

@@ -10,21 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.catalog import find_environment
+from capture_planner.analysis.lint.core import link
+from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.check import ENGINE_RULES, check
-from capture_planner.engines.core import Emulation
-from capture_planner.engines.vllm.schedule import draft_tokens, normalized, query_lens
-from capture_planner.engines.vllm.table import TableManager
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.walk import runs, walk
-from capture_planner.entry import Batch
-from capture_planner.lint.core import link
-from capture_planner.model import DraftModel, Method, Speculative
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Kind
-from capture_planner.sizing.engines import vllm_tokens
-from capture_planner.spec import Limits
-from capture_planner.testing.engines.vllm_managers import misses
+from capture_planner.planning.sizing.engine_lists import vllm_tokens
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.model import DraftModel, Method, Speculative
+from capture_planner.records.spec import Limits
+from capture_planner_vllm.schedule import draft_tokens, normalized, query_lens
+from capture_planner_vllm.table import TableManager
+from engines.generators.vllm_managers import misses
 
 H100 = find_environment("h100")
 SEQS = 256

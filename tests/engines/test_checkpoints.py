@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from capture_planner.catalog import find_environment, shipped_environments
+from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines import checkpoints, emulate
-from capture_planner.engines.vllm import resolve
-from capture_planner.engines.vllm.attention import Attention
-from capture_planner.engines.vllm.model import ASSUMED_LENGTH, read_model
 from capture_planner.errors import FlagError
+from capture_planner_vllm import resolve
+from capture_planner_vllm.attention import Attention
+from capture_planner_vllm.model import ASSUMED_LENGTH, read_model
 
 KNOWN = sorted(checkpoints.known())
 EVERY = pytest.mark.parametrize("name", KNOWN)

@@ -10,19 +10,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from capture_planner._record import replace
-from capture_planner.admissible import batches, decode_families, is_admissible
-from capture_planner.catalog import find_environment
-from capture_planner.dispatch import Dispatcher
+from capture_planner.codec.shipped import find_environment
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate, traffic
-from capture_planner.engines.compare import compare
-from capture_planner.engines.core import Emulation, Graph
-from capture_planner.entry import Batch
-from capture_planner.model import Method, Speculative
+from capture_planner.engines.emulation import Emulation, Graph
+from capture_planner.engines.side_by_side import compare
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Kind
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import batches, decode_families, is_admissible
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.spec import Limits, Parallel
 from capture_planner.report.side_by_side import MAX_HOLES, side_by_side_table
-from capture_planner.spec import Limits, Parallel
 from capture_planner.testing import arbitrary_plans, plans
 
 SMALL = {"max_reqs": 16, "max_tokens": 64}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.engines.core import Decisions, written
+from capture_planner.engines.emulation import Decisions, written
 from capture_planner.modes import Role
 
 SIZES = st.lists(st.integers(0, 999))

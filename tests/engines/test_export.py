@@ -2,27 +2,27 @@
 
 import attrs
 import pytest
-from export_plans import SCHEDULES, made
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
-from small_engines import EMULATORS, Searched, vllm_table
 
-from capture_planner.admissible import decode_families, decode_tiers, is_admissible
-from capture_planner.dispatch import Dispatcher
-from capture_planner.engines.core import Emulation, Graph
-from capture_planner.engines.export import EXPORTERS, Effect, compared, prove
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines import ENGINES, find_engine
+from capture_planner.engines.emulation import Emulation, Graph
+from capture_planner.engines.export import Effect, compared, prove
 from capture_planner.engines.export.core import DRAFT_MODEL, graph_scope, words
 from capture_planner.engines.export.proof import effect, emulated
-from capture_planner.entry import Batch
 from capture_planner.errors import DispatchError, FlagError, Problem
-from capture_planner.model import Method, Speculative
 from capture_planner.modes import GraphMode, Refresh, Role
-from capture_planner.plan import Kind
-from capture_planner.spec import Policy, Sizes
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import decode_families, decode_tiers, is_admissible
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.spec import Policy, Sizes
 from capture_planner.testing import batches, plans
+from support.export_plans import SCHEDULES, made
+from support.small_engines import EMULATORS, Searched, vllm_table
 
-ENGINES = st.sampled_from(sorted(EXPORTERS))
+NAMES = st.sampled_from(sorted(ENGINES))
 PLANS = plans(max_reqs=24, max_tokens=256)
 
 
@@ -45,7 +45,7 @@ def deployed(draw, tiers):
 
 def proved(engine, planned):
     """Return the export of a plan with its proof, by the restated engine."""
-    return prove(EXPORTERS[engine](planned), planned, EMULATORS[engine])
+    return prove(find_engine(engine).export(planned), planned, EMULATORS[engine])
 
 
 def itself(planned):
@@ -104,10 +104,10 @@ def test_a_graph_that_is_gone_is_seen(planned, data):
     assert {d.planned for d in proof.differences} <= {gone.entry}
 
 
-@given(ENGINES, PLANS, st.data())
+@given(NAMES, PLANS, st.data())
 def test_a_proof_is_true_of_every_batch(engine, planned, data):
     """An admissible batch differs exactly where the proof says so, and as it says."""
-    export = EXPORTERS[engine](planned)
+    export = find_engine(engine).export(planned)
     emulation = emulated(export, planned.environment, EMULATORS[engine])
     proof = compared(planned, emulation)
     batch = data.draw(batches(planned))
@@ -133,10 +133,10 @@ def test_a_proof_is_true_of_every_batch(engine, planned, data):
     assert [d.effect for d in said] == ([] if found is None else [found])
 
 
-@given(ENGINES, PLANS)
+@given(NAMES, PLANS)
 def test_graphs_are_counted_once(engine, planned):
     """What both have and what one has make up each side; losses cost what differs in their scope."""
-    export = EXPORTERS[engine](planned)
+    export = find_engine(engine).export(planned)
     assert all(loss.cost is None and loss.says for loss in export.losses)
     assert len({loss.name for loss in export.losses}) == len(export.losses)
     proven = prove(export, planned, EMULATORS[engine])
@@ -148,7 +148,7 @@ def test_graphs_are_counted_once(engine, planned):
     assert proven.data()["proof"]["exact"] is proof.exact
 
 
-@given(ENGINES, PLANS)
+@given(NAMES, PLANS)
 def test_every_loss_has_a_name(engine, planned):
     """Where a batch or a graph is lost, the export had said so before it was tried."""
     export = proved(engine, planned)
@@ -157,10 +157,10 @@ def test_every_loss_has_a_name(engine, planned):
     assert lost | {graph_scope(graph) for graph in export.proof.lacks} <= said
 
 
-@given(ENGINES, PLANS)
+@given(NAMES, PLANS)
 def test_the_file_says_what_the_flags_say(engine, planned):
     """The file is YAML, and gives the same words; where the flags refer to it, they hold nothing else."""
-    export = EXPORTERS[engine](planned)
+    export = find_engine(engine).export(planned)
     data = YAML(typ="safe", pure=True).load(export.file)
     assert data == export.settings
     if export.by_file:
@@ -253,30 +253,30 @@ def test_own_sizes_would_have_missed():
         assert weaker > 0
 
 
-@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+@pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_a_plan_without_graphs(engine):
     """NONE stays NONE: nothing is captured, nothing differs."""
     proof = proved(engine, made(mode=GraphMode.NONE)).proof
     assert (proof.same, proof.lacks, proof.adds, proof.differences) == ((), (), (), ())
 
 
-@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+@pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_a_plan_without_target_cannot_be_exported(engine):
     """There is nothing to serve."""
     planned = made(SCHEDULES[0])
     with pytest.raises(DispatchError, match="no role target"):
-        EXPORTERS[engine](attrs.evolve(planned, roles=planned.roles[1:]))
+        find_engine(engine).export(attrs.evolve(planned, roles=planned.roles[1:]))
 
 
 def test_a_backend_that_the_engine_has_not_is_a_loss():
     """VLLM and SGLang name theirs; another one is a loss with a sentence."""
     planned = made()
     for engine, name in (("vllm", "FLASH_ATTN"), ("sglang", "fa3")):
-        flags = EXPORTERS[engine](planned).flags
+        flags = find_engine(engine).export(planned).flags
         assert flags[flags.index("--attention-backend") + 1] == name
         role = planned.roles[0]
         groups = tuple(attrs.evolve(group, backend="reference") for group in role.groups)
-        other = EXPORTERS[engine](attrs.evolve(planned, roles=(attrs.evolve(role, groups=groups),)))
+        other = find_engine(engine).export(attrs.evolve(planned, roles=(attrs.evolve(role, groups=groups),)))
         assert "--attention-backend" not in other.flags
         assert "no attention backend reference" in {loss.name: loss for loss in other.losses}["backend"].says
 
@@ -297,7 +297,7 @@ def refusing(engine, *flags):
 def test_a_backend_that_the_engine_refuses_is_left_out(engine):
     """It is a loss with the engine's reason; flags and file are without it, and what is left is proved."""
     planned = made()
-    export = EXPORTERS[engine](planned)
+    export = find_engine(engine).export(planned)
     found = prove(export, planned, refusing(engine, "--attention-backend"))
     assert found.backend is None
     kept = tuple(word for word in export.flags if word not in ("--attention-backend", export.backend))
@@ -311,11 +311,11 @@ def test_a_backend_that_the_engine_refuses_is_left_out(engine):
     assert lost.cost == found.proof.cost(lost.scope)
 
 
-@pytest.mark.parametrize("engine", sorted(EXPORTERS))
+@pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_flags_that_the_engine_refuses_are_not_proved(engine):
     """They are there, with no proof, and the engine's reason in its place; losses have no cost."""
     planned = made()
-    export = EXPORTERS[engine](planned)
+    export = find_engine(engine).export(planned)
     found = prove(export, planned, refusing(engine, export.flags[0]))
     assert found == attrs.evolve(export, unproved=found.unproved)
     assert "it has no such kernel; buy another" in found.unproved
@@ -330,6 +330,6 @@ def test_a_refused_file_has_the_name_it_is_written_under():
         path = command[command.index("--config") + 1]
         raise FlagError([Problem(path=("--config",), file=path, line=3, message="no")])
 
-    found = prove(EXPORTERS["tensorrt-llm"](planned), planned, emulate)
+    found = prove(find_engine("tensorrt-llm").export(planned), planned, emulate)
     assert found.unproved.endswith("tensorrt-llm.yaml:3: --config: no")
     assert "/" not in found.unproved

@@ -6,12 +6,12 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from small_engines import vllm_table
 
 from capture_planner.engines.export.mend import Decodes, examine, full_graphs, mend_vllm, nearest
-from capture_planner.entry import Batch
 from capture_planner.modes import GraphMode, Role
-from capture_planner.sizing.engines import vllm_tokens
+from capture_planner.planning.sizing.engine_lists import vllm_tokens
+from capture_planner.records.batch import Batch
+from support.small_engines import vllm_table
 
 SCHEDULES = {
     "2/1": ((1, 16, 2), (17, 256, 1)),

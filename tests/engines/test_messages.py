@@ -6,14 +6,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capture_planner.catalog import find_environment
+from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import ENGINES, emulate, find_engine
 from capture_planner.engines.parsing import near
-from capture_planner.engines.sglang import flags as sglang
-from capture_planner.engines.tensorrt_llm import flags as tensorrt_llm
-from capture_planner.engines.vllm import flags as vllm
 from capture_planner.engines.yaml_files import read_yaml
 from capture_planner.errors import FlagError, InvalidDocument
+from capture_planner_sglang import flags as sglang
+from capture_planner_tensorrt_llm import flags as tensorrt_llm
+from capture_planner_vllm import flags as vllm
 
 H100 = find_environment("h100")
 SCHEDULE = "num_speculative_tokens_per_batch_size"

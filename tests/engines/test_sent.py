@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.admissible import is_admissible
-from capture_planner.catalog import find_environment
+from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
-from capture_planner.engines.compare import compare
 from capture_planner.engines.sent import why_never_sent
+from capture_planner.engines.side_by_side import compare
 from capture_planner.engines.walk import walk
-from capture_planner.entry import Batch
 from capture_planner.modes import Role
-from capture_planner.plan import Kind
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import is_admissible
 
 H100 = find_environment("h100")
 EAGLE = (

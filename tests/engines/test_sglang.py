@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capture_planner.engines.core import Emulation
-from capture_planner.engines.sglang import ENGINE, emulate, ranks_bucket
-from capture_planner.engines.sglang.managers import decode_sizes, prefill_sizes
-from capture_planner.engines.sglang.names import CHOICES, INERT, NOT_FOLLOWED
-from capture_planner.entry import Batch
+from capture_planner.engines.emulation import Emulation
 from capture_planner.errors import DispatchError, FlagError
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.testing.engines import sglang as drawing
+from capture_planner.records.batch import Batch
+from capture_planner_sglang import ENGINE, emulate, ranks_bucket
+from capture_planner_sglang.managers import decode_sizes, prefill_sizes
+from capture_planner_sglang.names import CHOICES, INERT, NOT_FOLLOWED
+from engines.generators import sglang as drawing
 
 H100 = drawing.environment("h100")
 BASE = ["--model-path", "a-model"]

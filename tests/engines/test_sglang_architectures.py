@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from capture_planner.engines import checkpoints
-from capture_planner.engines.sglang import emulate
-from capture_planner.engines.sglang.resolution import architectures
 from capture_planner.errors import FlagError
-from capture_planner.testing.engines import sglang as drawing
-from capture_planner.testing.engines import sglang_answers as answers
+from capture_planner_sglang import emulate
+from capture_planner_sglang.resolution import architectures
+from engines.generators import sglang as drawing
+from engines.generators import sglang_answers as answers
 
 _GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parent / "golden" / "sglang_architectures.json").read_text()

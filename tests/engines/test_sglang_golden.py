@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from capture_planner.testing.engines import sglang as drawing
-from capture_planner.testing.engines import sglang_answers as answers
+from engines.generators import sglang as drawing
+from engines.generators import sglang_answers as answers
 
 _CASES: list[list[Any]] = json.loads((Path(__file__).parent / "golden" / "sglang.json").read_text())
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from capture_planner.errors import FlagError
-from capture_planner.testing.engines import tensorrt_llm as drawn
-from capture_planner.testing.engines.tensorrt_llm_answers import emulated, shortened
+from engines.generators import tensorrt_llm as drawn
+from engines.generators.tensorrt_llm_answers import emulated, shortened
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "tensorrt_llm.json").read_text("utf-8"))
 

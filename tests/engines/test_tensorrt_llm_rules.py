@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.engines.core import Manager
-from capture_planner.engines.tensorrt_llm import DecodeGraphs, agreed, rules
-from capture_planner.engines.tensorrt_llm.settings import ALGORITHMS, Drafting
+from capture_planner.engines.emulation import Manager
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.testing.engines.tensorrt_llm_answers import batch_of
+from capture_planner_tensorrt_llm import DecodeGraphs, agreed, rules
+from capture_planner_tensorrt_llm.settings import ALGORITHMS, Drafting
+from engines.generators.tensorrt_llm_answers import batch_of
 
 KINDS = tuple(ALGORITHMS)
 

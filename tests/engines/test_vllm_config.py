@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import FLAGS, emulate, resolve
-from capture_planner.engines.vllm.attention import EMULATED, Attention
-from capture_planner.engines.vllm.flags import read, short_number, table
-from capture_planner.engines.vllm.model import Model
-from capture_planner.engines.vllm.resolution import Ladder
+from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport
-from capture_planner.sizing.engines import vllm_tokens
-from capture_planner.testing.engines.vllm import Case, cases, write_models
+from capture_planner.planning.sizing.engine_lists import vllm_tokens
+from capture_planner_vllm import FLAGS, emulate, resolve
+from capture_planner_vllm.attention import EMULATED, Attention
+from capture_planner_vllm.flags import read, short_number, table
+from capture_planner_vllm.model import Model
+from capture_planner_vllm.resolution import Ladder
+from engines.generators.vllm import Case, cases, write_models
 
 H100, A100 = find_environment("h100"), find_environment("a100")
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import FLAGS, resolve
-from capture_planner.engines.vllm.flags import VARIABLES, table
+from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner.testing.engines.vllm import Case, answer_of, write_models
+from capture_planner_vllm import FLAGS, resolve
+from capture_planner_vllm.flags import VARIABLES, table
+from engines.generators.vllm import Case, answer_of, write_models
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm_config.json").read_text())
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import emulate, resolve
+from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner.testing.engines.vllm import answer_of, write_models
-from capture_planner.testing.engines.vllm_directed import REFUSED, directed
+from capture_planner_vllm import emulate, resolve
+from engines.generators.vllm import answer_of, write_models
+from engines.generators.vllm_directed import REFUSED, directed
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capture_planner.engines.vllm import data_parallel, first, legacy, schedule
-from capture_planner.engines.vllm.drafter import DraftDecode, DraftPrefill, draft_modes
-from capture_planner.engines.vllm.managers import managers
-from capture_planner.engines.vllm.settings import Drafter, Runner
-from capture_planner.engines.vllm.table import TableManager
-from capture_planner.entry import Batch, Entry
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
-from capture_planner.sizing.engines import vllm_tokens
-from capture_planner.testing.engines import vllm_managers as cases
+from capture_planner.planning.sizing.engine_lists import vllm_tokens
+from capture_planner.records.batch import Batch, Entry
+from capture_planner_vllm import data_parallel, first, legacy, schedule
+from capture_planner_vllm.drafter import DraftDecode, DraftPrefill, draft_modes
+from capture_planner_vllm.managers import managers
+from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.table import TableManager
+from engines.generators import vllm_managers as cases
 
 PUBLISHED = [
     (((1, 16, 2), (17, 256, 1)), 20, 102, 53),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from capture_planner.testing.engines import vllm_managers as cases
+from engines.generators import vllm_managers as cases
 
 GOLDEN = Path(__file__).parent / "golden" / "vllm_managers.json"
 PART = 50

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import emulate, resolve
-from capture_planner.engines.vllm.attention import EMULATED, Attention
-from capture_planner.engines.vllm.flags import table
-from capture_planner.engines.vllm.model import Model
-from capture_planner.engines.vllm.parts import names
-from capture_planner.engines.vllm.settings import Drafter
-from capture_planner.engines.vllm.unemulated import _FLAGS
+from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.walk import walk
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.plan import Kind
-from capture_planner.testing.engines.vllm_models import MODELS, write_models
+from capture_planner.records.batch import Kind
+from capture_planner_vllm import emulate, resolve
+from capture_planner_vllm.attention import EMULATED, Attention
+from capture_planner_vllm.flags import table
+from capture_planner_vllm.model import Model
+from capture_planner_vllm.parts import names
+from capture_planner_vllm.settings import Drafter
+from capture_planner_vllm.unemulated import _FLAGS
+from engines.generators.vllm_models import MODELS, write_models
 
 H100 = find_environment("h100")
 ATTENTIONS = st.builds(

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner._record import replace
-from capture_planner.engines import vllm_plugin
-from capture_planner.engines.export.vllm import export_vllm
 from capture_planner.errors import RunError
-from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import replace
+from capture_planner.records.model import Method
 from capture_planner.testing import plans
+from capture_planner_vllm import vllm_plugin
+from capture_planner_vllm.export import export_vllm
 
 Mode = Enum("Mode", [mode.name for mode in GraphMode])
 

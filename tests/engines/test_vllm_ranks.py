@@ -4,14 +4,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capture_planner.catalog import find_environment
-from capture_planner.engines.vllm import data_parallel, emulate, resolve
-from capture_planner.engines.vllm.legacy import PaddedManager
-from capture_planner.engines.vllm.managers import managers
-from capture_planner.engines.vllm.settings import Drafter, Runner
+from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from capture_planner.testing.engines import vllm_managers as cases
+from capture_planner_vllm import data_parallel, emulate, resolve
+from capture_planner_vllm.legacy import PaddedManager
+from capture_planner_vllm.managers import managers
+from capture_planner_vllm.settings import Drafter, Runner
+from engines.generators import vllm_managers as cases
 
 H100 = find_environment("h100")
 OVERLAP = ("--enable-dbo", "--all2all-backend", "deepep_low_latency")

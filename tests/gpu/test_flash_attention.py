@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from capture_planner_flash_attention import FlashAttention, backend
-from capture_planner_flash_attention.executor import FlashAttentionExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.runtime.contract import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
-from capture_planner.spec import Limits
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.executor import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
+from capture_planner_flash_attention import FlashAttention, backend
+from capture_planner_flash_attention.executor import FlashAttentionExecutor
 
 # Kernel libraries warn while they compile.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -24,11 +24,12 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-import flashinfer_rig as checks
 import pytest
 import torch
-from flashinfer_rig import Rig, Setting, Steps
 from hypothesis import HealthCheck, given, settings
+
+from support import flashinfer_rig as checks
+from support.flashinfer_rig import Rig, Setting, Steps
 
 EXAMPLES = int(os.environ.get("CAPTURE_PLANNER_GPU_EXAMPLES", "6"))
 

@@ -13,18 +13,18 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from capture_planner import load
-from capture_planner.model import DataType, Method, Model, Speculative
-from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.huggingface import load_target
+from capture_planner import load_backends
 from capture_planner.modes import Chain, GraphMode, Pool, Role
-from capture_planner.planner import plan as make_plan
-from capture_planner.runtime.graph import Grapher
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records.model import DataType, Method, Model, Speculative
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
+from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.kv import PageFormat
 from capture_planner.runtime.ledger import Accounts, Captured
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.runner import Runner
-from capture_planner.spec import Limits, Policy, Sizes, Spec
+from capture_planner.runtime.serving.kv import PageFormat
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -36,7 +36,7 @@ SLACK = 1 << 16
 @pytest.fixture(scope="module")
 def grapher() -> Iterator[Grapher]:
     """CUDA graphs; the stream that is current is put back."""
-    from capture_planner.runtime.cuda import CudaGraphs
+    from capture_planner.runtime.graphs.cuda import CudaGraphs
 
     stream = torch.cuda.current_stream()
     yield CudaGraphs(torch.device("cuda:0"))
@@ -59,7 +59,7 @@ def spec_of(pool: Pool, chain: Chain = Chain.FUSED) -> Spec:
         ),
         limits=Limits(max_num_reqs=16, max_num_tokens=512),
         mode=GraphMode.FULL_AND_PIECEWISE,
-        backend="triton" if "triton" in load() else "reference",
+        backend="triton" if "triton" in load_backends() else "reference",
         speculative=Speculative(method=Method.EAGLE, num_tokens=3, chain=chain),
         sizes=Sizes(policy=Policy.POWERS_OF_TWO),
         pool=pool,
@@ -69,7 +69,7 @@ def spec_of(pool: Pool, chain: Chain = Chain.FUSED) -> Spec:
 @contextmanager
 def runner_of(spec: Spec, grapher: Grapher, device: str = "cuda:0") -> Iterator[Runner]:
     """Put a runner together; leaving gives its memory back."""
-    registry = load()
+    registry = load_backends()
     plan = make_plan(spec, this_environment("here"), registry)
     assert plan.speculative is not None
     where = torch.device(device)

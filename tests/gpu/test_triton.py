@@ -13,13 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
-from capture_planner.model import DataType
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.contract import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
-from capture_planner.spec import Limits
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import DataType
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.executor import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
 
 pytest.importorskip("triton", reason="triton is not installed")
 backend = pytest.importorskip("capture_planner_triton", reason="capture-planner-triton is not installed")

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 from _deployments import CASES, REGISTRY, deployment, missing, small
-from by_hand import with_piecewise_draft_decode
 
+from capture_planner.analysis.lint import Severity, lint
 from capture_planner.errors import GuardError, RunError
-from capture_planner.lint import Severity, lint
-from capture_planner.models.auxiliary import choose_drafter
 from capture_planner.modes import Role
 from capture_planner.runtime.launch import Choices, grapher_for, launch
+from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.runner import Runner
+from support.by_hand import with_piecewise_draft_decode
 
 # Kernel libraries warn while they compile.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]

@@ -1,6 +1,1 @@
 """Makes ``reference`` importable under importlib import mode."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -11,20 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probe import Probe
 from torch import nn
-from worlds import bits, persistent, requests_of, serve, spec_of, world_of
 
-from capture_planner import registry
-from capture_planner.contract import Axis, Fill, Lifetime, MetadataField, PaddingContract, Where
 from capture_planner.errors import GuardError
-from capture_planner.model import Method
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.capture import warm_values
-from capture_planner.runtime.fields import Extents, tensor_of
-from capture_planner.runtime.guards import Baked
-from capture_planner.runtime.role import Options
-from capture_planner.spec import Policy, Sizes
+from capture_planner.plugins import registry
+from capture_planner.records.backend import Axis, Fill, Lifetime, MetadataField, PaddingContract, Where
+from capture_planner.records.model import Method
+from capture_planner.records.spec import Policy, Sizes
+from capture_planner.runtime.execution.capture import warm_values
+from capture_planner.runtime.execution.fields import Extents, tensor_of
+from capture_planner.runtime.execution.guards import Baked
+from capture_planner.runtime.execution.role import Options
+from support.probe import Probe
+from support.worlds import bits, persistent, requests_of, serve, spec_of, world_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCALARS = ("max_query_len", "max_seq_len")
@@ -68,7 +68,7 @@ def make(mode=GraphMode.FULL_AND_PIECEWISE, **options):
     probe = Probe(padding=FROZEN)
     world = world_of(
         spec_of(backend="probe", mode=mode, method=Method.EAGLE3, sizes=SIZES, embeddings=True),
-        registry=registry.load(probe),
+        registry=registry.load_backends(probe),
         seed=99,
     )
     runner = world.runner(options=Options(**options))

@@ -1,13 +1,13 @@
 """Law 1, coverage: every admissible batch maps to an entry or a waiver."""
 
-import reference
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capture_planner.admissible import decode_families
-from capture_planner.coverage import coverage
+from capture_planner.analysis.coverage import coverage
 from capture_planner.modes import GraphMode, Reason
+from capture_planner.records.batch_space import decode_families
 from capture_planner.testing import arbitrary_plans, plans
+from support import reference
 
 
 @given(plans(max_reqs=17, max_tokens=96))

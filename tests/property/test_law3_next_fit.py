@@ -1,13 +1,13 @@
 """Law 3, next fit: the cheapest compatible entry over all entries; total and deterministic."""
 
-import reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.dispatch import Dispatcher
-from capture_planner.entry import Batch
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode
+from capture_planner.records.batch import Batch
 from capture_planner.testing import arbitrary_plans, batches, plans
+from support import reference
 
 ANY_PLAN = plans(max_reqs=64) | arbitrary_plans()
 

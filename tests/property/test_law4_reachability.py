@@ -1,10 +1,10 @@
 """Law 4, reachability: what no batch can reach is not planned."""
 
-import reference
 from hypothesis import given
 
-from capture_planner.coverage import coverage
+from capture_planner.analysis.coverage import coverage
 from capture_planner.testing import arbitrary_plans, plans
+from support import reference
 
 
 def _reached(plan, role):

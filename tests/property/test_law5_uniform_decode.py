@@ -4,7 +4,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.dispatch import Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.testing import arbitrary_plans, batches, plans
 
 ANY_PLAN = plans(max_reqs=64) | arbitrary_plans()

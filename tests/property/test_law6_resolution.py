@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.contract import Support
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill
-from capture_planner.spec import Piecewise
+from capture_planner.planning.resolve import (
+    GroupSupport,
+    resolve,
+    resolve_draft_decode,
+    resolve_draft_prefill,
+)
+from capture_planner.records.backend import Support
+from capture_planner.records.spec import Piecewise
 from capture_planner.testing import deployments
 
 N, P, D, S, F = (

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from capture_planner import codec, registry
-from capture_planner._record import digest
-from capture_planner.environment import Environment
+from capture_planner import codec
 from capture_planner.errors import InvalidDocument, PlanningError
-from capture_planner.hookspecs import hookimpl
-from capture_planner.spec import Spec
+from capture_planner.plugins import registry
+from capture_planner.plugins.hookspecs import hookimpl
+from capture_planner.records._base import digest
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Spec
 from capture_planner.testing import (
     Deployment,
     arbitrary_plans,
@@ -88,8 +89,8 @@ def test_the_order_of_registration_changes_nothing(deployment, data):
 
     plugins = [plugin(item) for item in deployment.registry.values()]
     made = [
-        registry.load(*data.draw(st.permutations(plugins)), installed=False),
-        registry.load(*plugins, installed=False),
+        registry.load_backends(*data.draw(st.permutations(plugins)), installed=False),
+        registry.load_backends(*plugins, installed=False),
     ]
     assert list(made[0]) == list(made[1])
     assert dict(made[0]) == dict(made[1])
@@ -128,8 +129,8 @@ def test_a_damaged_file_is_refused_with_its_place_or_read(document):
 _PRINT = """
 import sys
 from capture_planner import codec
-from capture_planner._record import digest
-from capture_planner.plan import Plan
+from capture_planner.records._base import digest
+from capture_planner.records.plan import Plan
 plan = codec.loads(sys.stdin.read(), Plan)
 print(digest(plan), codec.dumps(plan), sep="\\n", end="")
 """

@@ -1,18 +1,18 @@
 """Law 8, ranks agree: the decision is a pure function of the gathered vector, the same on every rank."""
 
 import attrs
-import reference
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner._record import replace
-from capture_planner.dispatch import Dispatcher
-from capture_planner.entry import Batch
+from capture_planner.analysis.data_parallel import Submission, Vector, agree
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.plan import Plan
-from capture_planner.ranks import Submission, Vector, agree
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
+from capture_planner.records.plan import Plan
 from capture_planner.testing import arbitrary_plans, batches, plans, vectors
+from support import reference
 
 ANY_PLAN = plans(max_reqs=64) | arbitrary_plans()
 

@@ -9,7 +9,12 @@ import pytest
 import torch
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
-from worlds import (
+
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.spec import Policy, Sizes
+from capture_planner.runtime.execution.capture import without_graphs, without_speculation
+from capture_planner.runtime.execution.role import Options
+from support.worlds import (
     LONGEST,
     VOCABULARY,
     bits,
@@ -21,11 +26,6 @@ from worlds import (
     world_of,
     worlds,
 )
-
-from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.capture import without_graphs, without_speculation
-from capture_planner.runtime.role import Options
-from capture_planner.spec import Policy, Sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))

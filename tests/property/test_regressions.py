@@ -3,19 +3,19 @@
 import attrs
 import pytest
 
-from capture_planner._record import replace
-from capture_planner.contract import Support
-from capture_planner.dispatch import Dispatcher
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
-from capture_planner.lint import lint
-from capture_planner.model import Method, Model, Speculative
+from capture_planner.analysis.lint import lint
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.plan import Plan
-from capture_planner.planner import plan
-from capture_planner.registry import Registered, Registry
-from capture_planner.sizing import engines
-from capture_planner.spec import Limits, Policy, Sizes, Spec
+from capture_planner.planning.planner import plan
+from capture_planner.planning.sizing import engine_lists as engines
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Support
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import Method, Model, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.testing import FakeBackend
 
 GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)

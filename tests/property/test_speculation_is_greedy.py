@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
-from capture_planner import load
+from capture_planner import load_backends
 from capture_planner.errors import PlanningError
-from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.huggingface import load_target
-from capture_planner.planner import plan as make_plan
-from capture_planner.runtime.capture import without_graphs, without_speculation
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.recorded import RecordedGraphs
-from capture_planner.runtime.role import Options
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.runtime.execution.capture import without_graphs, without_speculation
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.workload import Request
-from capture_planner.testing.runs import CPU, VOCABULARY, requests_for, runnable_specs
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Request
+from support.runs import CPU, VOCABULARY, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-REGISTRY = load()
+REGISTRY = load_backends()
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixture of experts": MixtralConfig}
 OPTIONS = st.builds(
     Options,

@@ -17,19 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
-from capture_planner.modes import GraphMode, Role
-from capture_planner.report.conformance import (
-    Conformance,
-    conformance_data,
-    conformance_page,
-    conformance_tables,
-    tried,
-)
-from capture_planner.testing import conformance as suite
-from capture_planner.testing.conformance.audit import Attack, Audited, Verdict, verdicts
-from capture_planner.testing.conformance.scene import (
+from capture_planner import conformance as suite
+from capture_planner.conformance.audit import Attack, Audited, Verdict, verdicts
+from capture_planner.conformance.scene import (
     Arrive,
     Depart,
     Forward,
@@ -37,8 +27,18 @@ from capture_planner.testing.conformance.scene import (
     Reload,
     Serve,
 )
-from capture_planner.testing.conformance.shapes import CANDIDATES, Refused
-from capture_planner.testing.conformance.words import case_in_words
+from capture_planner.conformance.shapes import CANDIDATES, Refused
+from capture_planner.conformance.words import case_in_words
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.report.conformance import (
+    Conformance,
+    conformance_data,
+    conformance_page,
+    conformance_tables,
+    tried,
+)
 
 SHAPES = [shape for shapes in CANDIDATES for shape in shapes]
 WORDS = st.text("abc '\"$`\\<&[]", max_size=8)
@@ -229,7 +229,7 @@ def test_the_table_of_the_docs_has_the_newest_result_of_each_and_says_what_is_mi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not measured has a row that says so; what was found or broke stands below."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools" / "docs")
     tables = importlib.import_module("conformance_tables")
     assert tables.kept(tmp_path).count("not measured") == len(tables.BACKENDS)
     _result("triton", "2026-11-21T07:00:00+00:00", tmp_path, scenes=3)

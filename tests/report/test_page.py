@@ -7,12 +7,11 @@ from html import unescape
 from html.parser import HTMLParser
 
 import attrs
-import ledgers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.dispatch import Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.report.drawing import MAX_POINTS, Buckets, cumulative, thinned
@@ -21,6 +20,7 @@ from capture_planner.report.sections import sections
 from capture_planner.report.summary import summary
 from capture_planner.report.writing import printable
 from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
+from support import ledgers
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -8,7 +8,6 @@ from collections import Counter
 from itertools import pairwise
 
 import attrs
-import ledgers
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, sections
 from capture_planner.report.summary import Percentiles
 from capture_planner.report.writing import percent, seconds, size
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, Reading, RunReport
+from support import ledgers
 
 REPORTS = ledgers.reports()
 EMPTY = RunReport(

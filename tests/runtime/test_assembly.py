@@ -4,27 +4,27 @@ import json
 
 import pytest
 import torch
-from capture_planner_reference import Reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner._record import replace
-from capture_planner.contract import Axis, Fill, MetadataField, PaddingContract, Workspace
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
-from capture_planner.models.eagle import load_drafter
-from capture_planner.models.huggingface import load_target
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.plan import GroupPlan, RolePlan, Support
-from capture_planner.planner import plan
-from capture_planner.registry import Registered, Registry
+from capture_planner.planning.planner import plan
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Workspace
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.records.plan import GroupPlan, RolePlan, Support
+from capture_planner.records.spec import GroupSpec, Limits, Roles, RoleSpec, Spec
 from capture_planner.runtime.assembly import assemble, capacity_of, dtype_of, layers_of
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.recorded import RecordedGraphs
-from capture_planner.runtime.role import Options
-from capture_planner.spec import GroupSpec, Limits, Roles, RoleSpec, Spec
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.eagle import load_drafter
+from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.testing import plans
+from capture_planner_reference import Reference
 
 CPU = torch.device("cpu")
 PAGES = PageFormat(page_size=4, num_pages=30)

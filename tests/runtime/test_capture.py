@@ -7,21 +7,26 @@ from itertools import pairwise
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from probe import Probe
-from worlds import requests_of, serve, spec_of, world_of, worlds
 
-from capture_planner import registry
-from capture_planner._record import replace
-from capture_planner.dispatch import Dispatcher
+from capture_planner.analysis.lint import Severity, lint
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import RunError
-from capture_planner.lint import Severity, lint
 from capture_planner.modes import GraphMode, Pool, Reason, Refresh, Role
-from capture_planner.runtime.capture import as_captured, warm_values, without_graphs, without_speculation
+from capture_planner.plugins import registry
+from capture_planner.records._base import replace
+from capture_planner.records.spec import Policy, Sizes
+from capture_planner.runtime.execution.capture import (
+    as_captured,
+    warm_values,
+    without_graphs,
+    without_speculation,
+)
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.ledger import Accounts, Reading
-from capture_planner.runtime.recorded import RecordedGraphs
-from capture_planner.runtime.role import Options
 from capture_planner.runtime.runner import Runner
-from capture_planner.spec import Policy, Sizes
+from support.probe import Probe
+from support.worlds import requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
@@ -66,7 +71,7 @@ def test_each_forward_runs_twice_with_metadata_made_anew(world, refresh):
 
     probe = Probe(listen, refresh=refresh)
     runner = captured(
-        world_of(replace(world.spec, backend="probe"), registry=registry.load(probe), page_size=4)
+        world_of(replace(world.spec, backend="probe"), registry=registry.load_backends(probe), page_size=4)
     )
     layers = {
         role: world.drafter.num_layers if role.is_drafter else world.target.num_layers

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.contract import COMMON_FIELDS, Axis, Fill, MetadataField, PaddingContract, Where
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.plan import GroupPlan, RolePlan, Support
-from capture_planner.runtime.fields import Extents, Fields, poison
-from capture_planner.runtime.padding import apply, table
+from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField, PaddingContract, Where
+from capture_planner.records.plan import GroupPlan, RolePlan, Support
+from capture_planner.runtime.execution.fields import Extents, Fields, poison
+from capture_planner.runtime.execution.padding import apply, table
 
 CPU = torch.device("cpu")
 

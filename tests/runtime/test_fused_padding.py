@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import capture_planner
-from capture_planner.contract import COMMON_FIELDS, SPECULATIVE_FIELDS, Axis, Fill, MetadataField
 from capture_planner.errors import RunError
-from capture_planner.runtime.fields import Extents, FieldBuffer, Fields
-from capture_planner.runtime.padding import Write, apply, table
-from capture_planner.testing.files import module_at
+from capture_planner.records.backend import COMMON_FIELDS, SPECULATIVE_FIELDS, Axis, Fill, MetadataField
+from capture_planner.runtime.execution.fields import Extents, FieldBuffer, Fields
+from capture_planner.runtime.execution.padding import Write, apply, table
+from support.files import module_at
 
 triton = pytest.importorskip("triton", reason="the fused padding kernel needs triton, which is not installed")
 

@@ -4,18 +4,18 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from by_hand import PIECEWISE, with_piecewise_draft_decode
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from worlds import bits, requests_of, spec_of, world_of
 
-from capture_planner.entry import Entry
+from capture_planner.analysis.lint import lint
 from capture_planner.errors import GuardError, RunError
-from capture_planner.lint import lint
 from capture_planner.modes import GraphMode, Role
-from capture_planner.runtime.guards import PointerGuard, refuse_unpadded_requests
+from capture_planner.records.batch import Entry
+from capture_planner.runtime.execution.guards import PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.launch import Choices, launch
+from support.by_hand import PIECEWISE, with_piecewise_draft_decode
+from support.worlds import bits, requests_of, spec_of, world_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner._record import replace
-from capture_planner.environment import Device, DeviceKind, Environment
+from capture_planner.records._base import replace
+from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.runtime import host
 
 VERSIONS = {name: metadata.version(name) for name in ("torch", "numpy", "attrs")}

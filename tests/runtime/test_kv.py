@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from capture_planner.contract import Attention
-from capture_planner.runtime.contract import NULL_PAGE, NULL_SLOT
-from capture_planner.runtime.kv import PageFormat, PagePool, layer_cache
-from capture_planner.runtime.updates import TorchUpdates
+from capture_planner.records.backend import Attention
+from capture_planner.runtime.execution.updates import TorchUpdates
+from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT
+from capture_planner.runtime.serving.kv import PageFormat, PagePool, layer_cache
 
 CPU = torch.device("cpu")
 

@@ -9,20 +9,20 @@ from itertools import pairwise
 import attrs
 import numpy as np
 import pytest
-from capture_planner_reference import Reference
 
-from capture_planner._record import replace
-from capture_planner.contract import COMMON_FIELDS, Axis, Fill, MetadataField, PaddingContract, Where
-from capture_planner.environment import Device, DeviceKind, Environment
 from capture_planner.errors import BackendError, CapturePlannerError, RunError
-from capture_planner.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.modes import GraphMode, Reason, Refresh, Role
-from capture_planner.planner import plan
-from capture_planner.registry import Registered, Registry
+from capture_planner.planning.planner import plan
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField, PaddingContract, Where
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.records.spec import Limits, Parallel, Policy, Sizes, Spec
 from capture_planner.report.run import run_data, run_tables
 from capture_planner.runtime.launch import Choices, launch
-from capture_planner.runtime.workload import Request, generated
-from capture_planner.spec import Limits, Parallel, Policy, Sizes, Spec
+from capture_planner.runtime.serving.workload import Request, generated
+from capture_planner_reference import Reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

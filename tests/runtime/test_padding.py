@@ -7,7 +7,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capture_planner.contract import (
+from capture_planner.errors import RunError
+from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.records.backend import (
     COMMON_FIELDS,
     Axis,
     Bound,
@@ -17,11 +19,9 @@ from capture_planner.contract import (
     PaddingContract,
     Where,
 )
-from capture_planner.errors import RunError
-from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.plan import GroupPlan, RolePlan, Support
-from capture_planner.runtime.fields import Extents, Fields
-from capture_planner.runtime.padding import Bounds, apply, check_bounds, table
+from capture_planner.records.plan import GroupPlan, RolePlan, Support
+from capture_planner.runtime.execution.fields import Extents, Fields
+from capture_planner.runtime.execution.padding import Bounds, apply, check_bounds, table
 
 CPU = torch.device("cpu")
 CAPACITY = Extents(tokens=48, reqs=24, pages=20)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from capture_planner.runtime.graph import Pool
-from capture_planner.runtime.pool import ALIGNMENT, Block, RecordedPool, lay_out
+from capture_planner.runtime.graphs.graph import Pool
+from capture_planner.runtime.graphs.pool import ALIGNMENT, Block, RecordedPool, lay_out
 
 
 @st.composite

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_planner.errors import CaptureError, RunError
-from capture_planner.runtime.graph import Grapher
-from capture_planner.runtime.recorded import RecordedGraphs
+from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
 
 GRAPHS: Grapher = RecordedGraphs()
 LARGEST = 512

@@ -11,16 +11,17 @@ import attrs
 import pytest
 import torch
 
-from capture_planner import codec, registry
-from capture_planner._record import replace
+from capture_planner import codec
 from capture_planner.bench import Bench, measure
 from capture_planner.errors import BackendError, RunError
-from capture_planner.plan import Plan
-from capture_planner.planner import plan as make_plan
-from capture_planner.registry import Registry
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.plugins import registry
+from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import replace
+from capture_planner.records.plan import Plan
 from capture_planner.runtime.launch import Choices, launch
 from capture_planner.runtime.refusals import refuse_backends
-from capture_planner.runtime.workload import Request
+from capture_planner.runtime.serving.workload import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLANS = Path(__file__).parents[2] / "plans"
@@ -32,7 +33,7 @@ def planned(k: int) -> Plan:
     spec = codec.load_spec(PLANS / "specs" / "tiny-reference-cpu.yaml")
     speculative = replace(spec.speculative, num_tokens=k) if k else None
     environment = codec.load_environment(PLANS / "environments" / "cpu.yaml")
-    return make_plan(replace(spec, speculative=speculative), environment, registry.load())
+    return make_plan(replace(spec, speculative=speculative), environment, registry.load_backends())
 
 
 @contextmanager
@@ -93,7 +94,7 @@ class Counting(Elsewhere):
 
 def registered(made: Callable[[Any], Any]) -> tuple[Any, Registry]:
     """Return a backend in place of the reference, and a registry with it alone."""
-    found = registry.load()["reference"]
+    found = registry.load_backends()["reference"]
     backend = made(found.backend)
     return backend, Registry([attrs.evolve(found, backend=backend)])
 

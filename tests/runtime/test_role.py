@@ -9,18 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probe import Probe
-from worlds import requests_of, serve, spec_of, world_of, worlds
 
-from capture_planner import registry
-from capture_planner._record import replace
-from capture_planner.contract import Axis, Fill, MetadataField, PaddingContract, Where
-from capture_planner.entry import Batch
 from capture_planner.errors import BackendError, CaptureError, RunError
 from capture_planner.modes import GraphMode, Reason, Refresh, Role
-from capture_planner.runtime.capture import warm_values, without_graphs
-from capture_planner.runtime.recorded import RecordedGraphs
-from capture_planner.spec import Policy, Sizes
+from capture_planner.plugins import registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Where
+from capture_planner.records.batch import Batch
+from capture_planner.records.spec import Policy, Sizes
+from capture_planner.runtime.execution.capture import warm_values, without_graphs
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from support.probe import Probe
+from support.worlds import requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
@@ -87,7 +87,7 @@ def armed():
     probe = Probe()
     world = world_of(
         spec_of(k=2, mode=GraphMode.FULL_AND_PIECEWISE, backend="probe", sizes=SIZES),
-        registry=registry.load(probe),
+        registry=registry.load_backends(probe),
     )
     runner = world.runner()
     runner.capture()
@@ -167,7 +167,7 @@ def test_a_backend_that_breaks_in_reserve_is_named_with_role_and_group(role):
         if call == "reserve" and reservation.role is role:
             raise ValueError("no room")
 
-    world = world_of(spec_of(k=2, backend="probe"), registry=registry.load(Probe(listen)))
+    world = world_of(spec_of(k=2, backend="probe"), registry=registry.load_backends(Probe(listen)))
     with pytest.raises(BackendError) as caught:
         world.runner()
     says = f"the backend 'probe' (Probe 0) broke in reserve ({role.value}, group all): ValueError: no room;"
@@ -220,7 +220,9 @@ def test_a_backend_that_runs_out_of_memory_loses_that_graph():
             lost.append((reservation.role, metadata.entry))
             raise torch.OutOfMemoryError("4 is too many")
 
-    world = world_of(spec_of(k=2, backend="probe", sizes=SIZES), registry=registry.load(Probe(listen)))
+    world = world_of(
+        spec_of(k=2, backend="probe", sizes=SIZES), registry=registry.load_backends(Probe(listen))
+    )
     with world.runner() as runner:
         runner.capture()
         serve(runner, requests_of(world, 0))
@@ -263,7 +265,9 @@ def test_host_and_device_agree_at_every_forward(world, seed, is_graph):
     # A chain that moves on inside its graph cannot derive these; who reads them refreshes on the host.
     probe = Probe(listen, padding=DERIVED, refresh=Refresh.HOST)
     world = world_of(
-        replace(world.spec, backend="probe"), registry=registry.load(probe), page_size=world.pages.page_size
+        replace(world.spec, backend="probe"),
+        registry=registry.load_backends(probe),
+        page_size=world.pages.page_size,
     )
     with world.runner(None if is_graph else without_graphs(world.plan)) as runner:
         runner.capture()
@@ -274,7 +278,7 @@ def test_host_and_device_agree_at_every_forward(world, seed, is_graph):
 def released_by(listen):
     """Leave a captured runner; ``listen`` hears the role of each release."""
     probe = Probe()
-    world = world_of(spec_of(k=2, backend="probe", sizes=SIZES), registry=registry.load(probe))
+    world = world_of(spec_of(k=2, backend="probe", sizes=SIZES), registry=registry.load_backends(probe))
     with world.runner() as runner:
         runner.capture()
         roles = runner.parts.roles

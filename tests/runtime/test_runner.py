@@ -6,20 +6,20 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Qwen2VLConfig
 
-from capture_planner import load, load_plan, load_spec
-from capture_planner._record import replace
+from capture_planner import load_backends, load_plan, load_spec
 from capture_planner.errors import RunError
-from capture_planner.model import DataType
-from capture_planner.models.auxiliary import choose_drafter
-from capture_planner.models.huggingface import load_target
 from capture_planner.modes import GraphMode, Role
-from capture_planner.planner import plan as make_plan
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.recorded import RecordedGraphs
-from capture_planner.runtime.role import Options
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records._base import replace
+from capture_planner.records.model import DataType
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.workload import Request, generated
-from capture_planner.testing.runs import CPU
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Request, generated
+from support.runs import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLANS = Path(__file__).parents[2] / "plans"
@@ -32,7 +32,9 @@ def runner_of(plan, target, **options):
     if plan.speculative is not None:
         places, length = plan.limits.max_num_reqs, plan.model.max_model_len
         drafter = choose_drafter("random", plan.speculative, target, places=places, length=length)
-    return Runner(plan, target, drafter, load(), RecordedGraphs(), pages=PAGES, options=Options(**options))
+    return Runner(
+        plan, target, drafter, load_backends(), RecordedGraphs(), pages=PAGES, options=Options(**options)
+    )
 
 
 def test_every_uniform_decode_of_the_shipped_plan_is_served_from_a_full_graph():
@@ -59,11 +61,11 @@ def test_a_drafter_goes_with_a_plan_that_has_one():
     plan = load_plan(str(PLANS / "locked" / "tiny-reference-cpu.cpu.yaml"))
     target = load_target(None, plan.model, device=torch.device("cpu"))
     with pytest.raises(RunError, match="the plan has a drafter and none was given"):
-        Runner(plan, target, None, load(), RecordedGraphs(), pages=PAGES)
+        Runner(plan, target, None, load_backends(), RecordedGraphs(), pages=PAGES)
     alone = replace(plan, speculative=None, roles=plan.roles[:1])
     drafter = choose_drafter("random", plan.speculative, target, places=8, length=256)
     with pytest.raises(RunError, match="a drafter was given, and the plan has none"):
-        Runner(alone, target, drafter, load(), RecordedGraphs(), pages=PAGES)
+        Runner(alone, target, drafter, load_backends(), RecordedGraphs(), pages=PAGES)
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
@@ -71,7 +73,7 @@ def test_multimodal_rope_has_a_static_buffer_of_its_own(embeddings, tmp_path):
     """Three positions a token, and embeddings in place of ids, inside graphs: the model's own answers."""
     spec = load_spec(str(PLANS / "specs" / "tiny-reference-cpu.yaml"))
     model = replace(spec.model, dtype=DataType.FLOAT64, mrope=True, embeddings=embeddings)
-    plan = make_plan(replace(spec, model=model), CPU, load())
+    plan = make_plan(replace(spec, model=model), CPU, load_backends())
     assert "mrope_positions" in {field.name for field in plan.role("target").inputs}
     text = {
         "vocab_size": 256,

@@ -12,16 +12,15 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from capture_planner.admissible import decode_families, is_admissible, kind_of
-from capture_planner.entry import Batch
-from capture_planner.model import Method, Speculative
 from capture_planner.modes import Role
-from capture_planner.plan import Kind
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.scheduler import Scheduler
-from capture_planner.runtime.speculative import settle
-from capture_planner.runtime.workload import Request
-from capture_planner.spec import Limits, Lora, Parallel
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import decode_families, is_admissible, kind_of
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.spec import Limits, Lora, Parallel
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.scheduler import Scheduler
+from capture_planner.runtime.serving.speculative import settle
+from capture_planner.runtime.serving.workload import Request
 
 VOCABULARY = 3
 

@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from capture_planner import load
+from capture_planner import load_backends
 from capture_planner.errors import RunError
-from capture_planner.model import DataType, Model
-from capture_planner.models.huggingface import load_target
 from capture_planner.modes import GraphMode, Role
-from capture_planner.planner import plan as make_plan
-from capture_planner.runtime.capture import without_graphs
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.recorded import RecordedGraphs
-from capture_planner.runtime.role import Options
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records.model import DataType, Model
+from capture_planner.records.spec import Limits, Spec
+from capture_planner.runtime.execution.capture import without_graphs
+from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.execution.step import LOOKAHEAD
+from capture_planner.runtime.execution.transfer import on_its_way
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.step import LOOKAHEAD
-from capture_planner.runtime.transfer import on_its_way
-from capture_planner.runtime.workload import Request
-from capture_planner.spec import Limits, Spec
-from capture_planner.testing.runs import CPU
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Request
+from support.runs import CPU
 
 MODEL = Model(
     name="tiny",
@@ -42,7 +42,7 @@ def deployment():
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend="reference",
     )
-    plan = make_plan(spec, CPU, load())
+    plan = make_plan(spec, CPU, load_backends())
     return plan, load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64)
 
 
@@ -52,7 +52,7 @@ def runner_of(deployment, plan=None, **options):
         plan or deployment[0],
         deployment[1],
         None,
-        load(),
+        load_backends(),
         RecordedGraphs(),
         pages=PageFormat(page_size=4, num_pages=1 + 4 * 128),
         options=Options(**options),

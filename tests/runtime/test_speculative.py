@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.scheduler import Live, Places, Scheduled
-from capture_planner.runtime.speculative import fulfil, promise, sampled_rows, settle
-from capture_planner.runtime.workload import Request
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.scheduler import Live, Places, Scheduled
+from capture_planner.runtime.serving.speculative import fulfil, promise, sampled_rows, settle
+from capture_planner.runtime.serving.workload import Request
 
 VOCABULARY = 3
 """Few tokens, so that drafts are often right."""

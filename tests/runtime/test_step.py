@@ -8,11 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.contract import COMMON_FIELDS
-from capture_planner.runtime.fields import FieldBuffer
-from capture_planner.runtime.kv import PageFormat
-from capture_planner.runtime.scheduler import Live, Places, Scheduled
-from capture_planner.runtime.step import (
+from capture_planner.records.backend import COMMON_FIELDS
+from capture_planner.runtime.execution.fields import FieldBuffer
+from capture_planner.runtime.execution.step import (
     derive,
     draft_decode_values,
     draft_prefill_values,
@@ -20,8 +18,10 @@ from capture_planner.runtime.step import (
     target_values,
     token_rows,
 )
-from capture_planner.runtime.updates import Moving, TorchUpdates
-from capture_planner.runtime.workload import Request
+from capture_planner.runtime.execution.updates import Moving, TorchUpdates
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.scheduler import Live, Places, Scheduled
+from capture_planner.runtime.serving.workload import Request
 
 DTYPES = {
     "input_ids": "int32",

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import capture_planner
-from capture_planner.contract import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.errors import RunError
-from capture_planner.runtime import padding
-from capture_planner.runtime.contract import LayerCache
-from capture_planner.runtime.fields import Extents, FieldBuffer
-from capture_planner.runtime.speculative import settle
-from capture_planner.runtime.step import draft_decode_values, draft_prefill_values, target_values
-from capture_planner.runtime.updates import DraftState, Moving, TorchUpdates, Verified
-from capture_planner.testing.files import module_at
+from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField
+from capture_planner.runtime.execution import padding
+from capture_planner.runtime.execution.fields import Extents, FieldBuffer
+from capture_planner.runtime.execution.step import draft_decode_values, draft_prefill_values, target_values
+from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Verified
+from capture_planner.runtime.executor import LayerCache
+from capture_planner.runtime.serving.speculative import settle
+from support.files import module_at
 
 CPU = torch.device("cpu")
 TORCH = TorchUpdates()

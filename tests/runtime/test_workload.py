@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.errors import InvalidDocument, InvalidValue, RunError
-from capture_planner.runtime.workload import Request, admit, from_trace, generated
-from capture_planner.runtime.workload import trace as trace_module
+from capture_planner.runtime.serving.workload import Request, admit, from_trace, generated
+from capture_planner.runtime.serving.workload import trace as trace_module
 
 TRAFFIC = Path(__file__).parents[2] / "plans" / "traffic"
 HEADERS = [
@@ -395,6 +395,6 @@ def test_the_shipped_trace_is_what_its_description_prints(capsys):
 
 def test_workloads_need_no_torch():
     """Nor a tokenizer, until there are prompts."""
-    code = "import sys, capture_planner.runtime.workload; print(*sys.modules)"
+    code = "import sys, capture_planner.runtime.serving.workload; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "tokenizers"} & set(ran.stdout.split())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.errors import InvalidDocument, InvalidValue, RunError
-from capture_planner.runtime.workload import from_prompts
+from capture_planner.runtime.serving.workload import from_prompts
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")

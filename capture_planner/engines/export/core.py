@@ -9,13 +9,13 @@ from typing import Any
 
 import attrs
 
-from capture_planner.admissible import decode_tiers
-from capture_planner.coverage import coverage
-from capture_planner.engines.core import Graph
-from capture_planner.entry import Entry
+from capture_planner.analysis.coverage import coverage
+from capture_planner.engines.emulation import Graph
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Kind, Plan, RolePlan
-from capture_planner.words import counted
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.batch_space import decode_tiers
+from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.text import counted
 
 DRAFT_MODEL = "DRAFT_MODEL"
 """Stands where an engine wants the drafter's path, which a plan does not know: to be replaced."""

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import attrs
 
-from capture_planner.admissible import Deployment, decode_families
 from capture_planner.modes import Role
-from capture_planner.sizing.engines import vllm_requests
+from capture_planner.planning.sizing.engine_lists import vllm_requests
+from capture_planner.records.batch_space import Deployment, decode_families
 
 Answer = Callable[[int, int], int | None]
 """From requests and query length to the tokens of the FULL graph that serves them, or None."""

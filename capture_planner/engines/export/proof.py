@@ -13,15 +13,15 @@ from pathlib import Path
 
 import attrs
 
-from capture_planner.admissible import decode_families, extent, mixed_tokens, most_loras, shape
-from capture_planner.dispatch import Dispatch, Dispatcher
-from capture_planner.engines.core import Emulation, Graph
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.engines.emulation import Emulation, Graph
 from capture_planner.engines.export.core import BACKEND, Difference, Effect, Export, Loss, Proof, all_scopes
-from capture_planner.entry import Batch, Entry
-from capture_planner.environment import Environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plan import Plan
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import decode_families, extent, mixed_tokens, most_loras, shape
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
 
 Emulate = Callable[[Sequence[str], Environment], Emulation]
 """From an engine's own command line and the machine it runs on, as ``Engine.emulate``."""

@@ -8,8 +8,11 @@ import attrs
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from capture_planner._record import replace
-from capture_planner.contract import (
+from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.planning.planner import plan
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import (
     Attention,
     Axis,
     Bound,
@@ -21,13 +24,10 @@ from capture_planner.contract import (
     Where,
     Workspace,
 )
-from capture_planner.entry import Entry
-from capture_planner.environment import Device, DeviceKind, Environment
-from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.plan import Plan
-from capture_planner.planner import plan
-from capture_planner.registry import Registered, Registry
-from capture_planner.spec import (
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import (
     Limits,
     Spec,
 )

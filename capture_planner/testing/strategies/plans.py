@@ -7,15 +7,15 @@ from hypothesis import assume, reject
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from capture_planner._record import digest
-from capture_planner.admissible import decode_families
-from capture_planner.contract import (
-    Workspace,
-)
-from capture_planner.entry import Batch, Entry
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.plan import Decision, GroupPlan, Kind, Plan, RolePlan, Waiver
+from capture_planner.records._base import digest
+from capture_planner.records.backend import (
+    Workspace,
+)
+from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.batch_space import decode_families
+from capture_planner.records.plan import Decision, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (

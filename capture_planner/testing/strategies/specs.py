@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from capture_planner._record import replace
-from capture_planner.model import DataType, DraftModel, Latent, Method, Model, Speculative
 from capture_planner.modes import Chain, GraphMode, Pool, Role
-from capture_planner.spec import (
+from capture_planner.records._base import replace
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.spec import (
     Budget,
     GroupSpec,
     Limits,

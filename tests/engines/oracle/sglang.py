@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import transformers  # noqa: F401  (loaded before the finder: it looks for optional packages)
 
-from capture_planner.entry import Batch
-from capture_planner.environment import Environment
-from capture_planner.testing.files import module_at
+from capture_planner.records.batch import Batch
+from capture_planner.records.environment import Environment
+from support.files import module_at
 
 _HERE = Path(__file__).parent
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from capture_planner.entry import Batch
 from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
 
 
 class Launch:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from capture_planner.testing.files import module_at
+from support.files import module_at
 
 _PLAIN = ("GptOssForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "NemotronH", "Qwen3_5")
 """Of the architectures with a hook of their own, those whose hook changes no graph, or is emulated."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import attrs
 
-from capture_planner.environment import Environment
-from capture_planner.testing.engines.vllm_models import MODELS
-from capture_planner.testing.files import module_at
+from capture_planner.records.environment import Environment
+from engines.generators.vllm_models import MODELS
+from support.files import module_at
 
 _HERE = Path(__file__).parent
 

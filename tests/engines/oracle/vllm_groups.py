@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from capture_planner.testing.files import module_at
+from support.files import module_at
 
 parts = module_at(Path(__file__).with_name("vllm_parts.py"))
 

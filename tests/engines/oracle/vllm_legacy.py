@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from capture_planner.testing.engines.vllm_managers import Case, Configuration, Rows, summary
-from capture_planner.testing.files import module_at
+from engines.generators.vllm_managers import Case, Configuration, Rows, summary
+from support.files import module_at
 
 Collected = module_at(Path(__file__).with_name("vllm_standins.py")).Collected
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from capture_planner.testing.files import module_at
+from support.files import module_at
 
 GPU = "vllm.v1.worker.gpu"
 AUTOREGRESSIVE = f"{GPU}.spec_decode.target_dependent_ar"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from capture_planner.testing.engines.vllm_managers import Case, Configuration, Rows, ScheduleCase, summary
-from capture_planner.testing.files import module_at
+from engines.generators.vllm_managers import Case, Configuration, Rows, ScheduleCase, summary
+from support.files import module_at
 
 HERE = Path(__file__).parent
 loading = module_at(HERE / "vllm_loading.py")

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from capture_planner.contract import (
+from capture_planner.errors import BackendError
+from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
+from capture_planner.records.backend import (
     Attention,
     Axis,
     Fill,
@@ -22,15 +24,13 @@ from capture_planner.contract import (
     Where,
     Workspace,
 )
-from capture_planner.entry import Entry
-from capture_planner.environment import DeviceKind, Environment
-from capture_planner.errors import BackendError
-from capture_planner.model import DataType
-from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import DeviceKind, Environment
+from capture_planner.records.model import DataType
+from capture_planner.records.spec import Limits
 
 if TYPE_CHECKING:
-    from capture_planner.runtime.contract import Executor, Reservation
+    from capture_planner.runtime.executor import Executor, Reservation
 
 MAX_SPLITS = 32
 """Bound on KV splits under capture (vLLM 0.33: flash_attn_max_num_splits_for_cuda_graph)."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Environment
 from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType
-from capture_planner.runtime.contract import Metadata, Reservation, Scoring
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import DataType
+from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_flash_attention.backend import (
     FA2,
     FA3,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from capture_planner.contract import (
+from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
+from capture_planner.records.backend import (
     Attention,
     Axis,
     Bound,
@@ -24,15 +25,14 @@ from capture_planner.contract import (
     Where,
     Workspace,
 )
-from capture_planner.entry import Entry
-from capture_planner.environment import DeviceKind, Environment
-from capture_planner.model import DataType
-from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import DeviceKind, Environment
+from capture_planner.records.model import DataType
+from capture_planner.records.spec import Limits
 from capture_planner_flashinfer import workspace
 
 if TYPE_CHECKING:
-    from capture_planner.runtime.contract import Executor, Reservation
+    from capture_planner.runtime.executor import Executor, Reservation
 
 PACKAGE = "flashinfer-python"
 

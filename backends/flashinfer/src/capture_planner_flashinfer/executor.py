@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
 from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType
 from capture_planner.modes import GraphMode
-from capture_planner.runtime.contract import Metadata, Reservation, Scoring
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.model import DataType
+from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_flashinfer.backend import KV_LENS, PACKAGE, Parts, Path, parts, path, refusal, splits
 from capture_planner_flashinfer.kernels import Kernel
 from capture_planner_flashinfer.stock import Stock

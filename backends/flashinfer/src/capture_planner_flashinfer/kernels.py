@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from capture_planner.entry import Entry
 from capture_planner.errors import BackendError
-from capture_planner.runtime.contract import LayerCache, Metadata, Scoring
+from capture_planner.records.batch import Entry
+from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
 from capture_planner_flashinfer.backend import Path
 
 _COUNTERS = "multi_ctas_kv_counter_buffer"

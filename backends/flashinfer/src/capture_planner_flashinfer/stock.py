@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from capture_planner.contract import Attention
+from capture_planner.records.backend import Attention
 from capture_planner_flashinfer.backend import Path, wrapper
 from capture_planner_flashinfer.wrappers import Array, PageLists, Shape
 

@@ -5,9 +5,9 @@ a fixed size overflowed in vllm#40023: 32 query heads, 2 KV heads, head dimensio
 of one token need 536346624 bytes for partial outputs alone, and 394 MiB were configured.
 """
 
-from capture_planner.contract import Attention
-from capture_planner.entry import Entry
-from capture_planner.environment import Environment
+from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
 
 INT_WORKSPACE = 8 << 20
 """Bytes, on the device and again in pinned memory, that every wrapper has for its plan."""

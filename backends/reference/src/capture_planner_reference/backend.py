@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from capture_planner.contract import Attention, PaddingContract, Support, Workspace
-from capture_planner.entry import Entry
-from capture_planner.environment import DeviceKind, Environment
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.spec import Limits
+from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import DeviceKind, Environment
+from capture_planner.records.spec import Limits
 
 if TYPE_CHECKING:
-    from capture_planner.runtime.contract import Executor, Reservation
+    from capture_planner.runtime.executor import Executor, Reservation
 
 
 class Reference:

@@ -1,7 +1,7 @@
 """Paged attention in plain torch, twice: from tensors alone for a graph, from host values for a step.
 
 The two share what a query sees (``_seen``) and how it is weighed (``_weigh``), and nothing else. Read
-this as an example of ``capture_planner.runtime.contract.Executor``; it is written to be checked against.
+this as an example of ``capture_planner.runtime.executor.Executor``; it is written to be checked against.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from capture_planner.errors import BackendError, RunError
-from capture_planner.model import DataType
-from capture_planner.runtime.contract import Metadata, Reservation, Scoring
+from capture_planner.records.model import DataType
+from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 
 _QUERY_START_LOC, _SEQ_LENS, _BLOCK_TABLE = _FIELDS = ("query_start_loc", "seq_lens", "block_table")
 _ELEMENTS = 1 << 24

@@ -16,7 +16,7 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 from capture_planner.errors import BackendError, RunError
-from capture_planner.runtime.contract import Metadata, Reservation, Scoring
+from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_triton.backend import of_entry, refusal
 from capture_planner_triton.geometry import Geometry, geometry, partial_bytes
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import attrs
 
-from capture_planner.contract import Attention
-from capture_planner.model import DataType
+from capture_planner.records.backend import Attention
+from capture_planner.records.model import DataType
 
 ITEMSIZE = {DataType.BFLOAT16: 2, DataType.FLOAT16: 2, DataType.FLOAT32: 4}
 """The element types that the kernel takes, with their bytes."""

@@ -1,0 +1,7 @@
+"""The conformance suite, on this machine."""
+
+from capture_planner.conformance.pytest_plugin import ConformanceTests
+
+
+class TestConformance(ConformanceTests):
+    backend = "my-attention"

@@ -1,0 +1,196 @@
+"""Coverage: the whole admissible space of a plan, in cells that each have one answer.
+
+Between two neighbouring sizes, and between two neighbouring adapter cases, every batch has the same
+answer, so a finite walk over the cells proves what holds for all batches: that each has an entry or
+a waiver (law 1), and which entries any batch can reach (law 4).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.batch_space import (
+    DecodeFamily,
+    Domain,
+    decode_families,
+    mixed_tokens,
+    most_loras,
+)
+from capture_planner.records.plan import Plan, RolePlan
+
+
+@attrs.frozen(kw_only=True)
+class Cell:
+    """Batches of one kind with one answer.
+
+    ``first`` to ``last`` are requests of decodes, tokens of mixed batches; the real counts in it
+    may have gaps where a schedule leaves some out. ``min_reqs`` to ``max_reqs`` matter for mixed
+    batches only. ``answer`` is that of the largest batch in the cell.
+    """
+
+    role: Role
+    kind: Kind
+    query_len: int | None
+    first: int
+    last: int
+    min_reqs: int
+    max_reqs: int
+    min_loras: int
+    max_loras: int
+    answer: Dispatch
+
+    @property
+    def entry(self) -> Entry | None:
+        return self.answer.entry
+
+    @property
+    def padded(self) -> float:
+        """The share of the tokens computed that is padding, over the batches of the cell."""
+        if self.entry is None:
+            return 0.0
+        mean = (self.first + self.last) / 2 * (self.query_len or 1)
+        return 1 - mean / self.entry.num_tokens
+
+    @property
+    def worst(self) -> float:
+        """The largest padded/real ratio of tokens in the cell."""
+        return 1.0 if self.entry is None else self.entry.num_tokens / (self.first * (self.query_len or 1))
+
+
+@attrs.frozen(kw_only=True)
+class Coverage:
+    """All cells of a plan."""
+
+    plan: Plan
+    cells: tuple[Cell, ...]
+
+    @property
+    def uncovered(self) -> tuple[Cell, ...]:
+        """Cells with neither entry nor waiver."""
+        return tuple(cell for cell in self.cells if cell.answer.reason is Reason.UNCOVERED)
+
+    def reached(self, role: Role) -> frozenset[Entry]:
+        """Return the entries of a role that some admissible batch is answered with."""
+        return frozenset(cell.entry for cell in self.cells if cell.role is role and cell.entry is not None)
+
+
+def coverage(plan: Plan) -> Coverage:
+    """Walk the admissible space of every role of ``plan``."""
+    dispatcher = Dispatcher(plan)
+    return Coverage(
+        plan=plan,
+        cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher)),
+    )
+
+
+def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[Cell]:
+    adapters = list(_lora_ranges(role, plan))
+    for family in decode_families(role.role, plan):
+        for first, last in _decode_ranges(role, family):
+            for low, high in adapters:
+                if low <= last:
+                    batch = Batch.decode(role.role, last, family.query_len, low)
+                    yield _cell(dispatcher, batch, Kind.DECODE, first, first, high)
+    mixed = [entry for entry in role.entries if entry.query_len is None]
+    stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
+    for first, last in _ranges(mixed_tokens(role.role, plan), stops):
+        most = min(last, plan.limits.max_num_reqs)
+        for low, high in adapters:
+            fewest = max(low, 1)
+            while fewest <= most:
+                batch = Batch.mixed(role.role, fewest, last, low)
+                # The cheapest entry for some requests is the cheapest for all that it has room for.
+                entry = dispatcher.answer(batch).entry
+                room = most if entry is None or entry.num_reqs is None else min(most, entry.num_reqs)
+                yield _cell(dispatcher, attrs.evolve(batch, num_reqs=room), Kind.MIXED, first, fewest, high)
+                fewest = room + 1
+
+
+def _cell(
+    dispatcher: Dispatcher, largest: Batch, kind: Kind, first: int, min_reqs: int, max_loras: int
+) -> Cell:
+    return Cell(
+        role=largest.role,
+        kind=kind,
+        query_len=largest.query_len,
+        first=first,
+        last=largest.num_reqs if kind is Kind.DECODE else largest.num_tokens,
+        min_reqs=min_reqs,
+        max_reqs=largest.num_reqs,
+        min_loras=largest.active_loras,
+        max_loras=max_loras,
+        answer=dispatcher.answer(largest),
+    )
+
+
+def _decode_ranges(role: RolePlan, family: DecodeFamily) -> Iterator[tuple[int, int]]:
+    """Split a family's requests where the answer can change."""
+    query_len = family.query_len
+    stops = _waiver_stops(role, Kind.DECODE, query_len)
+    for entry in role.entries:
+        if entry.query_len in (None, query_len):
+            tokens = entry.num_tokens // query_len
+            stops.add(tokens if entry.num_reqs is None else min(tokens, entry.num_reqs))
+    return _ranges(family.requests, stops)
+
+
+def _waiver_stops(role: RolePlan, kind: Kind, query_len: int | None) -> set[int]:
+    waivers = [w for w in role.waivers if w.kind is kind and w.query_len in (None, query_len)]
+    return {stop for waiver in waivers for stop in (waiver.first - 1, waiver.last)}
+
+
+def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Split a domain after each stop: ``(first, last)`` real counts of each part."""
+    first = domain.after(0)
+    for stop in sorted({*stops, *(end for _, end in domain.intervals[-1:])}):
+        if first is None:
+            return
+        last = domain.upto_count(stop)
+        if last is not None and last >= first:
+            yield first, last
+            first = domain.after(last)
+
+
+def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
+    """Split the adapter counts where the answer can change; drafters take none."""
+    most = most_loras(role.role, plan)
+    stops = {entry.active_loras for entry in role.entries} | {most}
+    for waiver in role.waivers:
+        stops |= {waiver.min_loras - 1, waiver.max_loras}
+    low = 0
+    for stop in sorted(stop for stop in stops if 0 <= stop <= most):
+        yield low, stop
+        low = stop + 1
+
+
+def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
+    """Return the decode batch sizes at which an engine that looks only at the nearest size errs.
+
+    vLLM 0.33 keeps, for a number of tokens, only the graphs of the *smallest* captured size that
+    holds it; where those have another query length, a full graph a little further on is missed
+    (vllm#53407, #56136). Sizes are counted in requests.
+    """
+    by_tokens: dict[int, list[Entry]] = {}
+    for entry in plan.role(role).entries:
+        if entry.mode is GraphMode.FULL and entry.active_loras == 0:
+            by_tokens.setdefault(entry.num_tokens, []).append(entry)
+    if len({entry.query_len for entries in by_tokens.values() for entry in entries}) < 2:
+        return ()  # sizes of one kind cannot hide each other
+    sizes, dispatcher = sorted(by_tokens), Dispatcher(plan)
+    missed = []
+    for family in decode_families(role, plan):
+        for count, _ in family.requests.counts():
+            tokens = count * family.query_len
+            batch = Batch.decode(role, count, family.query_len)
+            nearest = bisect_left(sizes, tokens)
+            near = by_tokens[sizes[nearest]] if nearest < len(sizes) else []
+            seen = any(entry.rejection(batch, family.draft_steps) is None for entry in near)
+            if not seen and dispatcher.answer(batch).mode is GraphMode.FULL:
+                missed.append(count)
+    return tuple(sorted(missed))

@@ -1,0 +1,199 @@
+"""What changes on the machine when one plan replaces another."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from capture_planner.codec import entry_rows as rows
+from capture_planner.codec import format_bytes, label, to_data
+from capture_planner.modes import Role
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import GroupPlan, Plan, RolePlan
+
+
+@attrs.frozen(kw_only=True)
+class Change:
+    """One difference, as data and in words. ``role`` is None where it concerns the whole plan."""
+
+    role: Role | None
+    what: str
+    """role, mode, backend, added, gone, waiver, decision, environment, or a field of the plan."""
+    says: str
+    entries: tuple[Entry, ...] = ()
+
+
+def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
+    """Return the differences from ``old`` to ``new``, the whole plan first, then role by role."""
+    changes = (*_whole(old, new), *_roles(old, new))
+    if changes or old == new:
+        return changes
+    return (
+        Change(role=None, what="plan", says=f"the plans differ in {_differing(old, new)} and nothing else"),
+    )
+
+
+def _whole(old: Plan, new: Plan) -> Iterator[Change]:
+    for name in (
+        "model",
+        "limits",
+        "speculative",
+        "lora",
+        "parallel",
+        "piecewise",
+        "budget",
+        "pool",
+        "environment",
+    ):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            yield Change(role=None, what=name, says=f"{name}: {_fields(before, after)}")
+
+
+def _fields(before: object, after: object) -> str:
+    """Write what differs between two records, field by field: defaults too, and sizes as files have them."""
+    if before is None or after is None:
+        return f"{'off' if before is None else 'on'} became {'off' if after is None else 'on'}"
+    left, right = (dict((*_leaves(value), *_leaves(to_data(value)))) for value in (before, after))
+    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    return ", ".join(
+        f"{name} {_shown(left.get(name))} became {_shown(right.get(name))}".strip() for name in names
+    )
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Return every leaf of a record, or of its plain data, under its dotted name."""
+    kind: Any = type(value)
+    if attrs.has(kind):
+        items = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.init}
+    elif isinstance(value, Mapping):
+        items = dict(value)
+    else:
+        yield name, value
+        return
+    for key, item in items.items():
+        yield from _leaves(item, f"{name}.{key}" if name else key)
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    if isinstance(value, enum.Enum):
+        return label(value)
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _roles(old: Plan, new: Plan) -> Iterator[Change]:
+    before = {role.role: role for role in old.roles}
+    after = {role.role: role for role in new.roles}
+    for role in Role:
+        if role in before and role not in after:
+            yield Change(role=role, what="role", says=f"{role} is gone, with {_graphs(before[role].entries)}")
+        elif role in after and role not in before:
+            yield Change(role=role, what="role", says=f"{role} is new, with {_graphs(after[role].entries)}")
+        elif role in before:
+            yield from _role(before[role], after[role])
+
+
+def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *_waivers(old, new)]
+    if not changes and old != new:
+        says = f"{new.role}: the same graphs, but other {_differing(old, new)}"
+        changes.append(Change(role=new.role, what="decision", says=says))
+    yield from changes
+
+
+def _differing(old: Any, new: Any) -> str:
+    """Name the fields in which two records differ."""
+    names = [f.name for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name)]
+    return " and ".join(names)
+
+
+def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    role = new.role
+    if old.requested is not new.requested:
+        says = f"{role} is to run {new.requested.value}, it was to run {old.requested.value}"
+        yield Change(role=role, what="mode", says=says)
+    if old.mode is not new.mode:
+        yield Change(role=role, what="mode", says=f"{role} runs {new.mode.value}, it ran {old.mode.value}")
+    if old.inputs != new.inputs:
+        yield Change(role=role, what="inputs", says=f"{role}: the fields that the runner pads changed")
+
+
+def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    before, after = Counter(old.entries), Counter(new.entries)
+    for what, word, entries in (
+        ("added", "captures in addition", after - before),
+        ("gone", "no longer captures", before - after),
+    ):
+        if entries:
+            ordered = tuple(sorted(entries.elements(), key=lambda e: e.capture_order))
+            says = f"{new.role} {word} {_graphs(ordered)}"
+            yield Change(role=new.role, what=what, says=says, entries=ordered)
+
+
+def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    waived, waives = ({waiver.says for waiver in role.waivers} for role in (old, new))
+    for waiver in new.waivers:
+        if waiver not in old.waivers:
+            word = "waives otherwise" if waiver.says in waived else "newly waives"
+            yield Change(role=new.role, what="waiver", says=f"{new.role} {word}: {waiver.says}")
+    for waiver in old.waivers:
+        if waiver.says not in waives:
+            yield Change(role=new.role, what="waiver", says=f"{new.role} no longer waives: {waiver.says}")
+
+
+def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
+    before = {group.name: group for group in old.groups}
+    after = {group.name: group for group in new.groups}
+    for name in {**before, **after}:
+        left, right = before.get(name), after.get(name)
+        if left == right:
+            continue
+        if left is None or right is None:
+            says = f"the attention group {name} is {'new' if left is None else 'gone'}"
+        else:
+            words = "; ".join(_group(left, right)) or f"other {_differing(left, right)}"
+            says = f"group {name}: {words}"
+        yield Change(role=new.role, what="backend", says=f"{new.role}: {says}")
+
+
+def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
+    for name in ("layers", "backend", "distribution", "version"):
+        if getattr(old, name) != getattr(new, name):
+            yield f"{name} {getattr(old, name)} became {getattr(new, name)}"
+    if old.support.level is not new.support.level:
+        yield f"support {old.support.level.name} became {new.support.level.name}"
+    elif old.support != new.support:
+        yield "support has another reason or cap"
+    for name in ("device", "pinned"):
+        before, after = getattr(old.workspace, name), getattr(new.workspace, name)
+        if before != after:
+            yield f"{name} workspace {format_bytes(before)} became {format_bytes(after)}"
+    pads, padded = ({field.name: field for field in group.padding.fields} for group in (new, old))
+    for word, names in (
+        ("pads in addition", pads.keys() - padded.keys()),
+        ("no longer pads", padded.keys() - pads.keys()),
+        ("pads otherwise", {name for name in pads.keys() & padded.keys() if pads[name] != padded[name]}),
+    ):
+        if names:
+            yield f"{word} {', '.join(sorted(names))}"
+
+
+def _graphs(entries: tuple[Entry, ...]) -> str:
+    """Write entries compactly: ``3 graphs: FULL decodes of 4 at 16, 8, 1 requests``."""
+    if not entries:
+        return "no graphs"
+    parts = []
+    for row in rows.pack(entries):
+        sizes = row.num_reqs if row.query_len is not None and row.num_reqs else row.num_tokens or ()
+        shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
+        kind = f"{row.mode.value} decodes of {row.query_len}" if row.query_len else f"{row.mode.value} mixed"
+        unit = "requests" if row.query_len is not None else "tokens"
+        loras = f" with {', '.join(map(str, row.active_loras))} LoRA" if row.active_loras != (0,) else ""
+        parts.append(f"{kind} at {shown} {unit}{loras}")
+    return f"{len(entries)} graph{'s' if len(entries) > 1 else ''}: {'; '.join(parts)}"

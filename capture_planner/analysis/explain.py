@@ -1,0 +1,136 @@
+"""Why a batch gets the entry that it gets, and what each nearer entry lacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.modes import GraphMode, Reason
+from capture_planner.records.batch import Batch, Entry, Rejection
+from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
+
+_WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
+    Rejection.TOKENS: lambda e, b: (
+        f"has room for {counted(e.num_tokens, 'token')}, the batch has {b.num_tokens}"
+    ),
+    Rejection.REQUESTS: lambda e, b: (
+        f"has room for {counted(e.num_reqs or 0, 'request')}, the batch has {b.num_reqs}"
+    ),
+    Rejection.QUERY_LEN: lambda e, b: (
+        f"is for decodes of {counted(e.query_len or 0, 'token')}, the batch decodes {b.query_len}"
+    ),
+    Rejection.NOT_UNIFORM: lambda e, b: (
+        f"is for decodes of {counted(e.query_len or 0, 'token')} each, the batch is mixed"
+    ),
+    Rejection.PROMPT: lambda e, b: "is for decodes, and some request still has prompt tokens",
+    Rejection.LORAS: lambda e, b: (
+        f"serves up to {e.active_loras} active LoRA, the batch has {b.active_loras}"
+    ),
+    Rejection.DRAFT_STEPS: lambda e, b: (
+        f"runs a chain of {counted(e.draft_steps or 0, 'draft step')}, this batch drafts another number"
+    ),
+}
+
+WHY_NONE = {
+    Reason.MODE: "the mode of the role has no graph for it",
+    Reason.SIZES: "it is larger than the largest size planned for it",
+    Reason.BACKEND_CAP: "the backend cannot capture that many requests",
+    Reason.BUDGET: "its graph was dropped to meet the budget",
+    Reason.MEMORY: "its graph ran out of memory when it was captured",
+    Reason.RANK: "some data-parallel rank has no graph for it, so none uses one",
+    Reason.IDLE: "no rank has work",
+    Reason.NOT_ADMISSIBLE: "the limits or the schedule do not admit such a batch",
+    Reason.SHADOWED: "a captured graph could serve it, but the engine's table does not lead there",
+    Reason.UNCOVERED: "nothing was planned for it, and nothing waives it: run check",
+}
+"""Each reason in words, about the batch that has no graph."""
+
+
+@attrs.frozen(kw_only=True)
+class Rejected:
+    """An entry that was near, and what it lacked."""
+
+    entry: Entry
+    rejection: Rejection
+    says: str
+
+
+@attrs.frozen(kw_only=True)
+class Explanation:
+    """A batch with its answer, and the entries that it did not get."""
+
+    batch: Batch
+    answer: Dispatch
+    says: str
+    rejected: tuple[Rejected, ...]
+
+
+def explain(dispatcher: Dispatcher, batch: Batch) -> Explanation:
+    """Explain the answer for one batch; raises ``DispatchError`` for a role that is not planned."""
+    answer = dispatcher.answer(batch)
+    return Explanation(
+        batch=batch,
+        answer=answer,
+        says=_says(batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1),
+        rejected=tuple(_nearer(dispatcher.plan, batch, answer)),
+    )
+
+
+def _says(batch: Batch, answer: Dispatch, steps: int) -> str:
+    entry = answer.entry
+    if entry is None:
+        assert answer.reason is not None
+        detail = f" ({answer.waiver.says})" if answer.waiver is not None else ""
+        return f"runs eager, unpadded: {WHY_NONE[answer.reason]}{detail}"
+    if entry.mode is GraphMode.PIECEWISE:
+        kind = "the nearest piecewise graph; attention runs outside it on the real requests"
+    elif entry.query_len is not None:
+        kind = f"the nearest full graph for decodes of {counted(entry.query_len, 'token')}"
+        if steps > 1:
+            chain = "holds all" if entry.draft_steps is not None else "is replayed for each of"
+            kind += f", which {chain} {steps} draft steps"
+    else:
+        kind = "the nearest full graph for any batch"
+    exact = (
+        "an exact fit"
+        if not (answer.padded_tokens or answer.padded_reqs)
+        else (
+            f"padded by {counted(answer.padded_tokens, 'token')}"
+            + (f" and {counted(answer.padded_reqs, 'request')}" if entry.num_reqs is not None else "")
+        )
+    )
+    return f"{kind}, {exact}"
+
+
+def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[Rejected]:
+    """Return the rejected entries as near as the answer: between it and the batch, and by kind.
+
+    Of each kind of graph (mode, query length, chain) that is the first one with room for the
+    tokens, and the last one without.
+    """
+    role = plan.role(batch.role)
+    if role.role.is_drafter:
+        batch = attrs.evolve(batch, active_loras=0)
+    steps = draft_steps(role.role, batch.num_reqs, plan.speculative)
+    kinds: dict[tuple[GraphMode, int | None, int | None], list[Entry]] = {}
+    for entry in sorted(role.entries, key=lambda e: (e.num_tokens, e.active_loras)):
+        kinds.setdefault((entry.mode, entry.query_len, entry.draft_steps), []).append(entry)
+    near: dict[Entry, None] = {}
+    for entries in kinds.values():
+        smaller = [e for e in entries if e.num_tokens < batch.num_tokens][-1:]
+        larger = [e for e in entries if e.num_tokens >= batch.num_tokens]
+        limit = answer.entry.num_tokens if answer.entry is not None else 0
+        between = [e for e in larger if e.num_tokens <= limit]
+        for entry in (*smaller, *larger[:1], *between):
+            near[entry] = None
+    rejected = []
+    for entry in near:
+        rejection = entry.rejection(batch, steps)
+        if rejection is not None:
+            says = _WHY_NOT[rejection](entry, batch)
+            rejected.append(Rejected(entry=entry, rejection=rejection, says=says))
+    return sorted(rejected, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]

@@ -1,0 +1,174 @@
+"""Batches as JSON lines: the questions of ``explain --batches`` and ``ranks --vectors``, and answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, Submission, Vector, without_its_entry
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.errors import InvalidDocument, InvalidValue, Problem
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
+
+T = TypeVar("T")
+
+_REQUIRED = ("role", "num_reqs", "num_tokens")
+_FIELDS = (*_REQUIRED, "query_len", "past_prompt", "active_loras")
+_STATES = ("captured", "missing")
+"""What a rank says of its graphs, beside its batch or alone."""
+
+
+def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Batch]:
+    """Return the batches of a file, in order; empty lines are left out.
+
+    Raises ``InvalidDocument`` with every wrong line of the file, before any batch is answered.
+    """
+    return _read(lines, name, lambda line: _batch(_parsed(line), roles))
+
+
+def read_vectors(lines: Iterable[bytes], name: str, dispatcher: Dispatcher) -> Iterator[Vector]:
+    """Return the vectors of a file, in order: each line is a list with an item for each rank.
+
+    An item is a batch as ``read_batches`` reads it, or null where the rank is idle. With ``captured``
+    false the rank uses no graph, and with ``missing`` true it lost the one that all would have replayed;
+    an idle one is then an object of that key alone. All batches of a line have one role, and a line has 2 to 16
+    ranks, or as many as the plan. Raises ``InvalidDocument`` with every wrong line of the file.
+    """
+    return _read(lines, name, lambda line: _vector(_parsed(line), dispatcher))
+
+
+def _read(lines: Iterable[bytes], name: str, read: Callable[[bytes], T]) -> Iterator[T]:
+    problems: list[Problem] = []
+    values = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values.append(read(line))
+        except InvalidValue as error:
+            problems += [attrs.evolve(problem, file=name, line=number) for problem in error.problems]
+    if problems:
+        raise InvalidDocument(problems)
+    return iter(values)
+
+
+def _wrong(message: str, *path: str | int) -> InvalidValue:
+    return InvalidValue([Problem(path=path, message=message)])
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"not JSON: {error}") from None
+
+
+def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
+    roles = dispatcher.plan.planned
+    if not isinstance(data, list) or not data:
+        raise _wrong("expected a list with a batch, or null, for each rank")
+    problems: list[Problem] = []
+    ranks, lost = [], set()
+    for rank, item in enumerate(data):
+        try:
+            submitted, is_missing = _submission(item, roles)
+            ranks.append(submitted)
+            lost |= {rank} if is_missing else set()
+        except InvalidValue as error:
+            problems += [
+                problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems
+            ]
+    if problems:
+        raise InvalidValue(problems)
+    present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
+    for rank, submitted in enumerate(ranks):
+        if submitted.batch is not None and submitted.batch.role is not present[0]:
+            raise _wrong(
+                f"expected {present[0]} as in the batches before it, got {submitted.batch.role}; each role has a "
+                "vector of its own",
+                rank,
+                "role",
+            )
+    most = max(MAX_RANKS, dispatcher.plan.parallel.data)
+    if not MIN_RANKS <= len(ranks) <= most:
+        raise _wrong(f"expected {MIN_RANKS} to {most} ranks, got {len(ranks)}")
+    vector = Vector(role=present[0] if present else roles[0], ranks=tuple(ranks))
+    return without_its_entry(dispatcher, vector, lost) if lost else vector
+
+
+def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
+    """Return what a rank submits, and whether it lost the graph of all."""
+    if data is None:
+        return Submission(), False
+    known = (*_FIELDS, *_STATES)
+    if not isinstance(data, dict):
+        raise _wrong(f"expected an object with {', '.join(known)}, or null")
+    given = {name: data[name] for name in _STATES if name in data}
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise _wrong(f"expected true or false, got {value!r}", name)
+    captured, missing = given.get("captured", True), given.get("missing", False)
+    if missing and not captured:
+        raise _wrong('a rank with "captured": false has no graph to miss; give one of the two', "missing")
+    rest = {name: value for name, value in data.items() if name not in given}
+    batch = _batch(rest, roles, known) if rest or not given else None
+    return Submission(batch=batch, captured=captured), missing
+
+
+def _batch(data: Any, roles: Sequence[Role], known: Sequence[str] = _FIELDS) -> Batch:
+    if not isinstance(data, dict):
+        raise _wrong(f"expected an object with {', '.join(known)}")
+    for name in data:
+        if name not in known:
+            raise _wrong(f"unknown key; known are {', '.join(known)}", name)
+    for name in _REQUIRED:
+        if name not in data:
+            raise _wrong("is missing", name)
+    planned = [role.value for role in roles]
+    if data["role"] not in planned:
+        raise _wrong(f"expected one of {', '.join(planned)}, got {data['role']!r}", "role")
+    past_prompt = data.get("past_prompt", True)
+    if not isinstance(past_prompt, bool):
+        raise _wrong(f"expected true or false, got {past_prompt!r}", "past_prompt")
+    return Batch(
+        role=Role(data["role"]),
+        num_reqs=_count(data, "num_reqs"),
+        num_tokens=_count(data, "num_tokens"),
+        query_len=None if data.get("query_len") is None else _count(data, "query_len"),
+        past_prompt=past_prompt,
+        active_loras=_count(data, "active_loras") if "active_loras" in data else 0,
+    )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object whose keys are each given once."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise _wrong("is given twice", twice)
+    return data
+
+
+def _count(data: dict[str, Any], name: str) -> int:
+    value = data[name]
+    if type(value) is not int or value < 0:
+        raise _wrong(f"expected a whole number from 0, got {value!r}", name)
+    return value
+
+
+def answer_line(batch: Batch, answer: Dispatch) -> dict[str, Any]:
+    """Return the answer to one batch as data; where it runs eager, its own extents and the reason."""
+    shape = answer.entry or batch
+    return {
+        "mode": answer.mode.value,
+        "num_tokens": shape.num_tokens,
+        "num_reqs": shape.num_reqs,
+        "query_len": shape.query_len,
+        "active_loras": shape.active_loras,
+        "reason": answer.reason,
+    }

@@ -1,0 +1,130 @@
+"""Rows: entries as a plan file lists them, one row per mode and query length.
+
+A row is compact and complete: uniform decodes list requests, and tokens follow (T = R * q); a row
+whose tokens do not follow, as only a plan made by hand has, lists both, for the lint to find.
+"""
+
+from capture_planner.errors import InvalidValue, Problem
+from capture_planner.modes import GraphMode
+from capture_planner.records._base import Count, NonNegative, field, record
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import MAX_GRAPHS
+from capture_planner.records.spec import QueryLength
+
+MAX_TOKENS = 1 << 20
+
+
+Kind = tuple[GraphMode, int | None, int | None]
+"""Mode, query length and draft steps of a graph."""
+
+Shape = tuple[int, int | None]
+"""Padded tokens and requests of a graph."""
+
+
+@record
+class Row:
+    """Graphs of one mode and query length, largest first."""
+
+    mode: GraphMode = field("PIECEWISE or FULL")
+    query_len: QueryLength | None = field("tokens of each request in a uniform decode", default=None)
+    draft_steps: Count | None = field("length of a fused draft chain", default=None)
+    active_loras: tuple[NonNegative, ...] = field("each size is captured for each of these", default=(0,))
+    num_reqs: tuple[Count, ...] | None = field(
+        "padded requests of each graph; left out where PIECEWISE", default=None
+    )
+    num_tokens: tuple[Count, ...] | None = field(
+        "padded tokens of each graph; left out where they are num_reqs times query_len", default=None
+    )
+
+    def __attrs_post_init__(self) -> None:
+        problems = []
+        if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
+            problems.append(
+                Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+            )
+        if self.query_len is not None and max(self.num_reqs or (0,)) * self.query_len > MAX_TOKENS:
+            problems.append(
+                Problem(
+                    path=("num_reqs",),
+                    message=f"a graph of more than {MAX_TOKENS} tokens",
+                    remedy="check num_reqs",
+                )
+            )
+        if self.num_tokens is None and (self.query_len is None or self.num_reqs is None):
+            problems.append(
+                Problem(path=("num_tokens",), message="needed unless both query_len and num_reqs are given")
+            )
+        if (
+            self.num_tokens is not None
+            and self.num_reqs is not None
+            and len(self.num_tokens) != len(self.num_reqs)
+        ):
+            problems.append(
+                Problem(
+                    path=("num_reqs",),
+                    message=f"{len(self.num_reqs)} request counts for {len(self.num_tokens)} token counts",
+                    remedy="list one of each for every graph",
+                )
+            )
+        if problems:
+            raise InvalidValue(problems)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs the row stands for."""
+        return len(self.num_tokens or self.num_reqs or ()) * len(self.active_loras)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return the graphs of this row."""
+        tokens, reqs, query_len = self.num_tokens, self.num_reqs, self.query_len
+        if tokens is None:
+            assert reqs is not None and query_len is not None
+            tokens = tuple(count * query_len for count in reqs)
+        return tuple(
+            Entry(
+                mode=self.mode,
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                query_len=query_len,
+                active_loras=loras,
+                draft_steps=self.draft_steps,
+            )
+            for num_tokens, num_reqs in zip(
+                tokens, (None,) * len(tokens) if reqs is None else reqs, strict=True
+            )
+            for loras in self.active_loras
+        )
+
+
+def pack(entries: tuple[Entry, ...]) -> tuple[Row, ...]:
+    """Return the rows of a plan's entries: sizes of one kind and the same adapter cases share one."""
+    cases: dict[tuple[Kind, Shape], list[int]] = {}
+    for entry in entries:
+        kind = (entry.mode, entry.query_len, entry.draft_steps)
+        cases.setdefault((kind, (entry.num_tokens, entry.num_reqs)), []).append(entry.active_loras)
+    shapes: dict[tuple[Kind, bool, tuple[int, ...]], list[Shape]] = {}
+    for (kind, shape), loras in cases.items():
+        alike = (kind, shape[1] is None, tuple(sorted(loras, reverse=True)))
+        shapes.setdefault(alike, []).append(shape)
+    return tuple(_row(kind, unpadded, loras, alike) for (kind, unpadded, loras), alike in shapes.items())
+
+
+def _row(kind: Kind, unpadded: bool, loras: tuple[int, ...], shapes: list[Shape]) -> Row:
+    mode, query_len, draft_steps = kind
+    follows = query_len is not None and all(tokens == (reqs or 0) * query_len for tokens, reqs in shapes)
+    return Row(
+        mode=mode,
+        query_len=query_len,
+        draft_steps=draft_steps,
+        active_loras=loras,
+        num_reqs=None if unpadded else tuple(reqs for _, reqs in shapes if reqs is not None),
+        num_tokens=None if follows else tuple(tokens for tokens, _ in shapes),
+    )
+
+
+def unpack(rows: tuple[Row, ...]) -> tuple[Entry, ...]:
+    """Return the entries of a plan file's rows; raises ``InvalidValue`` where they are too many."""
+    total = sum(row.num_graphs for row in rows)
+    if total > MAX_GRAPHS:
+        raise InvalidValue([Problem(message=f"{total} graphs, and a plan has at most {MAX_GRAPHS}")])
+    return tuple(entry for row in rows for entry in row.entries())

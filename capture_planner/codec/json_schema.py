@@ -1,0 +1,192 @@
+"""JSON Schema of the file kinds, generated from the records; and their reference in Markdown."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from capture_planner import codec
+from capture_planner.codec.entry_rows import Row
+from capture_planner.records._base import BYTES, Unit, constraints, default_of
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import SCHEMA_VERSION, Spec
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+_PRIMITIVES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+
+
+def json_schema(kind: type) -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of the files of one record type."""
+    definitions: dict[str, Any] = {}
+    top = _record_schema(kind, definitions)
+    top["properties"]["version"] = {"const": SCHEMA_VERSION, "description": "version of this file's schema"}
+    return {
+        "$schema": DRAFT,
+        "title": f"capture-planner {kind.__name__.lower()}",
+        **top,
+        "$defs": definitions,
+    }
+
+
+SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "spec": lambda: json_schema(Spec),
+    "plan": lambda: json_schema(Plan),
+    "environment": lambda: json_schema(Environment),
+}
+"""The kinds of file, each with its schema."""
+
+
+def fields_of(kind: type) -> Iterator[tuple[attrs.Attribute[Any], Any]]:
+    """Return the fields of a record that its file has, each with its type as the file has it."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for attribute in attrs.fields(kind):
+        if attribute.init:
+            hint = hints[attribute.name]
+            yield attribute, tuple[Row, ...] if hint == tuple[Entry, ...] else hint
+
+
+def _record_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    properties, required = {}, []
+    for attribute, hint in fields_of(kind):
+        described = {"description": attribute.metadata["doc"], **_schema(hint, definitions)}
+        default = default_of(attribute)
+        if default is attrs.NOTHING:
+            required.append(attribute.name)
+        elif default is None or isinstance(default, bool | int | float | str | enum.Enum):
+            described["default"] = codec.label(default) if isinstance(default, enum.Enum) else default
+        properties[attribute.name] = described
+    return {
+        "type": "object",
+        "description": inspect.cleandoc(kind.__doc__ or "").splitlines()[0],
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        base = _schema(args[0], definitions)
+        for rule in constraints(hint):
+            base |= rule.schema()
+        if BYTES in args:
+            return {"anyOf": [base, {"type": "string", "pattern": "^[0-9]{1,19}\\s*(B|KiB|MiB|GiB|TiB)$"}]}
+        return base
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema(arg, definitions) for arg in args]}
+    if origin is tuple and args[1:] == (Ellipsis,):
+        return {"type": "array", "items": _schema(args[0], definitions)}
+    if origin is tuple:
+        items = [_schema(arg, definitions) for arg in args]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+    if origin is Mapping:
+        return {
+            "type": "object",
+            "propertyNames": _schema(args[0], definitions),
+            "additionalProperties": _schema(args[1], definitions),
+        }
+    if hint is type(None):
+        return {"type": "null"}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"enum": [codec.label(member) for member in hint]}
+    if attrs.has(hint):
+        if hint.__name__ not in definitions:
+            definitions[hint.__name__] = {}
+            definitions[hint.__name__] = _record_schema(hint, definitions)
+        return {"$ref": f"#/$defs/{hint.__name__}"}
+    return {"type": _PRIMITIVES[hint]}
+
+
+def reference(kind: type) -> str:
+    """Return the reference of one file kind: every record it is made of, field by field, in Markdown."""
+    sections, seen = [], {kind}
+    waiting = [kind]
+    while waiting:
+        current = waiting.pop(0)
+        sections.append(_section(current))
+        for _, hint in fields_of(current):
+            for found in _records_in(hint):
+                if found not in seen:
+                    seen.add(found)
+                    waiting.append(found)
+    return "\n".join(sections)
+
+
+def _records_in(hint: Any) -> Iterator[type]:
+    if isinstance(hint, type) and attrs.has(hint):
+        yield hint
+    for arg in typing.get_args(hint):
+        yield from _records_in(arg)
+
+
+def _section(kind: type) -> str:
+    lines = [f"### {kind.__name__}", "", inspect.cleandoc(kind.__doc__ or ""), ""]
+    lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for attribute, hint in fields_of(kind):
+        default = _default_text(attribute, is_size=BYTES in getattr(hint, "__metadata__", ()))
+        lines.append(f"| `{attribute.name}` | {type_text(hint)} | {default} | {attribute.metadata['doc']} |")
+    return "\n".join([*lines, ""])
+
+
+def type_text(hint: Any) -> str:
+    """Write a type in words, with its bounds."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        if BYTES in args:
+            return "size such as `2GiB`"
+        rules = [rule for rule in constraints(hint) if not isinstance(rule, Unit)]
+        bounds = "; ".join(_bound_text(rule.schema(), getattr(rule, "says", "")) for rule in rules)
+        return bounds if args[0] is str else f"{type_text(args[0])} {bounds}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_text(arg) for arg in args)
+    if origin is tuple and args[1:] == (Ellipsis,):
+        return f"list of {type_text(args[0])}"
+    if origin is tuple:
+        return "[" + ", ".join(type_text(arg) for arg in args) + "]"
+    if origin is Mapping:
+        return f"mapping of {type_text(args[0])} to {type_text(args[1])}"
+    if hint is type(None):
+        return "none"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return ", ".join(f"`{codec.label(member)}`" for member in hint)
+    if attrs.has(hint):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    return {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}[hint]
+
+
+def _bound_text(schema: dict[str, Any], says: str) -> str:
+    if says:
+        return says
+    if "exclusiveMinimum" in schema:
+        return f"above {schema['exclusiveMinimum']:g}"
+    low, high = schema["minimum"], schema.get("maximum")
+    return f"from {low}" if high is None else f"{low} to {high}"
+
+
+def _default_text(attribute: attrs.Attribute[Any], *, is_size: bool) -> str:
+    default = default_of(attribute)
+    if is_size and default:
+        return f"`{codec.format_bytes(default)}`"
+    if default is attrs.NOTHING:
+        return "required"
+    if default in ((), {}, "", None):
+        return "none"
+    if attrs.has(type(default)):
+        return "all defaults"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    if isinstance(default, enum.Enum):
+        return f"`{codec.label(default)}`"
+    return f"`{default}`"

@@ -1,0 +1,171 @@
+"""Whether data-parallel ranks agree: law 8, of any function that decides for all of them.
+
+The checks know the law and not the function: they ask it as each rank would, alone, and hold its
+answers against a scan over all entries.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import attrs
+import hypothesis
+from hypothesis import strategies as st
+
+from capture_planner.analysis.data_parallel import Agreement, Vector
+from capture_planner.conformance.drawing import drawn
+from capture_planner.conformance.reference_dispatch import cheapest
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
+from capture_planner.planning import planner
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Support
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import Method, Model, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Limits, Lora, Spec
+from capture_planner.testing.strategies.machines import FakeBackend
+from capture_planner.testing.strategies.ranks import vectors as any_vectors
+
+Agree = Callable[[Dispatcher, Vector], Agreement]
+"""What decides for all ranks, as ``ranks.agree`` does."""
+
+MOST_REQS, MOST_TOKENS = 12, 64
+"""Of a rank, in the plans that are asked."""
+
+
+def check_agreement(agree: Agree, seed: int, vectors: int = 300) -> str | None:
+    """Hold ``agree`` against law 8 with so many random vectors; return what is wrong in the smallest.
+
+    The same seed draws the same vectors.
+    """
+
+    @hypothesis.seed(seed)
+    @drawn(vectors)
+    @hypothesis.given(st.data())
+    def hold(data: st.DataObject) -> None:
+        plan = data.draw(st.sampled_from(plans()))
+        vector = data.draw(any_vectors(plan))
+        order = data.draw(st.permutations(range(len(vector.ranks))))
+        for says in broken(agree, plan, vector, tuple(order)):
+            raise _Broken(f"{says} ({shown(vector)})")
+
+    try:
+        hold()
+    except _Broken as found:
+        return str(found)
+    return None
+
+
+@cache
+def plans() -> tuple[Plan, ...]:
+    """Return plans with and without drafts, of one K and of two, with and without adapters."""
+    told = dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="told"))
+    backend = FakeBackend(name="b", supports=told, refreshes=Refresh.IN_GRAPH)
+    registry = Registry([Registered(backend=backend, distribution="b", version="1")])
+    machine = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="cpu", memory=1 << 34))
+    plain = Spec(
+        model=Model(name="m", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=512),
+        limits=Limits(max_num_reqs=MOST_REQS, max_num_tokens=MOST_TOKENS),
+        backend="b",
+    )
+    drafted = Speculative(method=Method.EAGLE3, num_tokens=3)
+    scheduled = replace(drafted, schedule=((1, 4, 3), (5, MOST_REQS, 2)))
+    return tuple(
+        planner.plan(replace(plain, mode=mode, speculative=speculative, lora=lora), machine, registry)
+        for speculative, lora, mode in itertools.product(
+            (None, drafted, scheduled),
+            (None, Lora(max_active=4, specialize=True)),
+            (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY),
+        )
+    )
+
+
+class _Broken(AssertionError):
+    """A vector whose ranks do not agree."""
+
+
+def shown(vector: Vector) -> str:
+    """Write a vector on one line."""
+    ranks = []
+    for submitted in vector.ranks:
+        batch = submitted.batch
+        text = "idle"
+        if batch is not None:
+            each = batch.uniform_query_len
+            text = (
+                f"{batch.num_reqs} x {each}"
+                if each
+                else f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
+            )
+            text += f", {batch.active_loras} LoRA" if batch.active_loras else ""
+        if not submitted.captured:
+            text += ", no graphs"
+        elif submitted.missing:
+            text += f", {len(submitted.missing)} graphs lost"
+        ranks.append(text)
+    return f"{vector.role}: {' | '.join(ranks)}"
+
+
+def broken(agree: Agree, plan: Plan, vector: Vector, order: tuple[int, ...]) -> Iterator[str]:
+    """Yield what of law 8 does not hold for one vector; ``order`` is a permutation of its ranks."""
+    agreement = agree(Dispatcher(plan), vector)
+    if agree(Dispatcher(plan), vector) != agreement:
+        yield "asked alone, another rank finds another answer"
+    answers = agreement.answers
+    entries = {answer.dispatch.entry for answer in answers}
+    if len(entries) > 1:
+        yield f"ranks go apart: {' and '.join(sorted(map(str, entries)))}"
+    if len({answer.dispatch.reason for answer in answers}) > 1:
+        yield "ranks have different reasons"
+    working = [submitted.batch for submitted in vector.ranks if submitted.batch is not None]
+    for rank, (submitted, answer) in enumerate(zip(vector.ranks, answers, strict=True)):
+        entry, batch = answer.dispatch.entry, answer.batch
+        if (batch is None) != (not working):
+            yield f"rank {rank} runs {'nothing while others work' if working else 'though none has work'}"
+        elif submitted.batch is not None and batch != submitted.batch:
+            yield f"rank {rank} runs another batch than its own"
+        elif batch is not None and entry is not None and not _holds(entry, batch):
+            yield f"rank {rank}: {entry} has no room for {batch.num_reqs} requests, {batch.num_tokens} tokens"
+        if entry is not None and any(other.lacks(entry) for other in vector.ranks):
+            yield f"rank {rank} replays {entry}, which another rank has not captured"
+    if working:
+        best = _best(plan, vector, working)
+        if entries != {best}:
+            yield f"every rank can run {best}, and {answers[0].dispatch.entry} was chosen"
+    permuted = attrs.evolve(vector, ranks=tuple(vector.ranks[rank] for rank in order))
+    if agree(Dispatcher(plan), permuted).answers != tuple(answers[rank] for rank in order):
+        yield "in another order, ranks have other answers"
+
+
+def _holds(entry: Entry, batch: Batch) -> bool:
+    """Say whether an entry has room on both axes, and the batch the length that a uniform one needs."""
+    return (
+        batch.num_tokens <= entry.num_tokens
+        and (entry.num_reqs is None or batch.num_reqs <= entry.num_reqs)
+        and entry.query_len in (None, batch.uniform_query_len)
+    )
+
+
+def _best(plan: Plan, vector: Vector, working: list[Batch]) -> Entry | None:
+    """Return the cheapest entry that every rank has captured and that has room for each, by a scan."""
+    lengths = {batch.uniform_query_len for batch in working}
+    largest = Batch(
+        role=vector.role,
+        num_reqs=max(batch.num_reqs for batch in working),
+        num_tokens=max(batch.num_tokens for batch in working),
+        query_len=lengths.pop() if len(lengths) == 1 else None,
+        past_prompt=all(batch.past_prompt for batch in working),
+        active_loras=0 if vector.role.is_drafter else max(batch.active_loras for batch in working),
+    )
+    held = tuple(
+        replace(role, entries=tuple(e for e in role.entries if not any(s.lacks(e) for s in vector.ranks)))
+        if role.role is vector.role
+        else role
+        for role in plan.roles
+    )
+    return cheapest(replace(plan, roles=held), largest)

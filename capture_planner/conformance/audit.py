@@ -1,0 +1,311 @@
+"""Contract audits: each declared field is treated wrongly, alone, to see whether that matters.
+
+A declaration is a promise that the runner keeps at every step: so many elements, along that axis, filled
+like this. An audit breaks one promise at a time. Where real rows change, the declaration is needed, and
+the smallest batch that shows it is kept. A field of a backend's own that nothing makes matter is declared
+for nothing: it costs a copy at every step.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.conformance.machine import play
+from capture_planner.conformance.scene import Arrive, Case, Forward, Scene, Shape, dumps
+from capture_planner.conformance.stage import Stage, Tested
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.errors import RunError
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Axis, Bound
+from capture_planner.records.batch import Entry
+from capture_planner.runtime.execution.fields import Extents, FieldBuffer, poison
+from capture_planner.runtime.execution.padding import Write
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.runner import Runner
+
+
+class Attack(enum.Enum):
+    """One way in which a runner could break what a field's declaration promises."""
+
+    STALE_TAIL = "stale tail"
+    """What stands behind the real values is that of a larger batch before."""
+    OTHER_FILL = "other fill"
+    """The padding is filled, with something else that is in range."""
+    OTHER_AXIS = "other axis"
+    """A field of requests extends along tokens, or the other way round."""
+    SHRUNK = "shrunk"
+    """The buffer ends at the real extent, and behind it lies something else's memory."""
+
+
+class Verdict(enum.Enum):
+    """What the attacks on one field come to."""
+
+    NEEDED = "needed"
+    UNREAD = "not read"
+    """No attack matters; the runner has the field whoever reads it."""
+    OVER_DECLARED = "over-declared"
+    """No attack matters, and the backend declared it."""
+
+
+@attrs.frozen(kw_only=True)
+class Audited:
+    """One attack on one field."""
+
+    role: Role
+    group: str
+    field: str
+    axis: str
+    declared_by: str
+    """The backend's name, or ``runner``."""
+    attack: Attack
+    matters: bool
+    says: str = ""
+    """What changed."""
+    batch: str = ""
+    entry: Entry | None = None
+    case: str = ""
+    """The smallest case that shows it."""
+
+
+def verdicts(audited: Sequence[Audited]) -> dict[tuple[Role, str], Verdict]:
+    """Return what the attacks on each field come to, by role and field."""
+    found: dict[tuple[Role, str], Verdict] = {}
+    for each in audited:
+        key = (each.role, each.field)
+        if each.matters:
+            found[key] = Verdict.NEEDED
+        else:
+            unread = Verdict.UNREAD if each.declared_by == "runner" else Verdict.OVER_DECLARED
+            found.setdefault(key, unread)
+    return found
+
+
+def audit(
+    tested: Tested,
+    shapes: Sequence[Shape],
+    *,
+    seed: int = 0,
+    fields: Collection[str] = (),
+    progress: Callable[[str, int], None] = lambda field, total: None,
+) -> tuple[Audited, ...]:
+    """Attack every field of every role of a backend that is healthy on its own; or ``fields`` alone.
+
+    ``progress`` is called before each attack with its name and the number of all.
+    """
+    cases = list(_cases(shapes[0], seed))
+    with Stage(tested, cases[0].scene) as stage:
+        targets = [
+            (role, key, buffer.field.axis, _declarer(role, key, tested.backend))
+            for role in stage.runner.parts.roles.values()
+            for key, buffer in _attackable(role)
+            if not fields or buffer.field.name in fields
+        ]
+    total, found = len(targets) * len(Attack), []
+    for role, key, axis, declarer in targets:
+        for attack in Attack:
+            progress(f"{role.role.value} {key}: {attack.value}", total)
+            group = key.partition(".")[0] if "." in key else ""
+            record = Audited(
+                role=role.role,
+                group=group,
+                field=key,
+                axis=axis.value,
+                declared_by=declarer,
+                attack=attack,
+                matters=False,
+            )
+            found.append(_tried(tested, cases, record))
+    return tuple(found)
+
+
+def attacked(tested: Tested, case: Case, role: Role, field: str, attack: Attack) -> Audited | None:
+    """Do one case with one attack; returns what came of it where it matters, else None.
+
+    Raises ``RunError`` where the role has no such field.
+    """
+    failed: list[Exception] = []
+
+    def tamper(runner: Runner) -> None:
+        # What fails here is the attack's own fault, and no evidence about the field.
+        try:
+            _tamper(runner, role=role, key=field, attack=attack)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    violation = play(
+        tested,
+        case,
+        # What drafts hand on stays in range: on a device, one token that is none ends the process.
+        spared=(field, "outputs"),
+        trusting=True,
+        tamper=tamper,
+    )
+    if failed:
+        raise failed[0]
+    if violation is None:
+        return None
+    finding = violation.finding
+    return Audited(
+        role=role,
+        group="",
+        field=field,
+        axis=finding.axis,
+        declared_by="",
+        attack=attack,
+        matters=True,
+        says=f"{finding.check.value}: {finding.says}",
+        batch=finding.batch,
+        entry=finding.entry,
+        case=dumps(case),
+    )
+
+
+def _tried(tested: Tested, cases: Sequence[Case], record: Audited) -> Audited:
+    """Do all cases at once, and where that matters one after the other until the smallest is found."""
+    role, field, attack = record.role, record.field, record.attack
+    for scene in dict.fromkeys(case.scene for case in cases):
+        mine = [case for case in cases if case.scene == scene]
+        steps = (*mine[0].steps[:-_PAIR], *(step for case in mine for step in case.steps[-_PAIR:]))
+        if attacked(tested, Case(scene=scene, steps=steps), role, field, attack) is None:
+            continue
+        for case in (*mine, Case(scene=scene, steps=steps)):
+            seen = attacked(tested, case, role, field, attack)
+            if seen is not None:
+                return attrs.evolve(
+                    record, matters=True, says=seen.says, batch=seen.batch, entry=seen.entry, case=seen.case
+                )
+    return record
+
+
+_PAIR = 2
+"""Steps that end a case: the large batch and the small one."""
+
+
+def _cases(shape: Shape, seed: int) -> Iterator[Case]:
+    """Yield cases, the smallest first: a large batch that leaves something, then a small one."""
+    for mode in (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL):
+        scene = Scene(
+            shape=shape,
+            mode=mode,
+            num_reqs=4,
+            num_tokens=20,
+            size_tokens=(20,),
+            size_reqs=(4,),
+            drafts=2,
+            fused=False,
+            seed=seed,
+        )
+        before = tuple(
+            Arrive(prompt=2, computed=max(2, shape.longest // 2 - 2 * index)) for index in range(4)
+        )
+        large = Forward(rows=tuple((index, 3, 0) for index in range(4)))
+        for count in (1, 2, 3):
+            small = Forward(rows=tuple((index, 3, 0) for index in range(count)))
+            yield Case(scene=scene, steps=(*before, large, small))
+        uneven = Forward(rows=((2, 1, 0), (1, 2, 0)))
+        yield Case(scene=scene, steps=(*before, large, uneven))
+
+
+def _attackable(role: RoleRun) -> Iterator[tuple[str, FieldBuffer]]:
+    for buffer in role.fields:
+        if not buffer.is_frozen and buffer.field.axis is not Axis.SCALAR:
+            yield buffer.key, buffer
+
+
+def _declarer(role: RoleRun, key: str, backend: str) -> str:
+    names = {field.name for group in role.plan.groups for field in group.padding.fields}
+    return backend if "." in key or key in names else "runner"
+
+
+# How each promise is broken.
+
+
+def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
+    if role not in runner.parts.roles:
+        raise RunError(f"the case has no role {role}; it has {', '.join(runner.parts.roles)}")
+    run = runner.parts.roles[role]
+    fields = dict(_attackable(run))
+    if key not in fields:
+        raise RunError(f"{role} has no field {key!r} to attack; it has {', '.join(fields)}")
+    buffer = fields[key]
+    match attack:
+        case Attack.STALE_TAIL:
+            run.fill = functools.partial(_without_fill, run.fill, buffer)  # type: ignore[method-assign]
+        case Attack.OTHER_FILL:
+            buffer.constant = _another(runner, buffer)
+        case Attack.OTHER_AXIS:
+            along = Axis.REQUEST if buffer.field.axis is Axis.TOKEN else Axis.TOKEN
+            buffer.field = replace(buffer.field, axis=along)
+        case Attack.SHRUNK:
+            run.again = functools.partial(_cut, run.again, run, buffer, runner)  # type: ignore[method-assign]
+
+
+def _without_fill(inner: Callable[[Made], list[Write]], buffer: FieldBuffer, values: Made) -> list[Write]:
+    writes = inner(values)
+    for write in writes:
+        if write.buffer is buffer:
+            write.rows = 0 if write.real is None else len(write.real)
+            write.columns = 1 if write.real is None or write.real.ndim == 1 else write.real.shape[1]
+    return writes
+
+
+def _another(runner: Runner, buffer: FieldBuffer) -> int:
+    """Return a fill that is in range and another than the declared one."""
+    if buffer.field.indexes is Bound.SLOTS:
+        return runner.pages.page_size  # The first slot of the first page that somebody has.
+    return 1 if buffer.constant is None or buffer.constant != 1 else 0
+
+
+def _cut(
+    inner: Callable[..., Any],
+    role: RoleRun,
+    buffer: FieldBuffer,
+    runner: Runner,
+    answer: Dispatch,
+    entry: Entry | None,
+    extents: Extents,
+    started: float,
+) -> Any:
+    """Overwrite what lies behind the real extent: on a host with anything, on a device within bounds."""
+    real = attrs.evolve(
+        extents, tokens=extents.tokens - answer.padded_tokens, reqs=extents.reqs - answer.padded_reqs
+    )
+    tail = buffer.tensor[real.rows(buffer.field) : extents.rows(buffer.field)]
+    if tail.numel():
+        if tail.device.type == "cpu":
+            poison(tail)
+        elif buffer.field.axis is not Axis.REQUEST_PLUS_ONE:
+            # Offsets of nobody's would have a kernel read anywhere: a device is not asked that.
+            below = _range(runner, buffer)
+            draw = np.random.default_rng(len(tail)).integers(0, below, tuple(tail.shape))
+            tail.copy_(torch.from_numpy(draw).to(tail))
+        buffer.spoil()
+    return inner(answer, entry, extents, started)
+
+
+def _range(runner: Runner, buffer: FieldBuffer) -> int:
+    """Return the first value that a field of this kind cannot have."""
+    plan = runner.plan
+    match buffer.field.indexes:
+        case Bound.PAGES:
+            return runner.pages.num_pages
+        case Bound.SLOTS:
+            return runner.pages.page_size
+        case Bound.REQUESTS:
+            return plan.limits.max_num_reqs
+        case Bound.VOCABULARY:
+            return runner.model.vocab_size
+        case Bound.TOKENS:
+            return 2
+        case _:
+            return plan.model.max_model_len

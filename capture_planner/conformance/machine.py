@@ -1,0 +1,333 @@
+"""The stateful model: any scene, and any order of arrivals, departures, moves, reloads and steps.
+
+Every rule only draws what is done next and hands it to the stage, which does it and checks it; what was
+done is kept as a case, so that the smallest failing one can be written down and done again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import attrs
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from capture_planner.conformance.finding import Finding, Violation, broke
+from capture_planner.conformance.scene import (
+    Arrive,
+    Case,
+    Depart,
+    Forward,
+    Move,
+    Reload,
+    Scene,
+    Serve,
+    Shape,
+    Step,
+    dumps,
+)
+from capture_planner.conformance.stage import Stage, Tested
+from capture_planner.conformance.watch import Watch
+from capture_planner.conformance.world import Live
+from capture_planner.modes import GraphMode
+
+Done = TypeVar("Done")
+
+MOST_REQS, MOST_DRAFTS = 5, 5
+MODES = (
+    GraphMode.FULL_AND_PIECEWISE,
+    GraphMode.FULL,
+    GraphMode.FULL_DECODE_ONLY,
+    GraphMode.FULL_AND_PIECEWISE,
+    GraphMode.FULL,
+    GraphMode.PIECEWISE,
+    GraphMode.FULL_AND_PIECEWISE,
+)
+"""What is drawn: most is to be seen where requests are padded."""
+
+
+@st.composite
+def scenes(
+    draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))
+) -> Scene:
+    """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule."""
+    # Padding on both axes needs several requests, and a chain several drafts: so these are drawn more often.
+    num_reqs = draw(st.sampled_from((*range(2, MOST_REQS + 1), 1)))
+    several = [k for k in drafts if k > 1] or list(drafts)
+    k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
+    # Both budgets that a decode of all requests fits, and ones that it does not.
+    decodes = num_reqs * (1 + k)
+    tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
+    num_tokens = draw(st.one_of(tight, roomy))
+    explicit = draw(st.integers(0, 3)) > 0
+    # Sizes of mixed batches lie beside those of decodes, so that the nearest graph is not always the best.
+    beside = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
+    near = st.sampled_from([size for size in beside if 1 <= size <= num_tokens])
+    some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
+    few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
+    scheduled = k > 1 and num_reqs > 1 and draw(st.integers(0, 2)) > 0
+    return Scene(
+        shape=draw(st.sampled_from(shapes)),
+        mode=draw(st.sampled_from(MODES)),
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        layers=draw(st.integers(1, 2)),
+        size_tokens=tuple(sorted(draw(some) | {num_tokens})) if explicit else (),
+        size_reqs=tuple(sorted(draw(st.one_of(st.just(set()), few)) | {num_reqs})) if explicit else (),
+        drafts=k,
+        schedule=draw(schedules(k, num_reqs)) if scheduled else (),
+        eagle3=draw(st.booleans()),
+        fused=draw(st.booleans()),
+        per_role=draw(st.booleans()),
+        ahead=draw(st.booleans()),
+        seed=draw(st.integers(0, 7)),
+    )
+
+
+@st.composite
+def schedules(draw: DrawFn, k: int, num_reqs: int) -> tuple[tuple[int, int, int], ...]:
+    """Return tiers of requests, each with drafts of its own, K among them: query lengths lie side by side."""
+    starts = sorted(draw(st.sets(st.integers(2, num_reqs), min_size=1, max_size=2)) | {1})
+    fewer = draw(st.permutations(range(k)))[: len(starts) - 1]
+    drafts = draw(st.permutations([k, *fewer]))
+    ends = [start - 1 for start in starts[1:]]
+    return tuple(zip(starts, [*ends, num_reqs], drafts, strict=True))
+
+
+@attrs.define
+class Log:
+    """What a campaign did, and its last failure, which Hypothesis has made the smallest."""
+
+    examples: int = 0
+    steps: Counter[str] = attrs.Factory(Counter)
+    forwards: Counter[str] = attrs.Factory(Counter)
+    """By role and by what ran: the mode of a graph, or NONE."""
+    largest: tuple[int, int] = (0, 0)
+    """Requests and tokens of the largest batches, each by itself."""
+    violation: Violation | None = None
+    shapes: tuple[Shape, ...] = ()
+    """Those that the backend runs, once they are known."""
+    told: Callable[[Log], None] = lambda log: None
+    """Called at each example."""
+
+    def ran(self, watch: Watch) -> None:
+        """Add the forwards that somebody watched."""
+        self.forwards.update(watch.ran)
+        self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
+
+
+class ConformanceMachine(RuleBasedStateMachine):
+    """Subclass it with ``tested`` and ``shapes``; Hypothesis runs it like any state machine."""
+
+    tested: ClassVar[Tested]
+    shapes: ClassVar[Sequence[Shape]]
+    drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
+    log: ClassVar[Log]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[Step] = []
+        self._stage: Stage | None = None
+        self._scene: Scene | None = None
+
+    @initialize(data=st.data())
+    def set_up(self, data: st.DataObject) -> None:
+        """Reserve, and capture all entries of a random plan."""
+        self.log.examples += 1
+        self.log.told(self.log)
+        self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
+        self._stage = self._watched(lambda: Stage(self.tested, self._scene_now()))
+        most = self._scene_now().num_reqs
+        for _ in range(data.draw(st.one_of(st.just(most), st.integers(1, most)), label="requests")):
+            self._arrive(data)
+
+    # Hypothesis draws rules evenly, so that what it is all about has four of them.
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def advance_all(self, data: st.DataObject) -> None:
+        """All that are past their prompt decode, as they do in most steps of an engine."""
+        self._decode(data, len(self._live()))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def advance_alone(self, data: st.DataObject) -> None:
+        """One request decodes: much padding, after a larger batch."""
+        self._decode(data, 1)
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def advance_some(self, data: st.DataObject) -> None:
+        """Some decode."""
+        self._decode(data, data.draw(st.integers(1, len(self._live())), label="rows"))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def advance_mixed(self, data: st.DataObject) -> None:
+        """Prompts in chunks, decodes of any length, and rows without a token beside them."""
+        self._mixed(data)
+
+    @precondition(lambda self: len(self._live()) < self._scene_now().num_reqs)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        """A request comes: anywhere in its prompt or past it, sharing a prefix or not."""
+        self._arrive(data)
+
+    def _arrive(self, data: st.DataObject) -> None:
+        scene, stage = self._scene_now(), self._stage_now()
+        lengths = _lengths(scene)
+        prompt = data.draw(st.one_of(lengths, st.just(1 + scene.drafts)), label="prompt")
+        shares = data.draw(st.sampled_from([None, *stage.live]), label="shares")
+        computed = data.draw(st.one_of(st.just(prompt), st.just(0), lengths), label="computed")
+        self._do(Arrive(prompt=prompt, computed=computed, shares=shares))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def depart(self, data: st.DataObject) -> None:
+        """A request leaves; its pages are poisoned, and soon another's."""
+        self._do(Depart(request=self._one(data).number))
+
+    @precondition(lambda self: bool(self._live()))
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """The block table of a request is shuffled."""
+        self._do(Move(request=self._one(data).number))
+
+    @rule(seed=st.integers(8, 15))
+    def reload(self, seed: int) -> None:
+        """Weights are reloaded in place."""
+        self._do(Reload(seed=seed))
+
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        """Requests are served to their end; some are as long as the model, some one token longer."""
+        scene = self._scene_now()
+        one = st.tuples(_lengths(scene), st.integers(1, 6), st.integers(0, 3))
+        self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
+
+    def teardown(self) -> None:
+        """Release the backend."""
+        if self._stage is not None:
+            self.log.ran(self._stage.watch)
+            self._stage.close()
+
+    def _decode(self, data: st.DataObject, count: int) -> None:
+        """Run a uniform decode of so many requests, as far as they are past their prompt."""
+        stage = self._stage_now()
+        able = [live for live in self._live() if live.computed >= live.prompt]
+        rows = self._drawn(data, able)[:count]
+        while rows:
+            k = stage.draft_tokens(len(rows))
+            if stage.admits([(live, 1 + k, 0) for live in rows]):
+                break
+            rows = rows[1:]
+        if not rows:
+            self._mixed(data)
+            return
+        kept = st.integers(0, k)
+        self._do(Forward(rows=tuple((live.number, 1 + k, data.draw(kept, label="kept")) for live in rows)))
+
+    def _mixed(self, data: st.DataObject) -> None:
+        """Run a batch of any shape that the limits admit."""
+        scene, rows = self._scene_now(), []
+        left = scene.num_tokens
+        for live in self._drawn(data, self._live()):
+            most = live.prompt - live.computed if live.computed < live.prompt else 1 + scene.drafts
+            most = min(most, left, scene.shape.longest - live.computed)
+            if most < 0:
+                break
+            count = data.draw(st.one_of(st.just(most), st.integers(0, most)), label="tokens")
+            kept = data.draw(st.integers(0, max(count - 1, 0)), label="kept")
+            rows.append((live.number, count, kept))
+            left -= count
+        if sum(count for _, count, _ in rows) >= len(rows) > 0:
+            self._do(Forward(rows=tuple(rows)))
+
+    # Beside.
+
+    def _live(self) -> list[Live]:
+        return [] if self._stage is None else list(self._stage.live.values())
+
+    def _one(self, data: st.DataObject) -> Live:
+        return data.draw(st.sampled_from(self._live()), label="request")
+
+    @staticmethod
+    def _drawn(data: st.DataObject, live: list[Live]) -> list[Live]:
+        """Draw an order."""
+        return list(data.draw(st.permutations(live), label="order"))
+
+    def _do(self, step: Step) -> None:
+        self._steps.append(step)
+        self.log.steps[type(step).__name__.lower()] += 1
+        self._watched(lambda: self._stage_now().do(step))
+
+    def _watched(self, act: Callable[[], Done]) -> Done:
+        try:
+            return act()
+        except Exception as error:
+            case = dumps(Case(scene=self._scene_now(), steps=tuple(self._steps)))
+            self.log.violation = as_violation(error, case)
+            raise self.log.violation from error
+
+    def _scene_now(self) -> Scene:
+        assert self._scene is not None, "a scene is drawn first"
+        return self._scene
+
+    def _stage_now(self) -> Stage:
+        assert self._stage is not None, "a stage is set up first"
+        return self._stage
+
+
+def as_violation(error: Exception, case: str) -> Violation:
+    """Return the violation that an error of a case is, with the case in it."""
+    finding = error.finding if isinstance(error, Violation) else broke(error)
+    return Violation(attrs.evolve(finding, case=case))
+
+
+def _lengths(scene: Scene) -> SearchStrategy[int]:
+    """Return lengths of sequences, the interesting ones often: around pages, and around the longest."""
+    size, longest = scene.shape.page_size, scene.shape.longest
+    edges = {1, size, size + 1, 2 * size, longest - 1 - scene.drafts, longest - 2, longest - 1, longest}
+    special = sorted(edge for edge in edges if 1 <= edge <= longest)
+    return st.one_of(st.integers(1, min(12, longest)), st.sampled_from(special), st.integers(1, longest))
+
+
+@attrs.frozen(kw_only=True)
+class Played:
+    """What came of a case."""
+
+    violation: Violation | None
+    log: Log
+    """Of the steps that were done."""
+    left_out: tuple[int, ...]
+    """The steps that did not apply, counted from 1."""
+
+    @property
+    def finding(self) -> Finding | None:
+        """What does not hold, with the case in it; None where all does."""
+        return None if self.violation is None else self.violation.finding
+
+
+def played(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Played:
+    """Do a case from its beginning, up to what does not hold."""
+    log, left_out, violation = Log(examples=1), [], None
+    try:
+        with Stage(tested, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]
+            try:
+                for number, step in enumerate(case.steps, 1):
+                    if stage.do(step):
+                        log.steps[type(step).__name__.lower()] += 1
+                    else:
+                        left_out.append(number)
+            finally:
+                log.ran(stage.watch)
+    except Exception as error:
+        violation = as_violation(error, dumps(case))
+    return Played(violation=violation, log=log, left_out=tuple(left_out))
+
+
+def play(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Violation | None:
+    """Do a case from its beginning; returns what does not hold, or None."""
+    return played(tested, case, spared=spared, **options).violation

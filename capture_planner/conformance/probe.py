@@ -1,0 +1,197 @@
+"""The model that backends are put through: attention alone, of tables that anybody can look up.
+
+A token's queries, keys and values follow from its id and its position and from nothing else, in every
+layer. So whoever knows the tokens of a request knows what each of its rows must become, whatever pages
+it lies in and whatever was computed before: ``Tables.attended`` says it densely, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import nn
+
+from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
+
+
+@attrs.frozen(kw_only=True)
+class Heads:
+    """The attention of one model: layers, heads, their width, and each layer's window."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+
+    @property
+    def width(self) -> int:
+        """Elements of a layer's attention output."""
+        return self.heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """What products are multiplied by."""
+        return 1 / math.sqrt(self.head_dim)
+
+
+class Tables(nn.Module):
+    """Queries, keys and values by token and by position, ``[rows, layers, (heads + 2 kv_heads) * dim]``."""
+
+    by_token: torch.Tensor
+    by_position: torch.Tensor
+
+    def __init__(
+        self, heads: Heads, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        wide = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
+        for name, rows in (("by_token", vocabulary), ("by_position", longest)):
+            table = torch.zeros(rows, heads.layers, wide, dtype=dtype, device=device)
+            self.register_buffer(name, table)
+        self.load(seed)
+
+    def load(self, seed: int) -> None:
+        """Fill both tables anew, in place, as weights are reloaded."""
+        draw = torch.Generator().manual_seed(seed)
+        for table in (self.by_token, self.by_position):
+            table.copy_(torch.randn(table.shape, generator=draw, dtype=torch.float32) * 0.75)
+
+    def split(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``."""
+        rows = self.by_token[ids] + self.by_position[positions]
+        heads, dim = self.heads, self.heads.head_dim
+        widths = [heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim]
+        parts = torch.split(rows, widths, dim=-1)
+        return tuple(part.reshape(*part.shape[:-1], part.shape[-1] // dim, dim) for part in parts)
+
+    def attended(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+        """Return, in float64, what the rows from position ``first`` on attend to: ``[n, layers, width]``.
+
+        ``ids int64[S]`` are the tokens of one request from its first position on.
+        """
+        heads, positions = self.heads, torch.arange(len(ids), device=ids.device)
+        query, keys, values = (part.double() for part in self.split(ids, positions))
+        rows = positions[first:]
+        grouped = query[first:].reshape(
+            len(rows), heads.layers, heads.kv_heads, heads.heads // heads.kv_heads, heads.head_dim
+        )
+        scores = torch.einsum("qlhgd,slhd->lhgqs", grouped, keys) * self.heads.scale
+        for layer, window in enumerate(self.heads.windows):
+            seen = positions <= rows[:, None]
+            if window is not None:
+                seen &= positions > rows[:, None] - window
+            scores[layer].masked_fill_(~seen, -torch.inf)
+        mean = torch.einsum("lhgqs,slhd->qlhgd", scores.softmax(-1), values)
+        return mean.flatten(2)
+
+
+class ProbeTarget(nn.Module):
+    """A ``TargetModel`` whose hidden states are the attention outputs of its layers, side by side."""
+
+    head: torch.Tensor
+
+    def __init__(self, tables: Tables, vocabulary: int, longest: int, seed: int) -> None:
+        super().__init__()
+        heads = tables.heads
+        self.tables, self.name, self.mrope = tables, "probe", False
+        self.num_layers, self.num_heads, self.num_kv_heads = heads.layers, heads.heads, heads.kv_heads
+        self.head_dim, self.windows = heads.head_dim, heads.windows
+        self.hidden_size, self.vocab_size, self.max_model_len = (
+            heads.layers * heads.width,
+            vocabulary,
+            longest,
+        )
+        self.dtype = tables.by_token.dtype
+        self.register_buffer("head", _head(self.hidden_size, vocabulary, tables.by_token, seed))
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: Attend,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return all attention outputs, ``[T, hidden_size]``; auxiliary states are the same, once more."""
+        assert input_ids is not None and embeddings is None, "a probe reads token ids"
+        hidden = attended(self.tables, input_ids, positions, attend)
+        return hidden, hidden.repeat(1, len(aux_layers)) if aux_layers else None
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Not asked of a model that reads token ids."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[N, vocab_size]``."""
+        return hidden @ self.head
+
+    def weights(self) -> Iterator[Weight]:
+        """The tables and the head."""
+        yield from _weights(self)
+
+
+class ProbeDrafter(nn.Module):
+    """A ``Drafter``: attention outputs of its own tables, mixed half and half with what it was given."""
+
+    head: torch.Tensor
+
+    def __init__(self, tables: Tables, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int) -> None:
+        super().__init__()
+        heads = tables.heads
+        self.tables, self.name, self.aux_layers = tables, "probe drafter", aux_layers
+        self.num_layers, self.num_heads, self.num_kv_heads = heads.layers, heads.heads, heads.kv_heads
+        self.head_dim, self.hidden_size = heads.head_dim, target.hidden_size
+        self.register_buffer("head", _head(self.hidden_size, target.vocab_size, tables.by_token, seed))
+
+    def combine(self, aux: torch.Tensor) -> torch.Tensor:
+        """Return the first of the auxiliary states: they are all alike."""
+        return aux[:, : self.hidden_size]
+
+    def forward(
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Return ``[T, hidden_size]``."""
+        return self.mixed(attended(self.tables, input_ids, positions, attend), hidden)
+
+    def mixed(self, attention: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what a row becomes of its attention ``[T, layers * width]`` and of what it was given."""
+        times = -(-self.hidden_size // attention.shape[1])
+        return (attention.repeat(1, times)[:, : self.hidden_size] + hidden) * 0.5
+
+    def propose(self, hidden: torch.Tensor, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest token of each row, ``int64[N]``."""
+        return (hidden @ self.head).argmax(-1)
+
+    def learn(self, place: int, tokens: tuple[int, ...]) -> None:
+        """It does not."""
+
+    def weights(self) -> Iterator[Weight]:
+        """The tables and the head."""
+        yield from _weights(self)
+
+
+def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """Let the runner attend in every layer; returns the outputs side by side, ``[T, layers * width]``."""
+    query, keys, values = tables.split(ids.long(), positions)
+    found = []
+    for layer in range(tables.heads.layers):
+        q, k, v = (part[:, layer].contiguous() for part in (query, keys, values))
+        found.append(attend(layer, q, k, v, Scoring(scale=tables.heads.scale)).flatten(1))
+    return torch.cat(found, dim=1)
+
+
+def _head(rows: int, columns: int, like: torch.Tensor, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=draw, dtype=torch.float32).to(like)
+
+
+def _weights(module: nn.Module) -> Iterator[Weight]:
+    for prefix, part in module.named_modules():
+        for name in part._buffers:
+            yield f"{prefix}.{name}" if prefix else name, part, name

@@ -1,0 +1,68 @@
+"""A dispatcher that nobody could get wrong: it looks at every entry, for every batch, each time.
+
+Compatibility and preference are stated here a second time, from the laws and not from ``Entry.rejection``
+and ``Entry.cost``.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.plan import Plan
+
+
+def cheapest(plan: Plan, batch: Batch) -> Entry | None:
+    """Return the cheapest entry of the role that serves the batch, by a scan over all of them."""
+    batch = without_adapters(batch)
+    if not 0 < batch.num_reqs <= batch.num_tokens or batch.active_loras < 0:
+        return None
+    chain = chain_length(plan, batch.role, batch.num_reqs)
+    able = [entry for entry in plan.role(batch.role).entries if serves(entry, batch, chain)]
+    return min(able, key=_price, default=None)
+
+
+def serves(entry: Entry, batch: Batch, chain: int | None) -> bool:
+    """Say whether a graph can compute a batch: room on each axis, and nothing baked in that is untrue."""
+    room = batch.num_tokens <= entry.num_tokens and batch.active_loras <= entry.active_loras
+    if entry.num_reqs is not None:
+        room = room and batch.num_reqs <= entry.num_reqs
+    if entry.query_len is not None:
+        each = batch.query_len == entry.query_len and batch.num_tokens == batch.num_reqs * entry.query_len
+        room = room and each and batch.past_prompt
+    return room and entry.draft_steps in (None, chain)
+
+
+def scheduled_k(plan: Plan, num_reqs: int) -> int:
+    """Return the draft tokens for a batch size: the last range that starts at or before it, at most K."""
+    assert plan.speculative is not None, "asked where there is a drafter"
+    k = plan.speculative.num_tokens
+    for first, _, drafted in plan.speculative.schedule:
+        if first <= num_reqs:
+            k = min(drafted, plan.speculative.num_tokens)
+    return k
+
+
+def chain_length(plan: Plan, role: Role, num_reqs: int) -> int | None:
+    """Return how many draft decodes follow each other; None where the question makes no sense."""
+    if role is not Role.DRAFT_DECODE or plan.speculative is None:
+        return None
+    return max(0, scheduled_k(plan, num_reqs) - 1)
+
+
+def without_adapters(batch: Batch) -> Batch:
+    """Return the batch as a drafter sees it: it takes no adapters, so a count of them means nothing to it."""
+    return attrs.evolve(batch, active_loras=0) if batch.role.is_drafter and batch.active_loras > 0 else batch
+
+
+def _price(entry: Entry) -> tuple[object, ...]:
+    """Return what is least of the best: a full graph, then little padding, then the most special."""
+    return (
+        entry.mode is not GraphMode.FULL,
+        entry.num_tokens,
+        entry.num_reqs or 0,
+        entry.active_loras,
+        entry.query_len is None,
+        entry.draft_steps is None,
+    )

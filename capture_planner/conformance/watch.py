@@ -1,0 +1,345 @@
+"""What is spoilt before every forward, and what is checked around it, whoever began it."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from capture_planner.conformance.finding import Check, Finding, Violation, broke
+from capture_planner.conformance.garbage import SOURCES, Garbage
+from capture_planner.conformance.outputs import Outputs, bits, mark
+from capture_planner.conformance.reference_dispatch import cheapest
+from capture_planner.conformance.world import World
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.modes import Reason, Role
+from capture_planner.records.backend import Fill
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.text import counted
+from capture_planner.runtime.execution.fields import Extents, FieldBuffer, tensor_of
+from capture_planner.runtime.execution.padding import out_of_bounds
+from capture_planner.runtime.execution.role import Ran, RoleRun
+from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.updates import LENGTHS
+from capture_planner.runtime.executor import NULL_SLOT
+from capture_planner.runtime.runner import Runner
+
+Slots = set[int]
+Held = Mapping[str, np.ndarray[Any, Any]]
+"""What the fields hold, by key, as far as a forward reads."""
+
+
+class Watch:
+    """Around every forward of a runner: garbage before it, checks on both sides."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        world: World,
+        spared: Iterable[str] = (),
+        *,
+        trusting: bool = False,
+        outputs: Outputs,
+    ) -> None:
+        self.runner, self.world, self._trusting, self._outputs = runner, world, trusting, outputs
+        self._garbage = Garbage(spared)
+        self.ran: Counter[str] = Counter()
+        """Forwards, by role and by what ran: the mode of a graph, or NONE."""
+        self.largest = (0, 0)
+        """Requests and tokens of the largest batches, each by itself."""
+        self.batch: Batch | None = None
+        self._values: Made = {}
+        self._filled = False
+        for role in runner.parts.roles.values():
+            role.run = functools.partial(self._run, role, role.run)  # type: ignore[method-assign]
+            role.again = functools.partial(self._again, role, role.again)  # type: ignore[method-assign]
+        self._persistent = self._where()
+
+    def sources(self) -> tuple[str, ...]:
+        """Return the names of all that is spoilt."""
+        fields = {buffer.key for role in self.runner.parts.roles.values() for buffer in role.fields}
+        return (*SOURCES, *sorted(fields))
+
+    # Around one forward.
+
+    def _run(
+        self,
+        role: RoleRun,
+        inner: Callable[..., Ran],
+        batch: Batch,
+        values: Made,
+        started: float,
+        *,
+        filled: bool = False,
+        answer: Dispatch | None = None,
+    ) -> Ran:
+        self.batch, self._values, self._filled = batch, values, filled
+        self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
+        self._garbage.before(role, filled=filled)
+        try:
+            ran = inner(batch, values, started, filled=filled, answer=answer)
+        except Violation:
+            raise
+        except Exception as error:
+            entry = (answer or role.dispatch(batch)).entry
+            raise Violation(broke(error, role=role.role, entry=entry, batch=in_words(batch))) from error
+        if answer is None:
+            self._check_dispatch(role, batch, ran.dispatch)
+        return ran
+
+    def _again(
+        self,
+        role: RoleRun,
+        inner: Callable[..., Ran],
+        answer: Dispatch,
+        entry: Entry | None,
+        extents: Extents,
+        started: float,
+    ) -> Ran:
+        self.ran[f"{role.role.value} {answer.mode.value}"] += 1
+        if not self._trusting:
+            held = {buffer.key: buffer.view(extents).cpu().numpy() for buffer in role.fields}
+            self._check_fields(role, entry, extents, held)
+            self._check_placed(role, entry, extents, answer, held)
+        self._garbage.beyond(role, extents)
+        mine = self._own_slots(role, entry)
+        caches = [[tensor.clone() for tensor in family.flat()] for family in self.world.families]
+        state = self._state()
+        ran = inner(answer, entry, extents, started)
+        if not self._trusting:
+            self._check_moved(role, entry, extents)
+        self._check_written(role, entry)
+        self._check_untouched(role, entry, mine, caches)
+        self._check_state(role, entry, state)
+        self._check_pointers(role, entry)
+        return ran
+
+    # Checks before.
+
+    def _check_dispatch(self, role: RoleRun, batch: Batch, answer: Dispatch) -> None:
+        expected = cheapest(role.dispatcher.plan, batch)
+        if answer.entry != expected:
+            self._refuse(
+                Check.DISPATCHED,
+                f"this batch was sent to {answer.entry or 'no graph'}, and the cheapest compatible graph is "
+                f"{expected or 'none'}",
+                role,
+                answer.entry,
+            )
+        if expected is None and answer.reason in (None, Reason.UNCOVERED):
+            self._refuse(Check.DISPATCHED, "this batch runs eager, and no reason is given", role, None)
+
+    def _check_fields(self, role: RoleRun, entry: Entry | None, extents: Extents, held: Held) -> None:
+        values, batch = self._values, self.batch
+        assert batch is not None, "a forward belongs to a batch"
+        for buffer in role.fields:
+            real = values.get(buffer.field.name)
+            if real is not None and not buffer.is_frozen:
+                self._check_fill(role, entry, held[buffer.key], buffer, real, batch)
+        for buffer in role.fields:
+            is_answer = buffer.field.name == "input_ids" and self.runner.parts.target.ahead
+            if buffer.field.indexes is not None and not (buffer.is_frozen or is_answer):
+                real = values.get(buffer.field.name)
+                wrong = out_of_bounds(buffer, held[buffer.key], real, extents, role._bounds)
+                if wrong is not None:
+                    axis = buffer.field.axis.value
+                    self._refuse(Check.BOUNDED, str(wrong), role, entry, field=buffer.key, axis=axis)
+
+    def _check_fill(
+        self,
+        role: RoleRun,
+        entry: Entry | None,
+        held: np.ndarray[Any, Any],
+        buffer: FieldBuffer,
+        real: np.ndarray[Any, Any],
+        batch: Batch,
+    ) -> None:
+        field = buffer.field
+        fill = field.value or 0
+        if field.fill is Fill.REAL_TOTAL:
+            fill = batch.num_tokens
+        elif field.fill is Fill.REPEAT_LAST and len(real):
+            fill = int(real[-1])
+        tail = held[len(real) :]
+        wide = held[: len(real), real.shape[1] :] if real.ndim == 2 else held[:0]
+        if (tail != fill).any() or (wide != fill).any():
+            found = tail[tail != fill] if (tail != fill).any() else wide[wide != fill]
+            self._refuse(
+                Check.FILLED,
+                f"the padding of {buffer.key} must hold {fill} ({field.fill.value}) and has {found.flat[0]}",
+                role,
+                entry,
+                field=buffer.key,
+                axis=field.axis.value,
+            )
+
+    def _check_placed(
+        self, role: RoleRun, entry: Entry | None, extents: Extents, answer: Dispatch, held: Held
+    ) -> None:
+        """Hold slots to positions and pages, and pages to those that the scheduler gave out."""
+        tokens, reqs = extents.tokens - answer.padded_tokens, extents.reqs - answer.padded_reqs
+        names = ("query_start_loc", "block_table", "positions", "slot_mapping", "idx_mapping")
+        starts, table, positions, slots, places = (held[name] for name in names)
+        owner = np.searchsorted(starts[1 : reqs + 1], np.arange(tokens), side="right")
+        page, offset = np.divmod(positions[:tokens], self.world.pages.page_size)
+        expected = table[owner, page].astype(np.int64) * self.world.pages.page_size + offset
+        wrong = (slots[:tokens] != expected) & (slots[:tokens] != NULL_SLOT)
+        if wrong.any():
+            token = int(wrong.argmax())
+            self._refuse(
+                Check.PLACED,
+                f"token {token} at position {positions[token]} is stored in slot {slots[token]}, and its page "
+                f"table says {expected[token]}",
+                role,
+                entry,
+                field="slot_mapping",
+            )
+        given = self.pages_of()
+        if given is not None:
+            for row in range(reqs):
+                width = 1 + int(page[owner == row].max(initial=-1))
+                if (table[row, :width] != given[places[row], :width]).any():
+                    self._refuse(
+                        Check.PLACED,
+                        f"row {row} has pages of another request",
+                        role,
+                        entry,
+                        field="block_table",
+                    )
+
+    def pages_of(self) -> np.ndarray[Any, Any] | None:
+        """Return the pages of each place where a scheduler gives them out; None where none does."""
+        serving = self.runner._serving
+        if serving is None or serving.done or serving.is_over:
+            return None
+        return serving.scheduler.places.table
+
+    # Checks after.
+
+    def _check_moved(self, role: RoleRun, entry: Entry | None, extents: Extents) -> None:
+        """Hold the padding of the fields that graphs move on to its fill, behind a replay as before it."""
+        assert self.batch is not None, "a forward belongs to a batch"
+        for buffer in role.fields:
+            real = self._values.get(buffer.field.name)
+            if buffer.field.name in _MOVED and real is not None and not buffer.is_frozen:
+                held = buffer.view(extents).cpu().numpy()
+                self._check_fill(role, entry, held, buffer, real, self.batch)
+
+    def _check_written(self, role: RoleRun, entry: Entry | None) -> None:
+        """Hold every row of every attention output to be written, padding included."""
+        for layer, output in self._outputs.of(role):
+            unwritten = (bits(output) == mark(output)).all(dim=1)
+            if bool(unwritten.any()):
+                self._refuse(
+                    Check.WRITTEN,
+                    f"attention of layer {layer} leaves row {int(unwritten.nonzero()[0])} of {len(output)} "
+                    "as it was",
+                    role,
+                    entry,
+                )
+
+    def _own_slots(self, role: RoleRun, entry: Entry | None) -> Slots:
+        """Return the slots that the batch may write, as the values of the step say."""
+        values = self._values
+        mine = set(values["slot_mapping"].tolist()) if "slot_mapping" in values else None
+        table, positions = values["block_table"], values["positions"]
+        if mine is None or role.role is Role.DRAFT_DECODE:
+            # Slots that only the graph knows follow from positions and pages: of this step and, in a chain,
+            # of those behind it.
+            # Where drafts were verified on the device, the host only knows the last position that there can be.
+            steps = (entry and entry.draft_steps) or 1
+            drafts = self.runner.plan.speculative
+            early = drafts.num_tokens if drafts and self._filled else 0
+            size, longest = self.world.pages.page_size, self.runner.plan.model.max_model_len
+            mine = mine or set()
+            for row, first in enumerate(positions.tolist()):
+                for position in range(max(first - early, 0), min(first + steps, longest)):
+                    if position // size < table.shape[1]:
+                        mine.add(int(table[row, position // size]) * size + position % size)
+        return mine | set(range(self.world.pages.page_size))
+
+    def _check_untouched(
+        self, role: RoleRun, entry: Entry | None, mine: Slots, before: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        for number, (family, held) in enumerate(zip(self.world.families, before, strict=True)):
+            own = mine if bool(number) == role.role.is_drafter else set()
+            for tensor, then in zip(family.flat(), held, strict=True):
+                same = (bits(tensor) == bits(then)).all(dim=1)
+                if bool(same.all()):
+                    continue
+                others = set((~same).nonzero().flatten().tolist()) - own
+                if others:
+                    slot = min(others)
+                    self._refuse(
+                        Check.UNTOUCHED,
+                        f"the slot {slot} of page {slot // self.world.pages.page_size} changed, and no token "
+                        f"of the batch is there ({'drafter' if number else 'target'}'s cache)",
+                        role,
+                        entry,
+                    )
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        state = self.runner.parts.state
+        return {} if state is None else {name: getattr(state, name).clone() for name in _STATE}
+
+    def _check_state(self, role: RoleRun, entry: Entry | None, before: Mapping[str, torch.Tensor]) -> None:
+        state = self.runner.parts.state
+        if state is None:
+            return
+        mine = set() if role.role is Role.TARGET else {*self._values["idx_mapping"].tolist(), state.padding}
+        others = [row for row in range(state.padding) if row not in mine]
+        for name, then in before.items():
+            if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
+                self._refuse(
+                    Check.STATE,
+                    f"the draft state ({name}) of a request that is not in the batch",
+                    role,
+                    entry,
+                )
+
+    def _where(self) -> list[tuple[str, int]]:
+        return [
+            (held[0], tensor_of(held).data_ptr())
+            for role in self.runner.parts.roles.values()
+            for held in role.persistent()
+        ]
+
+    def _check_pointers(self, role: RoleRun, entry: Entry | None) -> None:
+        for (name, then), (_, now) in zip(self._persistent, self._where(), strict=True):
+            if now != then:
+                self._refuse(Check.FROZEN, f"{name} is no longer where it was", role, entry)
+
+    def _refuse(
+        self, check: Check, says: str, role: RoleRun, entry: Entry | None, *, field: str = "", axis: str = ""
+    ) -> None:
+        raise Violation(
+            Finding(
+                check=check,
+                says=says,
+                role=role.role,
+                entry=entry,
+                batch="" if self.batch is None else in_words(self.batch),
+                field=field,
+                axis=axis,
+            )
+        )
+
+
+_STATE = ("token", "hidden", "proposed")
+_MOVED = ("positions", "slot_mapping", *LENGTHS)
+
+
+def in_words(batch: Batch) -> str:
+    """Say what a batch is."""
+    text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
+    if batch.query_len is not None:
+        text += f", {batch.query_len} each"
+    return text + ("" if batch.past_prompt else ", prompts among them")
+
+
+EAGER = Dispatch(None, reason=Reason.MODE)
+"""The answer that runs any batch eager."""

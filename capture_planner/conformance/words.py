@@ -1,0 +1,83 @@
+"""A case of the conformance suite in words: what is set up, then each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from capture_planner.conformance.scene import (
+    Arrive,
+    Case,
+    Depart,
+    Forward,
+    Move,
+    Reload,
+    Scene,
+    Serve,
+    Step,
+)
+from capture_planner.records.text import counted
+
+
+def case_in_words(case: Case) -> tuple[str, ...]:
+    """Return a sentence for what is set up and one for each step. Requests are named by their arrival, from 0."""
+    return (_scene(case.scene), *_steps(case.steps))
+
+
+def _scene(scene: Scene) -> str:
+    parts = [
+        f"set up {scene.shape}",
+        counted(scene.layers, "layer"),
+        scene.mode.value,
+        f"up to {counted(scene.num_reqs, 'request')} and {counted(scene.num_tokens, 'token')}",
+    ]
+    if scene.size_tokens:
+        parts.append(f"captured at {_list(scene.size_tokens)} tokens and {_list(scene.size_reqs)} requests")
+    if scene.drafts:
+        kind = "EAGLE-3" if scene.eagle3 else "EAGLE"
+        drafting = f"{kind} with {counted(scene.drafts, 'draft')}"
+        for first, last, k in scene.schedule:
+            drafting += f", {k} at {first} to {last} requests"
+        parts += [drafting, "chains as one graph" if scene.fused else "chains in single steps"]
+    if scene.per_role:
+        parts.append("a pool for each role")
+    if scene.ahead:
+        parts.append("steps launched ahead")
+    return f"{'; '.join(parts)}; seed {scene.seed}"
+
+
+def _steps(steps: tuple[Step, ...]) -> Iterator[str]:
+    arrived = 0
+    for step in steps:
+        match step:
+            case Arrive():
+                computed = f", {step.computed} computed before" if step.computed else ""
+                shares = "" if step.shares is None else f", sharing full pages of request {step.shares}"
+                yield f"request {arrived} arrives: a prompt of {counted(step.prompt, 'token')}{computed}{shares}"
+                arrived += 1
+            case Depart():
+                yield f"request {step.request} leaves, and its pages are free"
+            case Move():
+                yield f"the pages of request {step.request} are exchanged for others"
+            case Reload():
+                yield f"weights are loaded anew, in place, from seed {step.seed}"
+            case Forward():
+                yield f"a step of {counted(len(step.rows), 'request')}: {'; '.join(map(_row, step.rows))}"
+            case Serve():
+                served = "; ".join(map(_served, step.requests))
+                yield f"{counted(len(step.requests), 'request')} served to the end beside what lives: {served}"
+
+
+def _row(row: tuple[int, int, int]) -> str:
+    request, count, kept = row
+    drafts = f", {counted(kept, 'draft')} kept" if kept else ""
+    return f"request {request} with {counted(count, 'token')}{drafts}"
+
+
+def _served(asked: tuple[int, int, int]) -> str:
+    prompt, output, arrival = asked
+    later = f", {counted(arrival, 'step')} later" if arrival else ""
+    return f"a prompt of {prompt} and {counted(output, 'new token')}{later}"
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return " and ".join(map(str, numbers))

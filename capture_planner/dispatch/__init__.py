@@ -1,0 +1,1 @@
+"""Which entry serves a batch, in constant time."""

@@ -1,0 +1,219 @@
+"""Dispatcher(plan).dispatch(...): which entry serves this batch, in constant time.
+
+The rule is ``Entry.rejection``: of all entries of the role that do not reject the batch, the one of
+least ``Entry.cost``. Nothing is searched when a batch arrives: next-fit tables are laid out per
+query length and adapter case, and an answer that was given once is kept, so that a batch costs two
+look-ups and a few comparisons.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+import attrs
+
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import decode_families, draft_steps, is_admissible, kind_of
+from capture_planner.records.plan import Plan, RolePlan, Waiver
+
+
+@attrs.frozen
+class Dispatch:
+    """The answer: an entry with its padding, or no entry with the reason."""
+
+    entry: Entry | None
+    padded_tokens: int = 0
+    """Rows of padding on the token axis."""
+    padded_reqs: int = 0
+    """Rows of padding on the request axis; 0 for PIECEWISE, which does not pad requests."""
+    reason: Reason | None = None
+    """Why there is no entry; None where there is one."""
+    waiver: Waiver | None = None
+    """The waiver that the reason comes from, where it comes from one."""
+
+    @property
+    def mode(self) -> GraphMode:
+        """How the batch runs: FULL, PIECEWISE or NONE."""
+        return GraphMode.NONE if self.entry is None else self.entry.mode
+
+
+_KEPT_ANSWERS = 1 << 16
+
+
+class Dispatcher:
+    """Answers for one plan. Pure: the same batch has the same answer for ever, on every rank."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._tables = {role.role: _RoleTables(role, plan) for role in plan.roles}
+        # Answers given, where the next such batch looks first: uniform decodes by (role, query
+        # length, adapters) and requests; batches whose requests do not matter, being piecewise, by
+        # (role, adapters) and tokens; all others as they are.
+        self._decodes: dict[tuple[str, int, int], dict[int, Dispatch]] = {}
+        self._mixed: dict[tuple[str, int], dict[int, Dispatch]] = {}
+        self._others: dict[tuple[str, int, int, int], Dispatch] = {}
+        self._kept = 0
+
+    def dispatch(
+        self,
+        role: Role | str,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None = None,
+        past_prompt: bool = True,
+        active_loras: int = 0,
+    ) -> Dispatch:
+        """Return the cheapest entry that serves the batch, or NONE with a reason.
+
+        All counts are real; ``Batch`` says what each means. Total for every batch; raises
+        ``DispatchError`` only for a role that the plan does not have.
+        """
+        answer: Dispatch | None
+        if query_len is not None and past_prompt and num_reqs * query_len == num_tokens:
+            row = self._decodes.get((role, query_len, active_loras))
+            answer = None if row is None else row.get(num_reqs)
+        else:
+            row = self._mixed.get((role, active_loras))
+            answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
+            if answer is None:
+                answer = self._others.get((role, num_reqs, num_tokens, active_loras))
+        if answer is not None:
+            return answer
+        return self._first(
+            Batch(
+                role=self.plan.role(role).role,
+                num_reqs=num_reqs,
+                num_tokens=num_tokens,
+                query_len=query_len,
+                past_prompt=past_prompt,
+                active_loras=active_loras,
+            )
+        )
+
+    def answer(self, batch: Batch) -> Dispatch:
+        """Return the same answer as ``dispatch``, and keep nothing."""
+        return self._tables[self.plan.role(batch.role).role].answer(batch)
+
+    def _first(self, batch: Batch) -> Dispatch:
+        """Answer from the tables, and keep the answer for the next batch like it."""
+        tables = self._tables[batch.role]
+        answer = tables.answer(batch)
+        role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
+        self._kept += 1
+        if self._kept > _KEPT_ANSWERS:
+            self._kept = 1
+            for kept in (self._decodes, self._mixed, self._others):
+                kept.clear()
+        if query_len is not None:
+            self._decodes.setdefault((role, query_len, loras), {})[batch.num_reqs] = answer
+        elif answer.entry is not None and answer.entry.num_reqs is None and not tables.requests_matter:
+            self._mixed.setdefault((role, loras), {})[batch.num_tokens] = answer
+        else:
+            self._others[role, batch.num_reqs, batch.num_tokens, loras] = answer
+        return answer
+
+
+class _RoleTables:
+    """Next-fit tables of one role, each made when it is first needed."""
+
+    def __init__(self, role: RolePlan, plan: Plan) -> None:
+        self._role, self._plan = role, plan
+        self._families = decode_families(role.role, plan)
+        self._cases = sorted({entry.active_loras for entry in role.entries})
+        self._decode_fits: dict[tuple[int, int | None, int], _Fit] = {}
+        self._mixed_fits: dict[tuple[int | None, int | None, int], _Fit] = {}
+        self._by_cost = sorted(role.entries, key=lambda entry: entry.cost)
+        mixed = [entry for entry in role.entries if entry.query_len is None]
+        self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
+        self.requests_matter = bool(self._levels) or any(entry.draft_steps for entry in mixed)
+
+    def answer(self, batch: Batch) -> Dispatch:
+        """Return the cheapest compatible entry with its padding, or the reason for none."""
+        if self._role.role.is_drafter:
+            batch = attrs.evolve(batch, active_loras=min(batch.active_loras, 0))
+        entry = self._find(batch) if 0 < batch.num_reqs <= batch.num_tokens else None
+        if entry is not None:
+            return Dispatch(
+                entry,
+                entry.num_tokens - batch.num_tokens,
+                0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs,
+            )
+        if not is_admissible(batch, self._plan, self._families):
+            return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
+        kind = kind_of(batch, self._families)
+        for waiver in self._role.waivers:
+            if waiver.covers(batch, kind):
+                return Dispatch(None, reason=waiver.reason, waiver=waiver)
+        return Dispatch(None, reason=Reason.UNCOVERED)
+
+    def _find(self, batch: Batch) -> Entry | None:
+        case = bisect_left(self._cases, batch.active_loras)
+        if case == len(self._cases) or batch.active_loras < 0:
+            return None
+        loras, query_len = self._cases[case], batch.uniform_query_len
+        found: list[Entry | None] = []
+        steps = draft_steps(self._role.role, batch.num_reqs, self._plan.speculative)
+        if query_len is not None:
+            found.append(self._decode_fit(query_len, steps, loras).at(batch.num_reqs))
+        level = bisect_left(self._levels, batch.num_reqs)
+        bound = self._levels[level] if level < len(self._levels) else None
+        found.append(self._mixed_fit(bound, steps, loras).at(batch.num_tokens))
+        return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
+
+    def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
+        """Return the cheapest uniform entry by requests."""
+        key = (query_len, steps, loras)
+        if key not in self._decode_fits:
+            self._decode_fits[key] = _Fit.of(
+                (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
+                for entry in self._by_cost
+                if entry.query_len == query_len
+                and entry.active_loras >= loras
+                and entry.draft_steps in (None, steps)
+            )
+        return self._decode_fits[key]
+
+    def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
+        """Return the cheapest entry for any batch by tokens, among those for ``bound`` requests."""
+        key = (bound, steps, loras)
+        if key not in self._mixed_fits:
+            self._mixed_fits[key] = _Fit.of(
+                (entry.num_tokens, entry)
+                for entry in self._by_cost
+                if entry.query_len is None
+                and entry.active_loras >= loras
+                and entry.draft_steps in (None, steps)
+                and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
+            )
+        return self._mixed_fits[key]
+
+
+def _binding_reqs(entry: Entry) -> int | None:
+    """Return an entry's bound on requests where its tokens do not imply it (a request has a token)."""
+    if entry.num_reqs is None or entry.num_reqs >= entry.num_tokens:
+        return None
+    return entry.num_reqs
+
+
+@attrs.frozen
+class _Fit:
+    """The cheapest entry at each count: ascending sizes, each with the entry up to it."""
+
+    sizes: tuple[int, ...]
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, sized: Iterable[tuple[int, Entry]]) -> _Fit:
+        """Keep of ``(size, entry)`` pairs, cheapest first, those larger than all before them."""
+        sizes, entries = [0], []
+        for size, entry in sized:
+            if size > sizes[-1]:
+                sizes.append(size)
+                entries.append(entry)
+        return cls(tuple(sizes[1:]), tuple(entries))
+
+    def at(self, count: int) -> Entry | None:
+        index = bisect_left(self.sizes, count)
+        return self.entries[index] if index < len(self.sizes) else None

@@ -1,0 +1,1 @@
+"""From a spec, a machine and backends to a plan: modes, sizes, entries, waivers."""

@@ -1,0 +1,72 @@
+"""Ask the backends: what each attention group of a role needs, and how far its backend goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from capture_planner.errors import BackendError, PlanningError, Problem
+from capture_planner.modes import Role
+from capture_planner.planning.resolve import GroupSupport
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records.backend import Attention, Support
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import GroupSpec, Spec
+
+
+@attrs.frozen(kw_only=True)
+class Group:
+    """An attention group while it is planned."""
+
+    spec: GroupSpec
+    registered: Registered
+    attention: Attention
+    support: Support
+
+    @property
+    def for_resolution(self) -> GroupSupport:
+        return GroupSupport(group=self.spec.name, backend=self.registered.name, support=self.support)
+
+
+def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Registry) -> tuple[Group, ...]:
+    """Ask the backend of each attention group of a role how far it goes."""
+    groups = []
+    for index, group in enumerate(groups_of(spec, role)):
+        registered = _backend(spec, role, index, group, registry)
+        attention = Attention.of(spec, role, layers=group.layers, window=group.window)
+        support = registered.support(role, attention, environment)
+        groups.append(Group(spec=group, registered=registered, attention=attention, support=support))
+    return tuple(groups)
+
+
+def _backend(spec: Spec, role: Role, index: int, group: GroupSpec, registry: Registry) -> Registered:
+    """Find a group's backend; an unknown one is a problem at the place that names it."""
+    wanted = spec.roles.of(role)
+    path: tuple[str | int, ...]
+    if group.backend is not None:
+        name, path = group.backend, ("roles", role.value, "groups", index, "backend")
+    elif wanted.backend is not None:
+        name, path = wanted.backend, ("roles", role.value, "backend")
+    else:
+        name, path = spec.backend, ("backend",)
+    try:
+        return registry[name]
+    except BackendError as error:
+        raise PlanningError([Problem(path=path, message=str(error))]) from None
+
+
+def groups_of(spec: Spec, role: Role) -> tuple[GroupSpec, ...]:
+    """Return the attention groups of a role: those that the spec names, or one of all layers."""
+    if groups := spec.roles.of(role).groups:
+        return groups
+    drafts = spec.speculative is not None and role.is_drafter
+    layers = spec.speculative.model.num_layers if spec.speculative and drafts else spec.model.num_layers
+    return (GroupSpec(name="all", layers=layers),)
+
+
+def attentions(spec: Spec) -> Iterator[tuple[Role, str, Attention]]:
+    """Return what every group of every role asks of a backend."""
+    for role in spec.active_roles:
+        for group in groups_of(spec, role):
+            yield role, group.name, Attention.of(spec, role, layers=group.layers, window=group.window)

@@ -1,0 +1,152 @@
+"""plan(spec, environment, registry) -> Plan: one pass from what is wanted to what was decided.
+
+Role by role the backends are asked, the mode is resolved and ladders are chosen; the budget then
+fits all ladders at once; what they became is written as entries, waivers and workspaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from capture_planner.errors import PlanningError, Problem
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.groups import Group, ask_backends
+from capture_planner.planning.resolve import Resolved, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.planning.role import RoleInProgress
+from capture_planner.planning.sizing import Ladder, fit, total
+from capture_planner.planning.waivers import waivers
+from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import digest
+from capture_planner.records.backend import (
+    COMMON_FIELDS,
+    MROPE_FIELDS,
+    SPECULATIVE_FIELDS,
+    MetadataField,
+    max_query_len,
+)
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
+from capture_planner.records.spec import Spec
+
+__all__ = ["plan"]
+
+
+def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
+    """Return the plan of ``spec`` on ``environment``: deterministic, without torch or a device.
+
+    Raises ``PlanningError`` where a mode is out of reach, a backend is not installed, or the graphs
+    are too many, and ``BackendError`` where a backend breaks its contract.
+    """
+    roles: list[RoleInProgress] = []
+    for role in spec.active_roles:
+        groups = ask_backends(spec, role, environment, registry)
+        target = roles[0].resolved.mode if roles else None
+        requested, resolved = _resolve(spec, role, groups, target)
+        roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
+    for working in roles:
+        working.choose_ladders()
+        working.fit_backend()
+    _fit_budget(spec, roles)
+    _refuse_excess(roles)
+    return Plan(
+        spec=digest(spec),
+        environment=environment,
+        model=spec.model,
+        limits=spec.limits,
+        speculative=spec.speculative,
+        lora=spec.lora,
+        parallel=spec.parallel,
+        piecewise=spec.piecewise,
+        budget=spec.budget,
+        pool=spec.pool,
+        roles=tuple(_written(working) for working in roles),
+    )
+
+
+def _resolve(
+    spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
+) -> tuple[GraphMode, Resolved]:
+    """Return the mode that a role starts from, and the one that it ends with."""
+    supports = [group.for_resolution for group in groups]
+    wanted, query_len = spec.roles.of(role).mode, max_query_len(spec, role)
+    if target is None:
+        requested = wanted or spec.mode
+        return requested, resolve(
+            role, requested, supports, max_query_len=query_len, piecewise=spec.piecewise
+        )
+    if role is Role.DRAFT_PREFILL:
+        return target, resolve_draft_prefill(
+            target, wanted, supports, max_query_len=query_len, piecewise=spec.piecewise
+        )
+    return target, resolve_draft_decode(target, wanted, supports)
+
+
+def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
+    """Fit the graphs of all roles into the budget, and give each role its part back."""
+    bound = spec.budget.allowed_graphs()
+    ladders = [ladder for working in roles for ladder in working.ladders]
+    if bound is None or total(ladders) <= bound[0]:
+        return
+    allowed, rule = bound
+    fitted = iter(fit(ladders, allowed, Reason.BUDGET))
+    why = f"{rule} leaves {allowed} of {total(ladders)} graphs"
+    for working in roles:
+        working.refit([next(fitted) for _ in working.ladders], "budget", why)
+
+
+def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:
+    """Refuse what could be planned and never captured; the plan's file stays readable at a glance."""
+    ladders = [ladder for working in roles for ladder in working.ladders]
+    sizes, graphs = sum(len(ladder.sizes) for ladder in ladders), total(ladders)
+    if sizes > MAX_SIZES or graphs > MAX_GRAPHS:
+        message = f"{sizes} sizes and {graphs} graphs; a plan has at most {MAX_SIZES} and {MAX_GRAPHS}"
+        remedy = "set budget.max_graphs, or choose a policy with fewer sizes"
+        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
+
+
+def _written(working: RoleInProgress) -> RolePlan:
+    entries = tuple(entry for ladder in working.ladders for entry in _entries(ladder))
+    inputs: tuple[MetadataField, ...] = COMMON_FIELDS
+    if working.role is Role.TARGET and working.spec.speculative is not None:
+        inputs += SPECULATIVE_FIELDS
+    if working.role is Role.TARGET and working.spec.model.mrope:
+        inputs += MROPE_FIELDS
+    return RolePlan(
+        role=working.role,
+        requested=working.requested,
+        mode=working.mode,
+        groups=tuple(_group(working, group, entries) for group in working.groups),
+        decisions=tuple(working.decisions),
+        entries=entries,
+        waivers=waivers(working),
+        inputs=inputs,
+    )
+
+
+def _entries(ladder: Ladder) -> Iterator[Entry]:
+    for size in ladder.sizes:
+        for case in ladder.served(size):
+            yield Entry(
+                mode=ladder.mode,
+                num_tokens=size * (ladder.query_len or 1),
+                num_reqs=None if ladder.mode is GraphMode.PIECEWISE else ladder.num_reqs(size),
+                query_len=ladder.query_len,
+                active_loras=case,
+                draft_steps=ladder.draft_steps,
+            )
+
+
+def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) -> GroupPlan:
+    backend, asked = group.registered, (working.role, group.attention, working.environment)
+    return GroupPlan(
+        name=group.spec.name,
+        layers=group.spec.layers,
+        window=group.spec.window,
+        backend=backend.name,
+        distribution=backend.distribution,
+        version=backend.version,
+        support=group.support,
+        padding=backend.padding(*asked),
+        workspace=backend.workspace(*asked, entries, working.spec.limits),
+    )

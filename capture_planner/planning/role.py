@@ -1,0 +1,256 @@
+"""One role on its way to a RolePlan: its ladders, and the decisions that led to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
+from capture_planner.planning.groups import Group
+from capture_planner.planning.resolve import Resolved
+from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
+from capture_planner.planning.sizing.policies import Choice
+from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import (
+    DecodeFamily,
+    Domain,
+    decode_families,
+    decode_tiers,
+    lora_cases,
+    mixed_tokens,
+    token_step,
+)
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Decision
+from capture_planner.records.spec import Sizes, Spec
+from capture_planner.records.text import counted
+
+
+@attrs.define
+class RoleInProgress:
+    """One role on its way to a RolePlan."""
+
+    spec: Spec
+    environment: Environment
+    role: Role
+    groups: tuple[Group, ...]
+    requested: GraphMode
+    resolved: Resolved
+    families: tuple[DecodeFamily, ...] = ()
+    ladders: tuple[Ladder, ...] = ()
+    decisions: list[Decision] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.decisions = list(self.resolved.decisions)
+        self.families = decode_families(self.role, self.spec)
+
+    def decide(self, rule: str, before: object, after: object, says: str, backend: str | None = None) -> None:
+        self.decisions.append(
+            Decision(
+                rule=rule, before=str(before), after=str(after), role=self.role, backend=backend, says=says
+            )
+        )
+
+    @property
+    def mode(self) -> GraphMode:
+        return self.resolved.mode
+
+    @property
+    def cap(self) -> int | None:
+        """Most requests that every backend of the role can capture."""
+        return min((g.support.max_num_reqs for g in self.groups if g.support.max_num_reqs), default=None)
+
+    @property
+    def mixed_ladder(self) -> Ladder | None:
+        """The ladder of mixed batches, if the mode has one."""
+        return next((ladder for ladder in self.ladders if ladder.kind is Kind.MIXED), None)
+
+    def choose_ladders(self) -> None:
+        """Choose sizes for each kind of batch that the mode has graphs for."""
+        self._note_limits()
+        sizes = self.spec.roles.of(self.role).sizes or self.spec.sizes
+        context = Context(
+            limits=self.spec.limits,
+            speculative=self.spec.speculative,
+            parallel=self.spec.parallel,
+            environment=self.environment,
+        )
+        ladders = []
+        if self.mode.is_separate:
+            ladders += [self._decode_ladder(family, sizes, context) for family in self._captured_families()]
+        if self.mode.mixed_mode is not GraphMode.NONE and self.role is not Role.DRAFT_DECODE:
+            ladders.append(self._mixed_ladder(sizes, context))
+        self.ladders = tuple(ladders)
+
+    def _note_limits(self) -> None:
+        """Record what the deployment fixes before any size is chosen."""
+        spec, limits, step = self.spec, self.spec.limits, token_step(self.spec.parallel)
+        speculative = spec.speculative
+        if speculative is not None and self.role is Role.TARGET:
+            clamped = sorted({k for *_, k in speculative.schedule if k > speculative.num_tokens})
+            if clamped:
+                self.decide(
+                    "schedule-clamped",
+                    max(clamped),
+                    speculative.num_tokens,
+                    f"the schedule asks for up to {max(clamped)} draft tokens, num_tokens allows "
+                    f"{speculative.num_tokens}",
+                )
+        if self.role is Role.DRAFT_DECODE and not self.families:
+            self.decide(
+                "draft-decode-never-runs",
+                self.mode.value,
+                "no graphs",
+                "with one draft token the draft prefill is the whole draft: no draft decode follows",
+            )
+        for _, last, k in () if self.role is Role.DRAFT_DECODE else decode_tiers(spec):
+            fits = limits.max_num_tokens // (1 + k)
+            if fits < last:
+                self.decide(
+                    "tokens-limit-requests",
+                    last,
+                    fits,
+                    f"{counted(fits, 'request')} of {counted(1 + k, 'token')} fill max_num_tokens "
+                    f"{limits.max_num_tokens}, so no decode of {last} can be scheduled",
+                )
+        if step > 1:
+            self.decide(
+                "sequence-parallel-alignment",
+                1,
+                step,
+                f"padded tokens are multiples of {step}, because sequence parallelism splits them over the ranks",
+            )
+        if spec.parallel.data > 1 and self.role is Role.TARGET:
+            self.decide(
+                "data-parallel-largest",
+                1,
+                spec.parallel.data,
+                f"{spec.parallel.data} data-parallel ranks run the largest rank's batch, idle ranks included; "
+                "one eager rank makes all of them eager",
+            )
+
+    def _captured_families(self) -> tuple[DecodeFamily, ...]:
+        """Return the decodes to capture: a draft chain by its length, or single steps for all."""
+        if self.role is not Role.DRAFT_DECODE or not self.families:
+            return self.families
+        longest = max(family.draft_steps or 0 for family in self.families)
+        asked = self.spec.speculative is not None and self.spec.speculative.chain is Chain.SINGLE
+        by_host = (
+            []
+            if asked
+            else [
+                group.registered.name
+                for group in self.groups
+                if group.registered.refresh(self.role, group.attention, self.environment) is Refresh.HOST
+            ]
+        )
+        if asked or by_host or longest == 1:
+            if longest > 1 and asked:
+                says = "speculative.chain asks for single steps, so one single-step graph is replayed"
+            elif by_host:
+                says = f"{by_host[0]} needs a host step between draft steps, so one single-step graph is replayed"
+            else:
+                says = "a single draft decode follows the draft prefill"
+            self.decide("draft-chain", longest, 1, says, by_host[0] if by_host else None)
+            intervals = sorted(interval for f in self.families for interval in f.requests.intervals)
+            domain = Domain(tuple(intervals), self.families[0].requests.step)
+            return (DecodeFamily(query_len=1, draft_steps=None, requests=domain),)
+        self.decide(
+            "draft-chain",
+            1,
+            longest,
+            "every draft backend refreshes its metadata inside the graph, so all the draft decodes of a step "
+            "are one graph, for each length that is scheduled",
+        )
+        return tuple(
+            attrs.evolve(family, draft_steps=None) if family.draft_steps == 1 else family
+            for family in self.families
+        )
+
+    def _decode_ladder(self, family: DecodeFamily, sizes: Sizes, context: Context) -> Ladder:
+        step, cap = family.requests.step, self.cap
+        capped = family.requests if cap is None else family.requests.clipped(cap // step * step)
+        choice = decode_sizes(sizes, capped, family.query_len, context).within(cap)
+        ladder = Ladder(
+            role=self.role,
+            kind=Kind.DECODE,
+            mode=GraphMode.FULL,
+            query_len=family.query_len,
+            draft_steps=family.draft_steps,
+            domain=choice.domain,
+            sizes=choice.sizes,
+            adaptive=choice.adaptive,
+            cases=lora_cases(self.role, self.spec),
+            max_num_reqs=self.spec.limits.max_num_reqs,
+            cut=Reason.BACKEND_CAP if capped != family.requests and choice.domain == capped else None,
+        )
+        self._note_choice(ladder, choice, sizes, family.requests)
+        return ladder
+
+    def _mixed_ladder(self, sizes: Sizes, context: Context) -> Ladder:
+        domain = mixed_tokens(self.role, self.spec)
+        anchors: tuple[int, ...] = ()
+        if not self.mode.is_separate:
+            anchors = tuple(sorted({f.requests.ceiling * f.query_len for f in self.families}))
+        choice = mixed_sizes(sizes, domain, anchors, context)
+        full = self.mode.mixed_mode is GraphMode.FULL
+        most = self.spec.limits.max_num_reqs
+        ladder = Ladder(
+            role=self.role,
+            kind=Kind.MIXED,
+            mode=self.mode.mixed_mode,
+            domain=choice.domain,
+            sizes=choice.sizes,
+            adaptive=choice.adaptive,
+            anchors=tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
+            cases=lora_cases(self.role, self.spec),
+            max_num_reqs=min(most, self.cap or most) if full else most,
+        )
+        self._note_choice(ladder, choice, sizes, domain)
+        return ladder
+
+    def _note_choice(self, ladder: Ladder, choice: Choice, sizes: Sizes, domain: Domain) -> None:
+        policy = sizes.policy.value.replace("_", "-")
+        last = domain.intervals[-1][1]
+        self.decide(
+            f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.says}"
+        )
+
+    def fit_backend(self) -> None:
+        """Hold no more full graphs than the backends can."""
+        capped = [group for group in self.groups if group.support.max_graphs is not None]
+        if not capped:
+            return
+        group = min(capped, key=lambda g: g.support.max_graphs or 0)
+        allowed = group.support.max_graphs or 0
+        full = [ladder for ladder in self.ladders if ladder.mode is GraphMode.FULL]
+        if total(full) <= allowed:
+            return
+        name = group.registered.name
+        why = f"{name} holds at most {allowed} full graphs"
+        fitted = iter(fit(full, allowed, Reason.BACKEND_CAP))
+        self.refit(
+            [next(fitted) if ladder.mode is GraphMode.FULL else ladder for ladder in self.ladders],
+            "backend-max-graphs",
+            why,
+            name,
+        )
+
+    def refit(self, fitted: Sequence[Ladder], rule: str, why: str, backend: str | None = None) -> None:
+        """Replace the ladders, and say of each what it lost."""
+        for before, after in zip(self.ladders, fitted, strict=True):
+            if before == after:
+                continue
+            if after.sizes:
+                padding = f"worst padding {float(before.worst - 1):.1%} becomes {float(after.worst - 1):.1%}"
+            else:
+                padding = "nothing is left of it"
+            self.decide(
+                rule,
+                counted(before.num_graphs, "graph"),
+                counted(after.num_graphs, "graph"),
+                f"{before}: {why}; {padding}",
+                backend,
+            )
+        self.ladders = tuple(fitted)

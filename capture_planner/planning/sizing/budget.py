@@ -1,0 +1,80 @@
+"""Fit ladders into a number of graphs: coarser everywhere first, shorter only when that fails.
+
+A coarser ladder pads more and covers as much, so padding is given up before coverage, adapter
+cases before whole kinds of batch, and mixed batches before decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import attrs
+
+from capture_planner.modes import Reason, Role
+from capture_planner.planning.sizing.ladder import Ladder
+from capture_planner.records.batch import Kind
+
+_GRAIN = 1 << 10
+_LEAST_VALUABLE_FIRST = (
+    (Kind.MIXED, Role.DRAFT_PREFILL),
+    (Kind.MIXED, Role.TARGET),
+    (Kind.DECODE, Role.DRAFT_PREFILL),
+    (Kind.DECODE, Role.DRAFT_DECODE),
+    (Kind.DECODE, Role.TARGET),
+)
+
+
+def total(ladders: Sequence[Ladder]) -> int:
+    """Return how many graphs the ladders need."""
+    return sum(ladder.num_graphs for ladder in ladders)
+
+
+def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder, ...]:
+    """Return ladders of at most ``allowed`` graphs together, in the order given.
+
+    All are thinned to one common worst ratio, the least that fits. Where a single size each is
+    still too many, adapter cases between none and the most go, then whole ladders, least valuable
+    first; a dropped ladder says ``reason``.
+    """
+    if total(ladders) <= allowed:
+        return tuple(ladders)
+    if (thinned := _thinned(ladders, allowed)) is not None:
+        return thinned
+    plain = [
+        attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,))
+        for ladder in ladders
+    ]
+    for position in sorted(range(len(plain)), key=lambda i: _value(plain[i])):
+        if (thinned := _thinned(plain, allowed)) is not None:
+            return thinned
+        plain[position] = plain[position].dropped(reason)
+    return tuple(plain)
+
+
+def _value(ladder: Ladder) -> tuple[int, int]:
+    """Order ladders by what losing them costs; longer queries are rarer among decodes."""
+    return _LEAST_VALUABLE_FIRST.index((ladder.kind, ladder.role)), -(ladder.query_len or 0)
+
+
+def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | None:
+    """Return the ladders at the least common ratio that fits, or None where one size each does not."""
+
+    def at(grains: int) -> list[Ladder]:
+        return [ladder.thinned(Fraction(grains, _GRAIN)) for ladder in ladders]
+
+    low, high = (
+        _GRAIN,
+        _GRAIN * (1 + max((ladder.sizes[-1] for ladder in ladders if ladder.sizes), default=1)),
+    )
+    if total(at(high)) > allowed:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if total(at(middle)) <= allowed:
+            high = middle
+        else:
+            low = middle + 1
+    thinned = at(high)
+    best = [new if new is old else new.tightened() for old, new in zip(ladders, thinned, strict=True)]
+    return tuple(best if total(best) <= allowed else thinned)

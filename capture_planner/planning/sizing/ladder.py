@@ -1,0 +1,85 @@
+"""Ladder: the capture sizes of one kind of batch of one role."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import cached_property
+
+import attrs
+
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.sizing.minimax import fewest, minimax, worst_ratio
+from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import Domain, served_cases
+
+
+@attrs.frozen(kw_only=True)
+class Ladder:
+    """Ascending sizes (requests for decodes, tokens for mixed batches) over the counts they serve."""
+
+    role: Role
+    kind: Kind
+    mode: GraphMode
+    query_len: int | None = None
+    draft_steps: int | None = None
+    domain: Domain
+    """The counts that the ladder is meant to cover: up to its ceiling, not to the limits."""
+    sizes: tuple[int, ...]
+    adaptive: bool = False
+    """Whether sizes were computed, and may be computed again for fewer graphs."""
+    anchors: tuple[int, ...] = ()
+    """Sizes that must be in it: the decodes of roles whose decodes have no ladder of their own."""
+    cases: tuple[int, ...] = (0,)
+    """Adapter counts that each size is captured for, as far as its requests can need them."""
+    max_num_reqs: int
+    """Most requests one of its graphs holds."""
+    cut: Reason | None = None
+    """What kept it from reaching further, where something other than the policy did."""
+
+    def num_reqs(self, size: int) -> int:
+        """Return the padded requests of a graph of that size."""
+        return size if self.kind is Kind.DECODE else min(size, self.max_num_reqs)
+
+    def served(self, size: int) -> tuple[int, ...]:
+        """Return the adapter counts that a graph of that size is captured for.
+
+        Real requests decide, not padded ones: each has at most one adapter.
+        """
+        return served_cases(self.cases, self.num_reqs(self.domain.upto_count(size) or 0))
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(len(self.served(size)) for size in self.sizes)
+
+    @cached_property
+    def worst(self) -> Fraction:
+        """The largest padded/real ratio over the counts that it covers."""
+        return worst_ratio(self.domain, self.sizes)
+
+    def thinned(self, ratio: Fraction) -> Ladder:
+        """Return the shortest ladder of this one's sizes, or of any if adaptive, within ``ratio``."""
+        if ratio <= self.worst or not self.sizes:
+            return self
+        sizes = fewest(
+            self.domain,
+            ratio,
+            candidates=None if self.adaptive else self.sizes,
+            anchors=self.anchors,
+        )
+        return self if len(sizes) >= len(self.sizes) else attrs.evolve(self, sizes=sizes)
+
+    def tightened(self) -> Ladder:
+        """Return the best ladder with as many sizes; a fixed one is what it is."""
+        if not self.adaptive:
+            return self
+        return attrs.evolve(self, sizes=minimax(self.domain, len(self.sizes), self.anchors))
+
+    def dropped(self, reason: Reason) -> Ladder:
+        """Return the ladder without any size, and why."""
+        return attrs.evolve(self, sizes=(), cut=reason)
+
+    def __str__(self) -> str:
+        if self.kind is Kind.MIXED:
+            return f"{self.mode.value} mixed"
+        chain = f", chain of {self.draft_steps}" if self.draft_steps is not None else ""
+        return f"{self.mode.value} decode, query length {self.query_len}{chain}"

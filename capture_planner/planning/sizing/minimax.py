@@ -1,0 +1,108 @@
+"""The ladder whose worst padding is least.
+
+Padding is judged as padded/real, where real is first rounded up to the step that sizes must be
+multiples of: what alignment forces is nobody's choice. For a bound on that ratio the fewest sizes
+come from one greedy walk, and the least bound for a number of sizes from bisection. Two ratios of
+counts up to n differ by at least 1/n^2, so a grid that fine makes the bisection exact; no floats
+decide anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+
+from capture_planner.records.batch_space import Domain
+
+_ROUNDS = 4
+"""How often the rest of a ladder is made anew; it hardly changes after the second time."""
+
+
+def fewest(
+    domain: Domain,
+    ratio: Fraction,
+    *,
+    candidates: Sequence[int] | None = None,
+    anchors: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Return the shortest ladder that covers ``domain`` with no count padded beyond ``ratio``.
+
+    ``candidates`` (ascending) are the sizes to choose from, by default all; where the next one is
+    further than ``ratio`` away it is taken all the same. ``anchors`` (ascending) are sizes that must
+    be in it.
+    """
+    sizes: list[int] = []
+    count = domain.after(0)
+    while count is not None:
+        base = domain.round_up(count)
+        limit = base * ratio.numerator // ratio.denominator
+        if candidates is None:
+            size = max(base, domain.tight(limit) or base)
+        else:
+            nearest = bisect_left(candidates, base)
+            if nearest == len(candidates):
+                break
+            size = candidates[max(nearest, bisect_right(candidates, limit) - 1)]
+        anchor = bisect_left(anchors, base)
+        if anchor < len(anchors):
+            size = min(size, anchors[anchor])
+        sizes.append(size)
+        count = domain.after(size)
+    return tuple(sizes)
+
+
+def worst_ratio(domain: Domain, sizes: Sequence[int]) -> Fraction:
+    """Return the largest padded/real ratio over the counts that ``sizes`` (ascending) cover."""
+    worst, real = 1, 1
+    previous = 0
+    for size in sizes:
+        count = domain.after(previous)
+        if count is not None and count <= size and size * real > worst * domain.round_up(count):
+            worst, real = size, domain.round_up(count)
+        previous = size
+    return Fraction(worst, real)
+
+
+def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return a ladder of at most ``graphs`` sizes whose worst padded/real ratio is least.
+
+    Beyond the place where that ratio is reached, it is again the best ladder of the sizes that are
+    left, so that no size is spent beside another. It covers the whole domain, its ceiling included;
+    where ``anchors`` need more sizes than ``graphs``, it has those.
+    """
+    chosen: list[int] = []
+    rest, rounds = domain, _ROUNDS
+    while rest:
+        rounds -= 1
+        sizes = _least(rest, max(graphs - len(chosen), 1), anchors)
+        worst = worst_ratio(rest, sizes)
+        last = sizes[-1] if worst == 1 or not rounds else _reached(rest, sizes, worst)
+        chosen += [size for size in sizes if size <= last]
+        rest = rest.above(last)
+    return tuple(chosen)
+
+
+def _least(domain: Domain, graphs: int, anchors: Sequence[int]) -> tuple[int, ...]:
+    """Return the shortest ladder of the least worst ratio that ``graphs`` sizes can have."""
+    grid = domain.ceiling**2
+    low, high = grid, grid * domain.ceiling
+    while low < high:
+        middle = (low + high) // 2
+        if len(fewest(domain, Fraction(middle, grid), anchors=anchors)) <= graphs:
+            high = middle
+        else:
+            low = middle + 1
+    return fewest(domain, Fraction(high, grid), anchors=anchors)
+
+
+def _reached(domain: Domain, sizes: Sequence[int], worst: Fraction) -> int:
+    """Return the first size that pads its least count by the worst ratio."""
+    previous = 0
+    for size in sizes:
+        count = domain.after(previous)
+        assert count is not None
+        if size * worst.denominator == worst.numerator * domain.round_up(count):
+            return size
+        previous = size
+    raise AssertionError("the worst ratio is that of some size")

@@ -1,0 +1,193 @@
+"""From a policy to sizes: one function for decodes, one for mixed batches."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import attrs
+
+from capture_planner.planning.sizing import engine_lists as engines
+from capture_planner.planning.sizing.minimax import fewest, minimax, worst_ratio
+from capture_planner.records.batch_space import Domain
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import Speculative
+from capture_planner.records.spec import Limits, Parallel, Policy, Sizes
+
+DEFAULT_RATIO = Fraction(9, 8)
+"""The default policy takes as many sizes as keep the worst padding within one eighth."""
+
+SGLANG_PREFILL_TOKENS = 2048
+"""SGLang's documented largest prefill graph, in tokens."""
+
+TENSORRT_LLM_REQUESTS = 128
+"""TensorRT-LLM's largest graph batch where none is set."""
+
+
+@attrs.frozen(kw_only=True)
+class Context:
+    """What a policy may look at besides the counts to cover."""
+
+    limits: Limits
+    speculative: Speculative | None
+    parallel: Parallel
+    environment: Environment
+
+    @property
+    def max_query_len(self) -> int:
+        return 1 + (self.speculative.num_tokens if self.speculative else 0)
+
+    @property
+    def default_tokens(self) -> int:
+        """Largest mixed size by default, in tokens: beyond it a step is bound by compute.
+
+        vLLM 0.33's platform ceiling: 1024 on the SM100 family, 512 elsewhere.
+        """
+        return 1024 if self.environment.device.sm[0] == 10 else 512
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """Sizes that a policy chose, the counts that they cover, and why, in a sentence."""
+
+    domain: Domain
+    sizes: tuple[int, ...]
+    adaptive: bool
+    says: str
+
+    def within(self, cap: int | None) -> Choice:
+        """Return the choice without sizes beyond ``cap``, where an engine's list passes it."""
+        sizes = tuple(size for size in self.sizes if cap is None or size <= cap)
+        if sizes == self.sizes:
+            return self
+        domain = self.domain.clipped(sizes[-1] if sizes else 0)
+        return attrs.evolve(self, domain=domain, sizes=sizes, says=f"{self.says}; none beyond {cap}")
+
+
+def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context) -> Choice:
+    """Choose request counts for uniform decodes of ``query_len`` tokens over the counts of ``domain``."""
+    most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
+    unit = f"request counts of {query_len} tokens each" if query_len > 1 else "request counts"
+    if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
+        return _computed(sizes, most, (), unit)
+    if sizes.policy is Policy.EXPLICIT:
+        return _explicit(sizes.num_reqs or (), most, unit)
+    if sizes.policy is Policy.VLLM:
+        listed = engines.vllm_requests(
+            _vllm_tokens(sizes, context),
+            query_len=query_len,
+            max_query_len=context.max_query_len,
+            max_num_reqs=min(context.limits.max_num_reqs, sizes.max_reqs or context.limits.max_num_reqs),
+        )
+    elif sizes.policy is Policy.SGLANG:
+        memory, tensor = context.environment.device.memory, context.parallel.tensor
+        top = sizes.max_reqs or engines.sglang_default_max(memory, tensor)
+        listed = engines.sglang_requests(
+            top, speculative=context.speculative is not None, padding=sizes.padding is not False
+        )
+        pool = domain.round_up(context.limits.max_num_reqs)
+        listed = tuple(size for size in {*listed, *([pool] if top > pool else [])} if size <= pool)
+    else:
+        padding = sizes.padding is True
+        listed = engines.tensorrt_llm_requests(sizes.max_reqs or TENSORRT_LLM_REQUESTS, padding=padding)
+        most_reqs = min(context.limits.max_num_reqs, context.limits.max_num_tokens // query_len)
+        listed = engines.tensorrt_llm_admitted(listed, most_reqs, padding=padding)
+    return _listed(sizes.policy, listed, domain, unit)
+
+
+def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context: Context) -> Choice:
+    """Choose token counts for mixed batches. ``anchors`` are decodes that only these sizes can serve."""
+    unit = "token counts"
+    if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
+        top = sizes.max_tokens or max(context.default_tokens, *anchors, 0)
+        return _computed(sizes, _up_to(domain, top), anchors, unit)
+    if sizes.policy is Policy.EXPLICIT:
+        return _explicit(sizes.num_tokens or (), _up_to(domain, sizes.max_tokens or domain.ceiling), unit)
+    if sizes.policy is Policy.VLLM:
+        listed = _vllm_tokens(sizes, context)
+    elif sizes.policy is Policy.SGLANG:
+        top = min(sizes.max_tokens or SGLANG_PREFILL_TOKENS, context.limits.max_num_tokens)
+        listed = engines.sglang_tokens(top)
+    else:
+        listed = ()
+    return _listed(sizes.policy, listed, domain, unit)
+
+
+def _up_to(domain: Domain, most: int) -> Domain:
+    """Return the counts whose sizes, rounded up to the step, are at most ``most``."""
+    return domain.clipped(most // domain.step * domain.step)
+
+
+def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str) -> Choice:
+    if not domain:
+        return Choice(
+            domain=domain, sizes=(), adaptive=True, says=f"no {unit} are left below the maximum set"
+        )
+    anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
+    if sizes.policy is Policy.POWERS_OF_TWO:
+        doubling = (1 << i for i in range(domain.ceiling.bit_length()))
+        chosen = domain.needed([*doubling, *anchors, domain.ceiling])
+        how = "powers of two and the maximum itself"
+    elif sizes.policy is Policy.MINIMAX:
+        assert sizes.graphs is not None
+        chosen = minimax(domain, sizes.graphs, anchors)
+        how = f"least worst padding with {sizes.graphs} sizes"
+    else:
+        graphs = len(fewest(domain, DEFAULT_RATIO, anchors=anchors))
+        chosen = minimax(domain, graphs, anchors)
+        how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
+    adaptive = sizes.policy is not Policy.POWERS_OF_TWO
+    return Choice(
+        domain=domain, sizes=chosen, adaptive=adaptive, says=f"{how}; {_worst(domain, chosen, unit)}"
+    )
+
+
+def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
+    if not named or not domain:
+        return Choice(domain=Domain((), domain.step), sizes=(), adaptive=False, says=f"no {unit} are named")
+    chosen = domain.needed(min(size, domain.ceiling) for size in named)
+    covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
+    changed = sorted(set(named) - set(chosen))
+    says = f"as named; {_worst(covered, chosen, unit)}"
+    if changed:
+        says += (
+            f"; {', '.join(map(str, changed))} are rounded to the step of {domain.step}"
+            if domain.step > 1
+            else (f"; {', '.join(map(str, changed))} serve no batch that there can be")
+        )
+    return Choice(domain=covered, sizes=chosen, adaptive=False, says=says)
+
+
+def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) -> Choice:
+    """Keep of an engine's list what alignment allows and some batch can reach."""
+    aligned = [size for size in listed if size % domain.step == 0]
+    chosen = domain.needed(aligned) if domain else ()
+    covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
+    says = f"the list of {policy.value}"
+    if len(chosen) < len(listed):
+        says += f", {len(chosen)} of its {len(listed)} sizes being aligned and reachable"
+    return Choice(
+        domain=covered, sizes=chosen, adaptive=False, says=f"{says}; {_worst(covered, chosen, unit)}"
+    )
+
+
+def _worst(domain: Domain, chosen: tuple[int, ...], unit: str) -> str:
+    if not chosen:
+        return f"no {unit}"
+    padding = float(worst_ratio(domain, chosen) - 1)
+    return f"{len(chosen)} {unit} up to {chosen[-1]}, worst padding {padding:.1%}"
+
+
+def _vllm_tokens(sizes: Sizes, context: Context) -> tuple[int, ...]:
+    limits, speculative = context.limits, context.speculative
+    tiers: dict[int, int] = {}
+    if speculative is not None and speculative.schedule:
+        tiers = {1 + k: last for _, last, k in speculative.tiers(limits.max_num_reqs)}
+    return engines.vllm_tokens(
+        max_num_reqs=limits.max_num_reqs,
+        max_num_tokens=limits.max_num_tokens,
+        query_len=context.max_query_len,
+        platform_max=context.default_tokens,
+        tiers=tuple(tiers.items()),
+        user_sizes=sizes.num_tokens,
+        user_max=sizes.max_tokens,
+    )

@@ -1,0 +1,106 @@
+"""Waive every admissible batch that no entry serves, each with its reason.
+
+Every ladder serves all counts up to its last size, so what is left out is always a tail: decodes of
+more requests, mixed batches of more tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.role import RoleInProgress
+from capture_planner.planning.sizing import Ladder
+from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import DecodeFamily, lora_cases
+from capture_planner.records.plan import Waiver
+
+_WHY = {
+    Reason.MODE: "the resolved mode has no graph for them",
+    Reason.SIZES: "the size policy ends below them",
+    Reason.BACKEND_CAP: "the backend cannot capture that many",
+    Reason.BUDGET: "their graphs were dropped to meet the budget",
+}
+
+
+def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
+    """Return the waivers of a role whose ladders are final."""
+    tails = _decode_tails(working)
+    if working.role is not Role.DRAFT_DECODE:
+        tails += _mixed_tails(working)
+    loras = lora_cases(working.role, working.spec)[-1]
+    found = []
+    for kind, query_len, first, last, reason in tails:
+        what = (
+            f"decodes of {first} to {last} requests"
+            if query_len
+            else f"mixed batches of {first} to {last} tokens"
+        )
+        found.append(
+            Waiver(
+                kind=kind,
+                query_len=query_len,
+                first=first,
+                last=last,
+                max_loras=loras,
+                reason=reason,
+                says=f"{what} run eager: {_WHY[reason]}",
+            )
+        )
+    return tuple(found)
+
+
+Tail = tuple[Kind, int | None, int, int, Reason]
+
+
+def _decode_tails(working: RoleInProgress) -> list[Tail]:
+    """Return what no entry serves of each family, where one ends and the next begins told apart."""
+    tails: list[Tail] = []
+    for family in working.families:
+        reach, reason = _decode_reach(working, family)
+        for first, last in family.requests.above(reach).intervals:
+            tails.append((Kind.DECODE, family.query_len, first, last, reason))
+    merged: list[Tail] = []
+    for kind, query_len, first, last, reason in sorted(tails, key=lambda tail: (tail[1] or 0, tail[2])):
+        if merged and merged[-1] == (kind, query_len, merged[-1][2], first - 1, reason):
+            merged[-1] = (kind, query_len, merged[-1][2], last, reason)
+        else:
+            merged.append((kind, query_len, first, last, reason))
+    return merged
+
+
+def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason]:
+    """Return the most requests that some entry serves, and why no entry serves more."""
+    mixed, own = working.mixed_ladder, _ladder_of(working, family)
+    reach = own.sizes[-1] if own is not None and own.sizes else 0
+    if mixed is not None and mixed.sizes:
+        tokens = mixed.sizes[-1] // family.query_len
+        reach = max(reach, min(tokens, mixed.max_num_reqs) if mixed.mode is GraphMode.FULL else tokens)
+    ladder = own or mixed
+    reason = Reason.MODE if ladder is None else ladder.cut or Reason.SIZES
+    if own is None and mixed is not None and mixed.sizes and reach == mixed.max_num_reqs:
+        reason = Reason.BACKEND_CAP
+    return reach, reason
+
+
+def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
+    """Return the decode ladder that serves a family furthest."""
+    serving = [
+        ladder
+        for ladder in working.ladders
+        if ladder.query_len == family.query_len and ladder.draft_steps in (None, family.draft_steps)
+    ]
+    return max(serving, key=lambda ladder: ladder.sizes[-1:], default=None)
+
+
+def _mixed_tails(working: RoleInProgress) -> Iterator[Tail]:
+    ladder, limits = working.mixed_ladder, working.spec.limits
+    if ladder is None:
+        yield Kind.MIXED, None, 1, limits.max_num_tokens, Reason.MODE
+        return
+    top = ladder.sizes[-1] if ladder.sizes else 0
+    most = ladder.max_num_reqs
+    if most < min(top, limits.max_num_reqs):
+        yield Kind.MIXED, None, most + 1, min(top, limits.max_num_tokens), Reason.BACKEND_CAP
+    if top < limits.max_num_tokens:
+        yield Kind.MIXED, None, top + 1, limits.max_num_tokens, ladder.cut or Reason.SIZES

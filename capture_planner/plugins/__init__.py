@@ -1,0 +1,1 @@
+"""Plugins: the hook specifications, and the registry that finds what is installed."""

@@ -1,0 +1,120 @@
+"""The registry: finds the backends that are installed. The only plugin loader."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import attrs
+
+from capture_planner.errors import BackendError
+from capture_planner.modes import Refresh, Role
+from capture_planner.plugins import hookspecs
+from capture_planner.plugins.discovery import guarded, implementations
+from capture_planner.records._base import Name, constraints
+from capture_planner.records.backend import Attention, Backend, PaddingContract, Support, Workspace
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Limits
+
+Answer = TypeVar("Answer")
+
+
+@attrs.frozen(kw_only=True)
+class Registered:
+    """A backend with the distribution that brought it, asked under guard.
+
+    What a backend raises, or returns of a wrong type, becomes a ``BackendError`` that names it.
+    """
+
+    backend: Backend
+    distribution: str
+    version: str
+    name: str = attrs.field(init=False)
+
+    @name.default
+    def _read_once(self) -> str:
+        return self.backend.name
+
+    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        """Ask ``Backend.support``."""
+        return self._ask("support", Support, role, model, environment)
+
+    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
+        """Ask ``Backend.padding``."""
+        return self._ask("padding", PaddingContract, role, model, environment)
+
+    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
+        """Ask ``Backend.refresh``."""
+        return self._ask("refresh", Refresh, role, model, environment)
+
+    def workspace(
+        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
+    ) -> Workspace:
+        """Ask ``Backend.workspace``."""
+        return self._ask("workspace", Workspace, role, model, environment, entries, limits)
+
+    def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
+        who = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
+        with guarded(who):
+            answer = getattr(self.backend, call)(role, *args)
+        if not isinstance(answer, kind):
+            raise BackendError(f"{who}, returned {answer!r}, not a {kind.__name__}; tell its authors")
+        return answer
+
+
+class Registry(Mapping[str, Registered]):
+    """Backends by name, in the order of their names."""
+
+    def __init__(self, backends: Iterable[Registered] = ()) -> None:
+        found: dict[str, Registered] = {}
+        for item in backends:
+            if item.name in found:
+                others = {found[item.name].distribution, item.distribution}
+                raise BackendError(
+                    f"two backends are named {item.name!r}, from {' and '.join(sorted(others))}; "
+                    "names are unique among all that is installed"
+                )
+            found[item.name] = item
+        self._found = dict(sorted(found.items()))
+
+    def __getitem__(self, name: str) -> Registered:
+        if name not in self._found:
+            near = difflib.get_close_matches(name, self._found, n=1)
+            raise BackendError(
+                f"no backend named {name!r} is installed; "
+                + (f"did you mean {near[0]!r}? " if near else "")
+                + f"installed: {', '.join(self._found) or 'none'}"
+            )
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def load_backends(*plugins: object, installed: bool = True) -> Registry:
+    """Return the registry of the installed plugins and of ``plugins`` (modules or objects).
+
+    Raises ``BackendError`` where a plugin cannot be imported, breaks the contract, or brings a
+    name that is taken.
+    """
+    found = implementations(hookspecs, "capture_planner_backends", plugins, installed)
+    return Registry([_registered(item.value, item.distribution, item.version) for item in found])
+
+
+def _registered(backend: object, distribution: str, version: str) -> Registered:
+    """Accept one backend: it has all the methods, and a name that a spec can write."""
+    if not isinstance(backend, Backend):
+        raise BackendError(
+            f"{distribution}: {backend!r} is not a backend; it needs name, support, padding, refresh and "
+            "workspace (see capture_planner.records.backend.Backend)"
+        )
+    name = backend.name
+    for rule in constraints(Name):
+        if (wrong := rule.problem(name)) is not None:
+            raise BackendError(f"{distribution}: the name of a backend {wrong}")
+    return Registered(backend=backend, distribution=distribution, version=version)

@@ -1,0 +1,1 @@
+"""The immutable values that files and calls carry: specs, environments, batches, plans."""

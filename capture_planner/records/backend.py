@@ -1,0 +1,288 @@
+"""What an attention backend declares, without torch: support, padding, workspace, refresh.
+
+``Backend`` is written for its implementers: each method says when it is called, how often, and
+what it may rely on. The declarations are data: they are written into the plan, they drive the
+padding, and the conformance kit attacks them.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Annotated, Protocol, runtime_checkable
+
+from capture_planner.errors import InvalidValue, Problem
+from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.records._base import Between, ByteCount, Count, Matches, field, record
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import DataType, Latent, Model, Speculative
+from capture_planner.records.spec import Limits, Parallel
+
+FieldName = Annotated[str, Matches(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
+Constant = Annotated[int, Between(-(1 << 31), (1 << 31) - 1)]
+Sentence = Annotated[str, Matches(r"[\s\S]{1,500}", "a sentence of at most 500 characters")]
+
+
+@record
+class Support:
+    """How far a backend can go inside a full graph, with the reason in a sentence."""
+
+    level: GraphSupport = field("the highest level it supports")
+    reason: Sentence = field("why that level, naming the hardware or version that decides")
+    max_num_reqs: Count | None = field("most requests it can capture; None: no cap", default=None)
+    max_graphs: Count | None = field("most full graphs it can hold; None: no cap", default=None)
+
+
+class Axis(enum.Enum):
+    """Along what a metadata field extends."""
+
+    TOKEN = "token"
+    REQUEST = "request"
+    REQUEST_PLUS_ONE = "request+1"
+    PAGE = "page"
+    SCALAR = "scalar"
+
+
+class Fill(enum.Enum):
+    """What the padded tail of a field holds."""
+
+    CONSTANT = "constant"
+    REPEAT_LAST = "repeat_last"
+    REAL_TOTAL = "real_total"
+    NULL_SLOT = "null_slot"
+    WORST_CASE = "worst_case"
+
+
+class Lifetime(enum.Enum):
+    """How long a value holds."""
+
+    EVERY_STEP = "every_step"
+    FROZEN = "frozen"
+    """Read on the host at capture and baked into the graph: equal at every replay."""
+
+
+class Where(enum.Enum):
+    """Where a field is read."""
+
+    DEVICE = "device"
+    HOST = "host"
+    BOTH = "both"
+
+
+class Bound(enum.Enum):
+    """What an index field indexes: each real and padded value must lie inside it."""
+
+    TOKENS = "tokens"
+    REQUESTS = "requests"
+    PAGES = "pages"
+    SLOTS = "slots"
+    POSITIONS = "positions"
+    VOCABULARY = "vocabulary"
+    WORKSPACE = "workspace"
+
+
+@record
+class MetadataField:
+    """One field of attention metadata, and how it is padded.
+
+    Its length is ``offset + scale * round_up(extent of axis, align)``; with ``inner`` it is a
+    table of that many rows, each as long as the inner axis.
+    """
+
+    name: FieldName = field("the field's name")
+    axis: Axis = field("along what it extends")
+    inner: Axis | None = field("second axis of a table; None: a vector", default=None)
+    dtype: Annotated[str, Matches("int32|int64|uint8|bool|float32", "a torch dtype")] = field(
+        "element type", default="int32"
+    )
+    fill: Fill = field("what the padded tail holds")
+    value: Constant | None = field("the constant, where fill is constant", default=None)
+    lifetime: Lifetime = field("how long a value holds", default=Lifetime.EVERY_STEP)
+    indexes: Bound | None = field("what it indexes; None: not an index", default=None)
+    where: Where = field("where it is read", default=Where.DEVICE)
+    offset: Annotated[int, Between(0, 4096)] = field("constant part of its length", default=0)
+    scale: Annotated[int, Between(1, 4096)] = field("elements per step of the axis", default=1)
+    align: Annotated[int, Between(1, 4096)] = field("the axis is rounded up to this", default=1)
+
+    def __attrs_post_init__(self) -> None:
+        problems = []
+        if (self.fill is Fill.CONSTANT) != (self.value is not None):
+            problems.append(
+                Problem(path=("value",), message="a value goes with the fill constant, and only with it")
+            )
+        most = {"uint8": 255, "bool": 1}.get(self.dtype)
+        if most is not None and self.value is not None and not 0 <= self.value <= most:
+            problems.append(
+                Problem(path=("value",), message=f"{self.dtype} holds 0 to {most}, not {self.value}")
+            )
+        counts = self.fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
+        if counts and (self.inner is not None or self.dtype not in ("int32", "int64")):
+            problems.append(
+                Problem(
+                    path=("fill",),
+                    message=f"{self.fill.value} fills vectors of int32 or int64",
+                    remedy="a table, or another dtype, is filled with a constant",
+                )
+            )
+        if problems:
+            raise InvalidValue(problems)
+
+
+@record
+class PaddingContract:
+    """The fields that one backend reads, each under its own name."""
+
+    fields: tuple[MetadataField, ...] = field("metadata fields", default=())
+
+    def __attrs_post_init__(self) -> None:
+        names = [f.name for f in self.fields]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise InvalidValue(
+                    [Problem(path=("fields", index, "name"), message=f"{name!r} is declared twice")]
+                )
+
+    def __getitem__(self, name: str) -> MetadataField:
+        return next(f for f in self.fields if f.name == name)
+
+
+@record
+class Workspace:
+    """Memory that a backend needs before the first capture, and never grows afterwards."""
+
+    device: ByteCount = field("bytes on the device", default=0)
+    pinned: ByteCount = field("bytes of pinned host memory", default=0)
+    formula: str = field("how the figures come about", default="")
+
+
+@record
+class Attention:
+    """What one attention group of one role asks of its backend. Heads are those of one rank."""
+
+    num_layers: Count = field("layers in the group")
+    num_heads: Count = field("query heads on one rank")
+    num_kv_heads: Count = field("key/value heads on one rank")
+    head_dim: Count = field("width of one head")
+    max_model_len: int = field("longest sequence, in tokens")
+    max_query_len: Count = field("longest uniform query: 1 + K, or 1")
+    window: Count | None = field("sliding window; None: full", default=None)
+    causal: bool = field("whether attention is causal", default=True)
+    dtype: DataType = field("element type of activations", default=DataType.BFLOAT16)
+    kv_dtype: DataType = field("element type of the KV cache", default=DataType.BFLOAT16)
+    latent: Latent | None = field("latent attention; None: ordinary heads", default=None)
+    sinks: bool = field("whether attention has learned sinks (gpt-oss)", default=False)
+    decode_context: Count = field("decode-context-parallel ranks", default=1)
+
+    @classmethod
+    def of(cls, deployment: "Deployed", role: Role, *, layers: int, window: int | None) -> "Attention":
+        """Say what ``layers`` of a role ask of their backend, in one rank's heads."""
+        model, tensor = deployment.model, deployment.parallel.tensor
+        draft = deployment.speculative.model if deployment.speculative and role.is_drafter else None
+        num_heads = (draft and draft.num_heads) or model.num_heads
+        num_kv_heads = (draft and draft.num_kv_heads) or model.num_kv_heads
+        return cls(
+            num_layers=layers,
+            num_heads=max(num_heads // tensor, 1),
+            num_kv_heads=max(num_kv_heads // tensor, 1),
+            head_dim=(draft and draft.head_dim) or model.head_dim,
+            max_model_len=model.max_model_len,
+            max_query_len=max_query_len(deployment, role),
+            window=window,
+            causal=model.causal,
+            dtype=model.dtype,
+            kv_dtype=model.kv_dtype or model.dtype,
+            latent=draft.latent if draft else model.latent,
+            sinks=draft.sinks if draft else model.sinks,
+            decode_context=deployment.parallel.decode_context,
+        )
+
+
+class Deployed(Protocol):
+    """What decides the shape of attention; a Spec and a Plan both have it."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def speculative(self) -> Speculative | None: ...
+    @property
+    def parallel(self) -> Parallel: ...
+
+
+def max_query_len(deployment: Deployed, role: Role) -> int:
+    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
+    if deployment.speculative is None or role is Role.DRAFT_DECODE:
+        return 1
+    return 1 + max(k for _, _, k in deployment.speculative.tiers(deployment.limits.max_num_reqs))
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An attention backend, as the planner sees it. No method may import torch or touch a device.
+
+    All methods are pure: the same arguments give the same answer, in any order, any number of
+    times. The planner calls each at most once per attention group of each role.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that specs use: unique among the installed backends."""
+
+    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        """Say how far this backend goes inside a full graph, for one group.
+
+        Called first, once per group. A kernel library or GPU that is missing is a reason, never
+        an exception: return ``GraphSupport.NEVER`` and name what is missing. Eager and piecewise
+        execution do not depend on the answer.
+        """
+
+    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
+        """Declare the metadata fields that a graph of this group reads.
+
+        Called after ``support``, whatever it answered. Declare the runner's common fields
+        (``COMMON_FIELDS``) again only where this backend needs another fill.
+        """
+
+    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
+        """Say whether the metadata can be refreshed inside a graph.
+
+        The planner asks for draft decodes alone: a chain of draft steps becomes one graph where every
+        group of the role answers ``IN_GRAPH``. The runner asks for every role: decodes of such a role
+        go on to their next token without the host.
+        """
+
+    def workspace(
+        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
+    ) -> Workspace:
+        """Return the memory needed before capture, for exactly these entries.
+
+        Called last, once per group, when the entries are final. Size for the largest padded
+        extents: the runner allocates this once and never grows it.
+        """
+
+
+def _field(name: str, axis: Axis, fill: Fill, **options: object) -> MetadataField:
+    return MetadataField(name=name, axis=axis, fill=fill, **options)  # type: ignore[arg-type]
+
+
+COMMON_FIELDS = (
+    _field("input_ids", Axis.TOKEN, Fill.CONSTANT, value=0, indexes=Bound.VOCABULARY),
+    _field("positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", indexes=Bound.POSITIONS),
+    _field("slot_mapping", Axis.TOKEN, Fill.NULL_SLOT, dtype="int64", indexes=Bound.SLOTS),
+    _field("query_start_loc", Axis.REQUEST_PLUS_ONE, Fill.REAL_TOTAL, indexes=Bound.TOKENS),
+    _field("seq_lens", Axis.REQUEST, Fill.CONSTANT, value=0),
+    _field("block_table", Axis.REQUEST, Fill.CONSTANT, value=0, inner=Axis.PAGE, indexes=Bound.PAGES),
+    _field("last_token_indices", Axis.REQUEST, Fill.CONSTANT, value=0, indexes=Bound.TOKENS),
+    _field("idx_mapping", Axis.REQUEST, Fill.CONSTANT, value=-1, indexes=Bound.REQUESTS),
+)
+"""The fields that the runner owns, for every role (vLLM 0.33's input buffers)."""
+
+SPECULATIVE_FIELDS = (_field("cu_num_draft_tokens", Axis.REQUEST, Fill.REPEAT_LAST, indexes=Bound.TOKENS),)
+"""What the target reads besides when it verifies draft tokens."""
+
+MROPE_FIELDS = (
+    _field(
+        "mrope_positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", scale=3, indexes=Bound.POSITIONS
+    ),
+)
+"""Positions of a target with multimodal rope: time, height and width of each token, token by token."""

@@ -1,0 +1,162 @@
+"""Entry and Batch: one graph of a plan, and one batch that looks for a graph."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.text import counted
+
+
+class Kind(enum.Enum):
+    """The two kinds of batch that a role meets."""
+
+    DECODE = "decode"
+    """Uniform decode at a query length that the schedule sends at this size."""
+    MIXED = "mixed"
+    """Everything else."""
+
+
+@attrs.frozen(kw_only=True)
+class Batch:
+    """One step's batch of one role, as the dispatcher is asked about it. All counts are real, unpadded.
+
+    ``query_len`` is the number of tokens that *every* request has, or None where they differ.
+    ``past_prompt`` says that every request has its whole prompt behind it. ``active_loras`` counts
+    the distinct adapters in the batch; rows without an adapter count as one more when any row has
+    one (vLLM's count, so up to ``max_active + 1``).
+    """
+
+    role: Role
+    num_reqs: int
+    num_tokens: int
+    query_len: int | None = None
+    past_prompt: bool = True
+    active_loras: int = 0
+
+    @classmethod
+    def decode(cls, role: Role, num_reqs: int, query_len: int, active_loras: int = 0) -> Batch:
+        """Return a uniform decode."""
+        return cls(
+            role=role,
+            num_reqs=num_reqs,
+            num_tokens=num_reqs * query_len,
+            query_len=query_len,
+            active_loras=active_loras,
+        )
+
+    @classmethod
+    def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:
+        """Return a batch with prompts in it."""
+        return cls(
+            role=role,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            past_prompt=False,
+            active_loras=active_loras,
+        )
+
+    @property
+    def uniform_query_len(self) -> int | None:
+        """The query length if this is a uniform decode batch, else None.
+
+        Two things must hold: each request has exactly that many tokens, and all are past their
+        prompt. A prompt of exactly 1 + K tokens has the shape of a decode and is not one.
+        """
+        uniform = self.query_len is not None and self.num_tokens == self.num_reqs * self.query_len
+        return self.query_len if uniform and self.past_prompt else None
+
+
+class Rejection(enum.StrEnum):
+    """Why an entry cannot serve a batch."""
+
+    TOKENS = "tokens"
+    REQUESTS = "requests"
+    QUERY_LEN = "query_len"
+    NOT_UNIFORM = "not_uniform"
+    PROMPT = "prompt"
+    LORAS = "loras"
+    DRAFT_STEPS = "draft_steps"
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class Entry:
+    """One captured graph: the same value is the key at capture, at dispatch and at replay.
+
+    ``mode`` is PIECEWISE or FULL. ``num_tokens`` and ``num_reqs`` are padded extents; ``num_reqs``
+    is None for PIECEWISE, which runs attention outside the graph on unpadded requests.
+    ``query_len`` is set for a uniform decode graph, where num_tokens == num_reqs * query_len.
+    ``active_loras`` is the largest adapter count that it serves; ``draft_steps`` the length of a
+    fused draft chain.
+    """
+
+    mode: GraphMode
+    num_tokens: int
+    num_reqs: int | None = None
+    query_len: int | None = None
+    active_loras: int = 0
+    draft_steps: int | None = None
+
+    @property
+    def cost(self) -> tuple[int, int, int, int, int, int]:
+        """The order in which compatible entries are preferred: least first, and total.
+
+        FULL before PIECEWISE, then fewest padded tokens, requests and adapters; then the graph
+        that knows more about its batch: uniform before any, fused chain before single step.
+        """
+        return (
+            self.mode is not GraphMode.FULL,
+            self.num_tokens,
+            self.num_reqs or 0,
+            self.active_loras,
+            self.query_len is None,
+            self.draft_steps is None,
+        )
+
+    @property
+    def capture_order(self) -> tuple[int, ...]:
+        """PIECEWISE first, then FULL, each largest first, so that later graphs fit the pool."""
+        return (
+            self.mode is GraphMode.FULL,
+            -self.num_tokens,
+            -(self.num_reqs or 0),
+            -(self.query_len or 0),
+            -self.active_loras,
+            -(self.draft_steps or 0),
+        )
+
+    def rejection(self, batch: Batch, draft_steps: int | None = None) -> Rejection | None:
+        """Return why this entry cannot serve ``batch``, or None where it can.
+
+        This is the definition of compatibility; ``dispatch`` only makes it fast. ``draft_steps``
+        is the number of draft decodes that the schedule runs after this batch. An entry for more
+        adapters than are active serves fewer; a fused chain serves its own length only (vLLM: a
+        missing length runs eager, never a longer chain).
+        """
+        if self.query_len is not None and batch.uniform_query_len != self.query_len:
+            if batch.uniform_query_len is not None:
+                return Rejection.QUERY_LEN
+            return Rejection.NOT_UNIFORM if batch.past_prompt else Rejection.PROMPT
+        if self.num_reqs is not None and self.num_reqs < batch.num_reqs:
+            return Rejection.REQUESTS
+        if self.num_tokens < batch.num_tokens:
+            return Rejection.TOKENS
+        if self.active_loras < batch.active_loras:
+            return Rejection.LORAS
+        if self.draft_steps is not None and self.draft_steps != draft_steps:
+            return Rejection.DRAFT_STEPS
+        return None
+
+    def __str__(self) -> str:
+        text = f"{self.mode.value} {counted(self.num_tokens, 'token')}"
+        if self.num_reqs is not None:
+            text += f", {counted(self.num_reqs, 'request')}"
+        if self.query_len is not None:
+            text += f" of {self.query_len}"
+        if self.active_loras:
+            text += f", {self.active_loras} LoRA"
+        if self.draft_steps is not None:
+            text += f", chain of {self.draft_steps}"
+        return text

@@ -1,0 +1,254 @@
+"""The batches that there can be: what the limits and the schedule admit, by role.
+
+The planner plans for these, the lint proves that each has an entry or a waiver, and nothing else
+is planned (law 4). Counts are exact integers; a dynamic schedule makes gaps in them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import attrs
+
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.model import Speculative
+from capture_planner.records.spec import Limits, Lora, Parallel
+
+
+class Deployment(Protocol):
+    """What decides which batches there are; a Spec and a Plan both have it."""
+
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def speculative(self) -> Speculative | None: ...
+    @property
+    def lora(self) -> Lora | None: ...
+    @property
+    def parallel(self) -> Parallel: ...
+
+
+@attrs.frozen
+class Domain:
+    """The real counts that a ladder must cover, and the step that its sizes must be multiples of."""
+
+    intervals: tuple[tuple[int, int], ...]
+    """Inclusive ranges of real counts: ascending, disjoint."""
+    step: int = 1
+    _firsts: tuple[int, ...] = attrs.field(init=False, repr=False, eq=False)
+    _lasts: tuple[int, ...] = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_firsts", tuple(first for first, _ in self.intervals))
+        object.__setattr__(self, "_lasts", tuple(last for _, last in self.intervals))
+
+    @classmethod
+    def upto(cls, last: int, step: int = 1) -> Domain:
+        """Every count from 1 to ``last``."""
+        return cls(((1, last),) if last >= 1 else (), step)
+
+    def __bool__(self) -> bool:
+        return bool(self.intervals)
+
+    def __contains__(self, count: int) -> bool:
+        return self.after(count - 1) == count
+
+    @property
+    def ceiling(self) -> int:
+        """The size that serves the largest count."""
+        return self.round_up(self._lasts[-1])
+
+    def round_up(self, count: int) -> int:
+        """Return the least size that is a multiple of the step and holds ``count``."""
+        return -(-count // self.step) * self.step
+
+    def after(self, count: int) -> int | None:
+        """Return the least admissible count above ``count``, or None."""
+        index = bisect_right(self._lasts, count)
+        return None if index == len(self._lasts) else max(count + 1, self._firsts[index])
+
+    def upto_count(self, count: int) -> int | None:
+        """Return the largest admissible count that is at most ``count``, or None."""
+        index = bisect_right(self._firsts, count) - 1
+        return None if index < 0 else min(count, self._lasts[index])
+
+    def tight(self, limit: int) -> int | None:
+        """Return the largest useful size up to ``limit``: one that some count needs exactly."""
+        count = self.upto_count(limit // self.step * self.step)
+        return None if count is None else self.round_up(count)
+
+    def clipped(self, last: int) -> Domain:
+        """Return the part up to ``last``."""
+        kept = tuple((first, min(end, last)) for first, end in self.intervals if first <= last)
+        return Domain(kept, self.step)
+
+    def above(self, count: int) -> Domain:
+        """Return the part above ``count``."""
+        kept = tuple((max(first, count + 1), last) for first, last in self.intervals if last > count)
+        return Domain(kept, self.step)
+
+    def counts(self, least: int = 1, upto: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield each count from ``least`` on, twice; of those above ``upto`` each range's first and last."""
+        for first, last in self.intervals:
+            end = last if upto is None else min(last, upto)
+            yield from ((count, count) for count in range(max(first, least), end + 1))
+            if end < last and least <= last:
+                yield max(first, least, end + 1), last
+
+    def needed(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Return those sizes, rounded up to the step, that serve some count: ascending."""
+        kept: list[int] = []
+        previous = 0
+        for size in sorted({self.round_up(size) for size in sizes}):
+            count = self.after(previous)
+            if count is not None and count <= size:
+                kept.append(size)
+                previous = size
+        return tuple(kept)
+
+
+@attrs.frozen(kw_only=True)
+class DecodeFamily:
+    """Uniform decodes of one role at one query length; counted in requests."""
+
+    query_len: int
+    draft_steps: int | None
+    """Draft decodes that follow each other at these batch sizes; None but for draft decodes."""
+    requests: Domain
+
+
+def decode_tiers(deployment: Deployment) -> tuple[tuple[int, int, int], ...]:
+    """Return ``(first, last, k)``: the draft tokens of each batch size, 0 without speculation."""
+    most = deployment.limits.max_num_reqs
+    return ((1, most, 0),) if deployment.speculative is None else deployment.speculative.tiers(most)
+
+
+def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, ...]:
+    """Return the uniform decodes that ``role`` can meet.
+
+    Target and draft prefill run 1 + k tokens a request, for each k at the batch sizes where the
+    schedule has it. Draft decodes run one token, and only where k - 1 steps follow the draft
+    prefill. A batch has no more requests than fit max_num_tokens.
+    """
+    limits = deployment.limits
+    ranges: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
+    for first, last, k in decode_tiers(deployment):
+        if role is Role.DRAFT_DECODE:
+            if k >= 2:
+                ranges.setdefault((1, k - 1), []).append((first, last))
+        else:
+            ranges.setdefault((1 + k, None), []).append((first, last))
+    families = []
+    for (query_len, draft_steps), intervals in sorted(
+        ranges.items(), key=lambda item: (item[0][0], item[0][1] or 0)
+    ):
+        domain = Domain(tuple(intervals), request_step(query_len, deployment.parallel))
+        domain = domain.clipped(limits.max_num_tokens // query_len)
+        if domain:
+            families.append(DecodeFamily(query_len=query_len, draft_steps=draft_steps, requests=domain))
+    return tuple(families)
+
+
+def token_step(parallel: Parallel) -> int:
+    """Return what padded tokens must be a multiple of: each rank takes an equal part of them."""
+    return parallel.tensor if parallel.sequence else 1
+
+
+def request_step(query_len: int, parallel: Parallel) -> int:
+    """Return what padded requests must be a multiple of, for padded tokens to be one."""
+    step = token_step(parallel)
+    return step // math.gcd(step, query_len)
+
+
+def mixed_tokens(role: Role, deployment: Deployment) -> Domain:
+    """Return the token counts of mixed batches; draft decodes have none, being uniform always."""
+    if role is Role.DRAFT_DECODE:
+        return Domain((), 1)
+    return Domain.upto(deployment.limits.max_num_tokens, token_step(deployment.parallel))
+
+
+def lora_cases(role: Role, deployment: Deployment) -> tuple[int, ...]:
+    """Return the adapter counts that graphs are planned for. Drafters take no adapters (vLLM 0.33)."""
+    return (0,) if deployment.lora is None or role.is_drafter else deployment.lora.cases()
+
+
+def served_cases(cases: tuple[int, ...], num_reqs: int) -> tuple[int, ...]:
+    """Return the cases that a batch of at most ``num_reqs`` requests can need.
+
+    A request has at most one adapter, so a case is needed only if the next smaller one can be
+    exceeded by that many requests.
+    """
+    return cases[: 1 + bisect_left(cases, num_reqs)]
+
+
+def most_loras(role: Role, deployment: Deployment) -> int:
+    """Return the most adapters active in a batch: rows without one count as one more (vLLM 0.33).
+
+    Drafters take none.
+    """
+    return 0 if deployment.lora is None or role.is_drafter else deployment.lora.max_active + 1
+
+
+def batches(
+    role: Role,
+    deployment: Deployment,
+    *,
+    families: Iterable[DecodeFamily] | None = None,
+    upto: int | None = None,
+) -> Iterator[tuple[Batch, int]]:
+    """Yield every admissible batch of a role: decodes by requests, mixed batches by tokens.
+
+    Of the mixed batches of as many tokens, the one with the most requests: with those it is hardest to
+    serve. Each comes with every number of adapters that can be active. ``families`` are the role's decodes,
+    where they are not those of ``decode_families``. With ``upto``, the smallest above that many tokens stands
+    for all that follow it: with a batch comes the last count of requests or tokens that it stands for.
+    """
+    decodes = decode_families(role, deployment) if families is None else tuple(families)
+    for loras in range(most_loras(role, deployment) + 1):
+        for family in decodes:
+            query_len = family.query_len
+            for num_reqs, last in family.requests.counts(loras, None if upto is None else upto // query_len):
+                yield Batch.decode(role, num_reqs, query_len, loras), last
+        for num_tokens, last in mixed_tokens(role, deployment).counts(loras, upto):
+            num_reqs = min(num_tokens, deployment.limits.max_num_reqs)
+            yield Batch.mixed(role, num_reqs, num_tokens, loras), last
+
+
+def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> int | None:
+    """Return how many draft decodes follow each other for this many requests."""
+    if role is not Role.DRAFT_DECODE or speculative is None:
+        return None
+    return max(speculative.draft_tokens(num_reqs) - 1, 0)
+
+
+def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
+    """Say whether a batch is a decode that the schedule sends, or counts as mixed."""
+    query_len = batch.uniform_query_len
+    scheduled = any(f.query_len == query_len and batch.num_reqs in f.requests for f in families)
+    return Kind.DECODE if scheduled else Kind.MIXED
+
+
+def shape(batch: Batch) -> Kind:
+    """Say which kind of batch ``batches`` made of it: its decodes have a query length, its mixed ones none."""
+    return Kind.MIXED if batch.query_len is None else Kind.DECODE
+
+
+def extent(batch: Batch, kind: Kind) -> int:
+    """Return what batches of a kind are counted by: requests of decodes, tokens of mixed ones."""
+    return batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
+
+
+def is_admissible(batch: Batch, deployment: Deployment, families: Iterable[DecodeFamily]) -> bool:
+    """Say whether the limits and the schedule admit a batch at all; ``families`` are its role's."""
+    limits = deployment.limits
+    if not (
+        1 <= batch.num_reqs <= limits.max_num_reqs
+        and batch.num_reqs <= batch.num_tokens <= limits.max_num_tokens
+        and 0 <= batch.active_loras <= min(most_loras(batch.role, deployment), batch.num_reqs)
+    ):
+        return False
+    return batch.role is not Role.DRAFT_DECODE or kind_of(batch, families) is Kind.DECODE

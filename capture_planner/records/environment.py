@@ -1,0 +1,75 @@
+"""Environment: the facts of a machine, as data, so that a plan for it can be made anywhere."""
+
+import enum
+from collections.abc import Mapping
+from typing import Annotated
+
+from capture_planner.errors import InvalidValue, Problem
+from capture_planner.records._base import ByteCount, Count, Matches, Name, field, record
+from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
+
+Capability = Annotated[str, Matches(r"[0-9]{1,2}\.[0-9]", 'a compute capability in quotes, such as "9.0"')]
+Version = Annotated[str, Matches(r"[0-9][0-9A-Za-z.+-]{0,63}", "a version such as 2.13.0")]
+
+
+class DeviceKind(enum.Enum):
+    """What runs the model."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@record
+class Device:
+    """One accelerator, or the host's processor."""
+
+    kind: DeviceKind = field("cuda or cpu")
+    name: Name = field("the device's own name")
+    capability: Capability | None = field('CUDA compute capability, as in "9.0"', default=None)
+    memory: ByteCount = field("memory of one device, as in 80GiB")
+    multiprocessors: Count | None = field("streaming multiprocessors", default=None)
+
+    def __attrs_post_init__(self) -> None:
+        missing = [n for n in ("capability", "multiprocessors") if getattr(self, n) is None]
+        if self.kind is DeviceKind.CUDA and missing:
+            raise InvalidValue(Problem(path=(name,), message="a cuda device needs it") for name in missing)
+
+    @property
+    def sm(self) -> tuple[int, int]:
+        """The compute capability as numbers: (9, 0); (0, 0) where there is none."""
+        major, _, minor = (self.capability or "0.0").partition(".")
+        return int(major), int(minor)
+
+
+def _by_name(packages: Mapping[str, str]) -> dict[str, str]:
+    return dict(sorted(packages.items()))
+
+
+@record
+class Environment:
+    """A machine: its device and the versions of what runs on it."""
+
+    version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
+    name: Name = field("the environment's name, used on the command line")
+    device: Device = field("the device each rank has")
+    driver: Version | None = field("version of the device driver", default=None)
+    cuda: Version | None = field("version of the CUDA runtime", default=None)
+    packages: Mapping[Name, Version] = field(
+        "versions of the installed packages that backends ask about",
+        factory=dict,
+        converter=_by_name,
+        hash=False,
+    )
+
+    def package(self, name: str) -> tuple[int, ...] | None:
+        """Return the leading numbers of an installed package's version, or None where it is absent."""
+        text = self.packages.get(name)
+        if text is None:
+            return None
+        numbers = []
+        for part in text.split("."):
+            digits = part[: len(part) - len(part.lstrip("0123456789"))]
+            if not digits:
+                break
+            numbers.append(int(digits))
+        return tuple(numbers)

@@ -1,0 +1,157 @@
+"""Model and drafter: the architecture numbers that planning needs, and how drafts are made."""
+
+import bisect
+import enum
+from typing import Annotated
+
+from capture_planner.errors import InvalidValue, Problem
+from capture_planner.modes import Chain
+from capture_planner.records._base import Between, Count, Name, field, record
+
+DraftTokens = Annotated[int, Between(0, 255)]
+Tier = tuple[Count, Count, DraftTokens]
+
+MAX_TIERS = 64
+"""Most ranges in a schedule: many more than any load needs."""
+
+
+class DataType(enum.Enum):
+    """Element types of activations and of the KV cache."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    """For exact comparison on a CPU: no engine serves in it."""
+    FP8 = "fp8"
+    NVFP4 = "nvfp4"
+
+
+class Method(enum.Enum):
+    """Speculation methods whose drafter is run by the engine, after the target."""
+
+    EAGLE = "eagle"
+    EAGLE3 = "eagle3"
+    MTP = "mtp"
+
+
+def refuse(*path: str | int, message: str, remedy: str = "") -> InvalidValue:
+    """Return the error of one problem, for a record to raise about itself."""
+    return InvalidValue([Problem(path=path, message=message, remedy=remedy)])
+
+
+@record
+class Latent:
+    """Multi-head latent attention: the KV cache holds one latent vector a token."""
+
+    kv_lora_rank: Count = field("width of the latent KV vector")
+    rope_head_dim: Count = field("width of the rotary part kept beside it")
+
+
+@record
+class Model:
+    """The architecture numbers that planning needs, from the model's public configuration."""
+
+    name: Name = field("the model's public name")
+    num_layers: Count = field("decoder layers")
+    num_heads: Count = field("query heads, over all tensor-parallel ranks")
+    num_kv_heads: Count = field("key/value heads, over all tensor-parallel ranks")
+    head_dim: Count = field("width of one head")
+    max_model_len: Annotated[int, Between(1, 1 << 27)] = field("longest sequence, in tokens")
+    hidden_size: Count | None = field("width of the hidden state", default=None)
+    vocab_size: Count | None = field("size of the vocabulary", default=None)
+    dtype: DataType = field("element type of activations", default=DataType.BFLOAT16)
+    kv_dtype: DataType | None = field("element type of the KV cache; None: as dtype", default=None)
+    causal: bool = field("whether attention is causal", default=True)
+    latent: Latent | None = field("latent attention (DeepSeek), None: ordinary heads", default=None)
+    sinks: bool = field("whether attention has learned sinks (gpt-oss)", default=False)
+    mrope: bool = field("whether positions have three sections (Qwen2-VL's rope)", default=False)
+    embeddings: bool = field("whether graphs take embeddings in place of token ids", default=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise refuse(
+                "num_heads",
+                message=f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads",
+                remedy="each KV head serves the same number of query heads",
+            )
+
+
+@record
+class DraftModel:
+    """The drafter's own architecture where it differs from the target's."""
+
+    num_layers: Count = field("decoder layers; an EAGLE head has one", default=1)
+    num_heads: Count | None = field("query heads; None: the target's", default=None)
+    num_kv_heads: Count | None = field("key/value heads; None: the target's", default=None)
+    head_dim: Count | None = field("width of one head; None: the target's", default=None)
+    latent: Latent | None = field("latent attention; None: ordinary heads", default=None)
+    sinks: bool = field("whether its attention has learned sinks", default=False)
+    vocab_size: Count | None = field("reduced draft vocabulary; None: the target's", default=None)
+
+
+@record
+class Speculative:
+    """Speculative decoding by a drafter that the engine runs.
+
+    A schedule is a list of ``[first, last, k]``: batches of first to last requests draft k tokens.
+    As in vLLM 0.33, gaps and the tail carry the previous k forward, and k is at most num_tokens.
+    """
+
+    method: Method = field("how the drafter works")
+    num_tokens: Annotated[int, Between(1, 255)] = field("K, the most tokens drafted a step")
+    schedule: tuple[Tier, ...] = field(
+        "[first, last, k] by batch size, for a K that changes with the load", default=()
+    )
+    model: DraftModel = field("the drafter's architecture", factory=DraftModel)
+    chain: Chain = field(
+        "all draft decodes of a step in one graph where the backends can, or a graph of one replayed",
+        default=Chain.FUSED,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.schedule) > MAX_TIERS:
+            raise refuse(
+                "schedule", message=f"{len(self.schedule)} ranges, and at most {MAX_TIERS} are allowed"
+            )
+        previous = 0
+        for index, (first, last, _) in enumerate(self.schedule):
+            if first > last:
+                raise refuse("schedule", index, message=f"the range {first} to {last} is empty")
+            if first <= previous:
+                raise refuse(
+                    "schedule",
+                    index,
+                    message=f"starts at {first}, but the range before it ends at {previous}",
+                    remedy="list the ranges by batch size, without overlap",
+                )
+            if index == 0 and first != 1:
+                raise refuse(
+                    "schedule",
+                    index,
+                    message=f"the first range must start at 1, got {first}",
+                    remedy="every batch size needs a number of draft tokens",
+                )
+            previous = last
+
+    def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:
+        """Return ``(first, last, k)`` over 1..max_num_reqs: dense, clamped to K, neighbours merged."""
+        bounds = [tier for tier in self.schedule if tier[0] <= max_num_reqs] or [
+            (1, max_num_reqs, self.num_tokens)
+        ]
+        tiers: list[tuple[int, int, int]] = []
+        for index, (first, _, k) in enumerate(bounds):
+            last = bounds[index + 1][0] - 1 if index + 1 < len(bounds) else max_num_reqs
+            k = min(k, self.num_tokens)
+            if tiers and tiers[-1][2] == k:
+                tiers[-1] = (tiers[-1][0], last, k)
+            else:
+                tiers.append((first, last, k))
+        return tuple(tiers)
+
+    def draft_tokens(self, num_reqs: int) -> int:
+        """Return k for a batch of ``num_reqs`` requests."""
+        if not self.schedule:
+            return self.num_tokens
+        index = bisect.bisect_right(self.schedule, num_reqs, key=lambda tier: tier[0]) - 1
+        return min(self.schedule[max(index, 0)][2], self.num_tokens)

@@ -1,0 +1,151 @@
+"""Plan: what was decided and why. Frozen, comparable, and all that a runner needs.
+
+A plan is a value: the same spec, environment and backends give the same plan, and writing and
+reading it changes nothing. It holds no decision that somebody downstream would have to make again.
+"""
+
+from typing import Annotated
+
+from capture_planner.errors import DispatchError, InvalidValue, Problem
+from capture_planner.modes import GraphMode, Pool, Reason, Role
+from capture_planner.records._base import Matches, Name, NonNegative, field, record
+from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
+from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import Model, Speculative
+from capture_planner.records.spec import (
+    SCHEMA_VERSION,
+    Budget,
+    Limits,
+    Lora,
+    Parallel,
+    Piecewise,
+    SchemaVersion,
+)
+
+MAX_GRAPHS = 1 << 14
+"""Most graphs in a plan: many times what any engine captures."""
+
+MAX_SIZES = 1 << 12
+"""Most sizes over all ladders of a plan, each of which may be captured for several adapter counts."""
+
+Digest = Annotated[str, Matches(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
+Rule = Annotated[str, Matches(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]
+
+
+@record
+class Decision:
+    """One step of a mode resolution, or one choice of sizes."""
+
+    rule: Rule = field("the rule's stable name")
+    before: str = field("the value before")
+    after: str = field("the value after")
+    role: Role = field("the role whose limits caused it")
+    backend: str | None = field("the backend that caused it, if one did", default=None)
+    group: str | None = field("the attention group that caused it, if one did", default=None)
+    says: str = field("the decision in a sentence")
+
+
+@record
+class Waiver:
+    """A class of batches that the plan leaves eager on purpose.
+
+    ``first`` and ``last`` count requests for decodes and tokens for mixed batches.
+    """
+
+    kind: Kind = field("decode or mixed")
+    query_len: NonNegative | None = field("the decode's query length; None for mixed", default=None)
+    first: NonNegative = field("smallest extent waived: requests of a decode, tokens of a mixed batch")
+    last: NonNegative = field("largest extent waived")
+    min_loras: NonNegative = field("fewest active adapters waived", default=0)
+    max_loras: NonNegative = field("most active adapters waived", default=0)
+    reason: Reason = field("why, from the closed set")
+    says: str = field("why, in a sentence")
+
+    def covers(self, batch: Batch, kind: Kind) -> bool:
+        """Say whether the waiver is about this batch, which is of that kind."""
+        extent = batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
+        return (
+            self.kind is kind
+            and (self.query_len is None or self.query_len == batch.query_len)
+            and self.first <= extent <= self.last
+            and self.min_loras <= batch.active_loras <= self.max_loras
+        )
+
+
+@record
+class GroupPlan:
+    """One attention group of a role: who executes it, and what that backend declared."""
+
+    name: Name = field("the group's name")
+    layers: NonNegative = field("how many layers are in it")
+    window: NonNegative | None = field("sliding window, in tokens; None: full attention", default=None)
+    backend: Name = field("the attention backend's name")
+    distribution: Name = field("the distribution that brought the backend")
+    version: str = field("the distribution's version")
+    support: Support = field("how far the backend goes inside a full graph")
+    workspace: Workspace = field("memory it needs before capture", factory=Workspace)
+    padding: PaddingContract = field("the metadata fields it reads", factory=PaddingContract)
+
+
+def _in_capture_order(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    return tuple(sorted(entries, key=lambda entry: entry.capture_order))
+
+
+@record
+class RolePlan:
+    """What was decided for one role."""
+
+    role: Role = field("the role")
+    requested: GraphMode = field("the mode that was wanted")
+    mode: GraphMode = field("the mode that was resolved")
+    groups: tuple[GroupPlan, ...] = field("attention groups")
+    decisions: tuple[Decision, ...] = field("how it came about, in order", default=())
+    entries: tuple[Entry, ...] = field("graphs, in capture order", default=(), converter=_in_capture_order)
+    waivers: tuple[Waiver, ...] = field("what is left eager on purpose", default=())
+    inputs: tuple[MetadataField, ...] = field("fields that the runner owns and pads", default=())
+
+
+@record
+class Plan:
+    """Every graph of a deployment, and every decision that led to it."""
+
+    version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
+    spec: Digest = field("digest of the spec that it was made from")
+    environment: Environment = field("the machine that it was made for")
+    model: Model = field("the served model")
+    limits: Limits = field("the scheduler's limits")
+    speculative: Speculative | None = field("speculative decoding; None: off", default=None)
+    lora: Lora | None = field("LoRA adapters; None: off", default=None)
+    parallel: Parallel = field("how the model is spread over devices", factory=Parallel)
+    piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
+    budget: Budget = field("what graphs may cost", factory=Budget)
+    pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
+    roles: tuple[RolePlan, ...] = field("the roles, target first")
+
+    def __attrs_post_init__(self) -> None:
+        seen = [role.role for role in self.roles]
+        problems = [
+            Problem(path=("roles", index, "role"), message=f"the role {role.value} is planned twice")
+            for index, role in enumerate(seen)
+            if role in seen[:index]
+        ]
+        if problems:
+            raise InvalidValue(problems)
+
+    def role(self, role: Role | str) -> RolePlan:
+        """Return the plan of one role; raises ``DispatchError`` where it has none."""
+        for found in self.roles:
+            if found.role == role:
+                return found
+        raise DispatchError(f"the plan has no role {role!s}; it has {', '.join(r.role for r in self.roles)}")
+
+    @property
+    def planned(self) -> tuple[Role, ...]:
+        """The roles that there are, target first."""
+        return tuple(role.role for role in self.roles)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs the plan captures, over all roles."""
+        return sum(len(role.entries) for role in self.roles)

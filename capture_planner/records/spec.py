@@ -1,0 +1,272 @@
+"""Spec: what is wanted, written by a person. Nothing here knows what is possible."""
+
+import enum
+from typing import Annotated
+
+from capture_planner.errors import InvalidValue, Problem
+from capture_planner.modes import GraphMode, Pool, Role
+from capture_planner.records._base import (
+    Between,
+    ByteCount,
+    Count,
+    Name,
+    Seconds,
+    field,
+    record,
+)
+from capture_planner.records.model import Model, Speculative, refuse
+
+SCHEMA_VERSION = 1
+"""The version of the spec, plan and environment files. A newer one is an error."""
+
+SchemaVersion = Annotated[int, Between(1)]
+Requests = Annotated[int, Between(1, 1 << 16)]
+QueryLength = Annotated[int, Between(1, 256)]
+
+
+class Policy(enum.Enum):
+    """How capture sizes are chosen."""
+
+    DEFAULT = "default"
+    """Minimax, to the last request, with a number of graphs chosen from the limits."""
+    MINIMAX = "minimax"
+    """The ladder of ``graphs`` sizes whose worst padded/real ratio is least."""
+    EXPLICIT = "explicit"
+    """The sizes named, and no others."""
+    POWERS_OF_TWO = "powers_of_two"
+    """1, 2, 4, ... and the maximum itself."""
+    VLLM = "vllm"
+    """The list of vLLM 0.33."""
+    SGLANG = "sglang"
+    """The lists of SGLang 0.5.23."""
+    TENSORRT_LLM = "tensorrt_llm"
+    """The list of TensorRT-LLM."""
+
+
+@record
+class Limits:
+    """The scheduler's limits: they decide which batches there can be."""
+
+    max_num_reqs: Requests = field("most requests in one batch (vLLM: max_num_seqs)")
+    max_num_tokens: Count = field("most tokens in one batch (vLLM: max_num_batched_tokens)")
+
+
+_OPTIONS = {
+    "graphs": {Policy.MINIMAX},
+    "num_tokens": {Policy.EXPLICIT, Policy.VLLM},
+    "num_reqs": {Policy.EXPLICIT},
+    "padding": {Policy.SGLANG, Policy.TENSORRT_LLM},
+}
+
+
+@record
+class Sizes:
+    """Which capture sizes, for mixed batches (in tokens) and uniform decodes (in requests)."""
+
+    policy: Policy = field("how sizes are chosen", default=Policy.DEFAULT)
+    graphs: Annotated[int, Between(1, 4096)] | None = field("minimax: sizes in each ladder", default=None)
+    num_tokens: tuple[Count, ...] | None = field(
+        "explicit: token counts for mixed batches; vllm: cudagraph_capture_sizes", default=None
+    )
+    num_reqs: tuple[Count, ...] | None = field("explicit: request counts for uniform decodes", default=None)
+    max_tokens: Count | None = field("largest size for mixed batches, in tokens", default=None)
+    max_reqs: Requests | None = field("largest size for uniform decodes, in requests", default=None)
+    padding: bool | None = field(
+        "sglang, tensorrt_llm: the engine's list with padding on or off; None: its default",
+        default=None,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        problems = [
+            Problem(
+                path=(option,),
+                message=f"the policy {self.policy.value} takes no {option}",
+                remedy="only " + " and ".join(sorted(p.value for p in policies)) + " does",
+            )
+            for option, policies in _OPTIONS.items()
+            if getattr(self, option) is not None and self.policy not in policies
+        ]
+        if self.policy is Policy.MINIMAX and self.graphs is None:
+            problems.append(Problem(path=("graphs",), message="the policy minimax needs a number of graphs"))
+        if self.policy is Policy.EXPLICIT and not (self.num_tokens or self.num_reqs):
+            problems.append(
+                Problem(
+                    path=(),
+                    message="the policy explicit needs sizes",
+                    remedy="give num_tokens, num_reqs or both",
+                )
+            )
+        if problems:
+            raise InvalidValue(problems)
+
+
+@record
+class GroupSpec:
+    """Layers of one role that share a KV layout and a backend."""
+
+    name: Name = field("the group's name")
+    layers: Count = field("how many of the role's layers are in it")
+    backend: Name | None = field("attention backend; None: the role's", default=None)
+    window: Count | None = field("sliding window, in tokens; None: full attention", default=None)
+
+
+@record
+class RoleSpec:
+    """What one role wants that differs from the rest of the spec."""
+
+    backend: Name | None = field("attention backend; None: the spec's", default=None)
+    mode: GraphMode | None = field("graph mode; None: the spec's", default=None)
+    sizes: Sizes | None = field("capture sizes; None: the spec's", default=None)
+    groups: tuple[GroupSpec, ...] = field("attention groups; empty: one, of all layers", default=())
+
+    def __attrs_post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise refuse("groups", index, "name", message=f"a second group is named {name!r}")
+
+
+@record
+class Roles:
+    """Differences by role."""
+
+    target: RoleSpec = field("the served model", factory=RoleSpec)
+    draft_prefill: RoleSpec = field("draft position 0, query length 1 + K", factory=RoleSpec)
+    draft_decode: RoleSpec = field("later draft positions, query length 1", factory=RoleSpec)
+
+    def of(self, role: Role) -> RoleSpec:
+        """Return the differences of one role."""
+        found: RoleSpec = getattr(self, role.value)
+        return found
+
+
+@record
+class Parallel:
+    """How the model is spread over devices."""
+
+    data: Count = field("data-parallel ranks, each with its own batches", default=1)
+    tensor: Count = field("tensor-parallel ranks, sharing each batch", default=1)
+    sequence: bool = field(
+        "sequence parallelism: padded tokens are a multiple of the tensor-parallel size", default=False
+    )
+    decode_context: Count = field("decode-context-parallel ranks (KV split over sequence)", default=1)
+
+
+@record
+class Lora:
+    """LoRA adapters. Graphs are planned per number of active adapters (vLLM's cases).
+
+    Specialised: 0, the powers of two up to max_active, and max_active + 1; else 0 and
+    max_active + 1. The last one serves batches in which rows without an adapter count as one more.
+    """
+
+    max_active: Requests = field("most adapters active in one batch (vLLM: max_loras)")
+    specialize: bool = field("plan graphs for smaller adapter counts too", default=False)
+
+    def cases(self) -> tuple[int, ...]:
+        """Return the adapter counts to plan for, ascending, 0 included."""
+        top = self.max_active + 1
+        if not self.specialize:
+            return (0, top)
+        return (0, *(1 << i for i in range(self.max_active.bit_length())), top)
+
+
+@record
+class Piecewise:
+    """What is known of the model's compilation; it decides how the mode ladder steps down."""
+
+    split_attention: bool = field("whether attention can be split out of the graph", default=True)
+    capturable: bool = field("whether the pieces between attention can be captured", default=True)
+
+
+@record
+class Budget:
+    """What graphs may cost. Costs per graph are the worst of public reports until measured."""
+
+    max_graphs: Count | None = field("most graphs over all roles; None: no bound", default=None)
+    memory: ByteCount | None = field("most device memory for graphs, as in 2GiB", default=None)
+    seconds: Seconds | None = field("most time to capture, in seconds", default=None)
+    memory_per_graph: ByteCount = field("memory of one graph (reports: 7 to 25 MiB)", default=25 << 20)
+    seconds_per_graph: Seconds = field("time to capture one graph (reports: 0.05 to 0.25 s)", default=0.25)
+
+    def allowed_graphs(self) -> tuple[int, str] | None:
+        """Return the most graphs that fit and the rule that bounds them, or None where none does."""
+        bounds = []
+        if self.max_graphs is not None:
+            bounds.append((self.max_graphs, f"max_graphs {self.max_graphs}"))
+        if self.memory is not None:
+            graphs = self.memory // max(self.memory_per_graph, 1)
+            bounds.append((graphs, f"memory {self.memory} bytes at {self.memory_per_graph} a graph"))
+        if self.seconds is not None:
+            graphs = int(min(self.seconds / self.seconds_per_graph, 1e9) + 1e-9)
+            bounds.append((graphs, f"{self.seconds:g} s at {self.seconds_per_graph:g} s a graph"))
+        return min(bounds, default=None)
+
+
+@record
+class Spec:
+    """A deployment: its model, its limits, and the graphs that are wanted for it."""
+
+    version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
+    model: Model = field("the served model")
+    limits: Limits = field("the scheduler's limits")
+    mode: GraphMode = field("the graph mode wanted", default=GraphMode.FULL_AND_PIECEWISE)
+    backend: Name = field("attention backend of every role that names no other")
+    speculative: Speculative | None = field("speculative decoding; None: off", default=None)
+    sizes: Sizes = field("capture sizes of every role that names no other", factory=Sizes)
+    roles: Roles = field("differences by role", factory=Roles)
+    parallel: Parallel = field("how the model is spread over devices", factory=Parallel)
+    lora: Lora | None = field("LoRA adapters; None: off", default=None)
+    piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
+    budget: Budget = field("what graphs may cost", factory=Budget)
+    pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
+
+    def __attrs_post_init__(self) -> None:
+        problems = []
+        tensor = self.parallel.tensor
+        if self.model.num_heads % tensor:
+            problems.append(
+                Problem(
+                    path=("parallel", "tensor"),
+                    message=f"{self.model.num_heads} query heads do not divide over {tensor} ranks",
+                )
+            )
+        kv_heads = self.model.num_kv_heads
+        if kv_heads % tensor and tensor % kv_heads:
+            problems.append(
+                Problem(
+                    path=("parallel", "tensor"),
+                    message=f"{kv_heads} KV heads neither divide over {tensor} ranks nor repeat on them evenly",
+                )
+            )
+        if self.speculative is None:
+            problems += [
+                Problem(
+                    path=("roles", role.value),
+                    message="the spec has no speculative decoding, so this role never runs",
+                    remedy="add speculative, or remove this",
+                )
+                for role in Role
+                if role.is_drafter and self.roles.of(role) != RoleSpec()
+            ]
+        for role in Role:
+            groups = self.roles.of(role).groups
+            layers = (
+                self.speculative.model.num_layers
+                if self.speculative and role.is_drafter
+                else self.model.num_layers
+            )
+            if groups and sum(group.layers for group in groups) != layers:
+                problems.append(
+                    Problem(
+                        path=("roles", role.value, "groups"),
+                        message=f"the groups have {sum(g.layers for g in groups)} layers, the model {layers}",
+                    )
+                )
+        if problems:
+            raise InvalidValue(problems)
+
+    @property
+    def active_roles(self) -> tuple[Role, ...]:
+        """The roles that this deployment runs."""
+        return (Role.TARGET,) if self.speculative is None else tuple(Role)

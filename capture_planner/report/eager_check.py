@@ -1,0 +1,110 @@
+"""The section of a run's report that says what was compared with eager forwards, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from capture_planner.modes import Role
+from capture_planner.report.writing import Grid, Section, many
+from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSeen, shown
+
+MAX_VALUES = 8
+"""Values of a field that are shown; the rest is counted."""
+
+
+def comparison_sections(comparison: Comparison | None) -> Iterator[Section]:
+    """Yield what was compared, and what differs where something does; nothing where nothing was to be."""
+    if comparison is None:
+        return
+    told = comparison.difference
+    if told is not None:
+        yield _difference(told)
+        yield _metadata(told.fields)
+    lines = [
+        f"{_counts(comparison.compared)} of {many(comparison.steps, 'step')} compared with eager, and the same",
+        f"{_counts(comparison.eager)} not compared: no graph served them",
+    ]
+    if comparison.near_ties:
+        lines.append(
+            f"{many(comparison.near_ties, 'drafted token')} differ where no state does: two were as likely, "
+            "and what came after in such a chain is not compared"
+        )
+    columns = ("tensor", "largest error", "allowed", "role", "layer")
+    yield Section(
+        name="comparison",
+        title="Comparison",
+        lines=tuple(lines),
+        grid=Grid(
+            columns=columns,
+            right=frozenset(columns[1:3]),
+            rows=tuple(
+                (
+                    seen.tensor,
+                    f"{seen.error:.1e}" if seen.error else "0",
+                    f"{seen.tolerance:g}",
+                    seen.role.value,
+                    "" if seen.layer is None else str(seen.layer),
+                )
+                for seen in comparison.largest
+            ),
+        ),
+    )
+
+
+def _counts(forwards: Mapping[Role, int]) -> str:
+    total = sum(forwards.values())
+    parts = ", ".join(f"{count:,} {role.value}" for role, count in forwards.items() if count)
+    return many(total, "forward") + (f" ({parts})" if parts else "")
+
+
+def _difference(told: Difference) -> Section:
+    if told.request is not None:
+        whose = f"row {told.row}: {told.request}" + ("" if told.token is None else f", token {told.token}")
+    else:
+        whose = f"row {told.row}: padding, or nobody's"
+    error = "infinite" if told.error is None else f"{told.error:.2g}"
+    chain = "" if told.draft_step is None else f", draft decode {told.draft_step}"
+    facts = [
+        ("where", told.where),
+        ("after", told.after or "nothing: it is the first that is compared"),
+        ("step", f"{told.step}, {told.role.value}{chain}"),
+        ("entry", str(told.entry)),
+        (
+            "padding",
+            f"{told.padded_tokens} tokens beside {told.num_tokens}, {told.padded_reqs} requests beside "
+            f"{told.num_reqs}",
+        ),
+        ("first row", whose),
+        ("graph", shown(told.graph)),
+        ("eager", shown(told.eager)),
+        ("largest error", f"{error}, and {told.tolerance:g} is allowed; {many(told.rows, 'row')}"),
+        ("requests", _short(told.requests)),
+    ]
+    return Section(
+        name="difference",
+        title="First wrong tensor",
+        warnings=(f"{told.where}: the graph and an eager forward differ",),
+        grid=Grid(columns=("", ""), rows=tuple(facts)),
+    )
+
+
+def _metadata(fields: Sequence[FieldSeen]) -> Section:
+    return Section(
+        name="metadata",
+        title="Metadata of that forward",
+        grid=Grid(
+            columns=("field", "batch", "padding"),
+            rows=tuple((seen.name, _short(seen.real), _short(seen.padding or ())) for seen in fields),
+        ),
+    )
+
+
+def _short(values: Any) -> str:
+    """Write the first values of a list, rows of a table each in brackets; nothing for an empty one."""
+    if not isinstance(values, list | tuple):
+        return str(values)
+    if not values:
+        return ""
+    more = [f"({len(values) - MAX_VALUES} more)"] if len(values) > MAX_VALUES else []
+    return f"[{' '.join([*map(_short, values[:MAX_VALUES]), *more])}]"

@@ -1,0 +1,1 @@
+"""Graphs and eager forwards side by side."""

@@ -1,0 +1,1 @@
+"""One forward of one role: fields, padding, guards, capture and replay."""

@@ -1,0 +1,216 @@
+"""What each role computes: the part that graphs hold, over persistent buffers alone.
+
+A body has a part per token, which every graph holds, and a part per request, which a FULL graph
+holds and everything else runs outside, at real extents: a PIECEWISE graph pads no requests, and so
+must not read what is theirs (vllm#39773). Results return through persistent buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import attrs
+import torch
+
+from capture_planner.records.batch import Entry
+from capture_planner.runtime.execution.fields import SAMPLED_ROWS, Extents, Fields, Held
+from capture_planner.runtime.execution.updates import DraftState, Moving, Updates
+from capture_planner.runtime.models.protocols import Attend, Drafter, TargetModel, Weight
+
+
+class Body(Protocol):
+    """What one role runs as one forward."""
+
+    def per_token(self, extents: Extents, attend: Attend) -> None:
+        """Run the model over ``extents.tokens`` rows of the persistent inputs."""
+
+    def per_request(self, extents: Extents, entry: Entry | None) -> None:
+        """Run what follows for ``extents.reqs`` requests. ``entry`` is set where a graph holds it."""
+
+    def outputs(self) -> Iterator[Held]:
+        """Every persistent tensor that a forward writes as a whole before anything reads it."""
+
+    def inputs(self) -> Iterator[Held]:
+        """Every other persistent tensor but the fields."""
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter and buffer of the model."""
+
+
+@attrs.define(eq=False)
+class TargetBody:
+    """The served model: hidden states, auxiliary ones, and the next token of each row."""
+
+    model: TargetModel
+    fields: Fields
+    hidden: torch.Tensor
+    """``[max tokens, hidden_size]``"""
+    aux: torch.Tensor | None
+    """``[max tokens, layers * hidden_size]``, where the drafter reads them."""
+    tokens: torch.Tensor
+    """``int64[max tokens]``: the likeliest next token of each row that was read; of every row after a
+    uniform FULL graph."""
+    updates: Updates
+    moving: Moving
+    aux_layers: tuple[int, ...] = ()
+    embeddings: torch.Tensor | None = None
+    """``[max tokens, hidden_size]``: in place of token ids, where the plan says so."""
+    ahead: bool = False
+    """Whether an input id may be negative: -1 - i is what the step before says after its row i."""
+    goes_on: bool = False
+    """Whether a graph of one token a request ends with the fields of the step after it."""
+
+    def per_token(self, extents: Extents, attend: Attend) -> None:
+        """Fill ``hidden`` and ``aux``."""
+        rows = extents.tokens
+        positions = self.fields["positions"][:rows]
+        if self.model.mrope:
+            positions = self.fields["mrope_positions"].view(-1, 3)[:rows].t()
+        hidden, aux = self.model.forward(
+            input_ids=None if self.embeddings is not None else self._input_ids(rows),
+            embeddings=self.embeddings[:rows] if self.embeddings is not None else None,
+            positions=positions,
+            attend=attend,
+            aux_layers=self.aux_layers,
+        )
+        self.hidden[:rows].copy_(hidden)
+        if self.aux is not None and aux is not None:
+            self.aux[:rows].copy_(aux)
+
+    def _input_ids(self, rows: int) -> torch.Tensor:
+        ids = self.fields["input_ids"][:rows]
+        return self.updates.taken(ids, self.tokens) if self.ahead else ids
+
+    def per_request(self, extents: Extents, entry: Entry | None) -> None:
+        """Fill ``tokens`` inside a uniform graph, where every row is read; else ``sample`` is asked."""
+        if not _reads_all(entry):
+            return
+        rows = extents.tokens
+        tokens = self.model.logits(self.hidden[:rows]).argmax(-1)
+        self.tokens[:rows].copy_(tokens)
+        if self.goes_on and extents.reqs == rows:
+            self.updates.move_on(self.moving, rows, tokens)
+
+    def sample(self, entry: Entry | None, count: int) -> None:
+        """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
+        if not _reads_all(entry):
+            rows = self.fields[SAMPLED_ROWS][:count]
+            self.tokens.index_copy_(0, rows, self.model.logits(self.hidden[rows]).argmax(-1))
+
+    def outputs(self) -> Iterator[Held]:
+        """What sampling and the drafter read."""
+        yield "hidden", self, "hidden"
+        if not self.ahead:
+            yield "tokens", self, "tokens"
+        if self.aux is not None:
+            yield "aux", self, "aux"
+
+    def inputs(self) -> Iterator[Held]:
+        """The embeddings or the answers of the step before, where they are the input."""
+        if self.ahead:
+            yield "tokens", self, "tokens"
+        if self.embeddings is not None:
+            yield "embeddings", self, "embeddings"
+
+    def weights(self) -> Iterator[Weight]:
+        """Those of the model."""
+        return self.model.weights()
+
+
+def _reads_all(entry: Entry | None) -> bool:
+    """Say whether a graph has the head in it, on all of its rows: those of uniform decodes do."""
+    return entry is not None and entry.query_len is not None
+
+
+@attrs.define(eq=False)
+class DraftPrefillBody:
+    """Draft position 0, on the target's batch: it reads what the target left in its outputs."""
+
+    drafter: Drafter
+    fields: Fields
+    target: TargetBody
+    hidden: torch.Tensor
+    """``[max tokens, hidden_size]``"""
+    state: DraftState
+    updates: Updates
+
+    def per_token(self, extents: Extents, attend: Attend) -> None:
+        """Fill ``hidden``."""
+        rows = extents.tokens
+        source = (
+            self.drafter.combine(self.target.aux[:rows])
+            if self.target.aux is not None
+            else self.target.hidden[:rows]
+        )
+        hidden = self.drafter.forward(
+            input_ids=self.fields["input_ids"][:rows],
+            positions=self.fields["positions"][:rows],
+            hidden=source,
+            attend=attend,
+        )
+        self.hidden[:rows].copy_(hidden)
+
+    def per_request(self, extents: Extents, entry: Entry | None) -> None:
+        """Propose the first token of each request, from its last settled row."""
+        last = self.fields["last_token_indices"][: extents.reqs].long()
+        mapping = self.fields["idx_mapping"][: extents.reqs]
+        places, _ = self.updates.entered(self.state, mapping)
+        hidden = self.hidden[last]
+        tokens = self.drafter.propose(hidden, places, self.fields["positions"][last] + 2)
+        self.state.hidden.index_copy_(0, places, hidden)
+        self.updates.keep(self.state, mapping, tokens, first=True)
+
+    def outputs(self) -> Iterator[Held]:
+        """The hidden states, and the state that draft decodes go on from."""
+        yield "hidden", self, "hidden"
+        yield from self.state.buffers()
+
+    def inputs(self) -> Iterator[Held]:
+        """What the target left."""
+        for name, holder, attribute in self.target.outputs():
+            yield f"target.{name}", holder, attribute
+
+    def weights(self) -> Iterator[Weight]:
+        """Those of the drafter."""
+        return self.drafter.weights()
+
+
+@attrs.define(eq=False)
+class DraftDecodeBody:
+    """Later draft positions, one token a request: each step moves its own fields on to the next."""
+
+    drafter: Drafter
+    fields: Fields
+    state: DraftState
+    updates: Updates
+    moving: Moving
+
+    def per_token(self, extents: Extents, attend: Attend) -> None:
+        """Run one step; it ends with the fields of the next."""
+        rows = extents.reqs
+        mapping = self.fields["idx_mapping"][:rows]
+        places, ids = self.updates.entered(self.state, mapping)
+        positions = self.fields["positions"][:rows]
+        hidden = self.drafter.forward(
+            input_ids=ids, positions=positions, hidden=self.state.hidden[places], attend=attend
+        )
+        tokens = self.drafter.propose(hidden, places, positions + 2)
+        self.state.hidden.index_copy_(0, places, hidden)
+        self.updates.keep(self.state, mapping, tokens, first=False)
+        self.updates.move_on(self.moving, rows)
+
+    def per_request(self, extents: Extents, entry: Entry | None) -> None:
+        """Nothing: a token and a request are the same here."""
+
+    def outputs(self) -> Iterator[Held]:
+        """None: each step goes on from the state that it changes."""
+        return iter(())
+
+    def inputs(self) -> Iterator[Held]:
+        """The state of the drafts."""
+        return self.state.buffers()
+
+    def weights(self) -> Iterator[Weight]:
+        """Those of the drafter."""
+        return self.drafter.weights()

@@ -1,0 +1,323 @@
+"""The updates of ``updates`` and the preparation of drafts, each as one Triton kernel.
+
+A draft step of a small batch is short, and in torch operators its updates are two dozen kernels of a
+few microseconds. Import it where there is a GPU; for tests on a CPU see ``fused``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+from capture_planner.runtime.execution.updates import DraftState, Moving, Verified
+from capture_planner.runtime.executor import NULL_SLOT, LayerCache
+
+_BLOCK = 128
+
+
+class FusedUpdates:
+    """One kernel each; see ``Updates``."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See ``Updates``."""
+        tokens, heads, dim = keys.shape
+        if not tokens:
+            return
+        keys, values = (each if each.stride(2) == 1 else each.contiguous() for each in (keys, values))
+        _store[(tokens,)](
+            keys,
+            values,
+            slots,
+            cache.keys,
+            cache.values,
+            keys.stride(0),
+            keys.stride(1),
+            values.stride(0),
+            values.stride(1),
+            heads * dim,
+            dim,
+            width=triton.next_power_of_2(heads * dim),
+            **_ONE_WARP | {"num_warps": 4},
+        )
+
+    def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """See ``Updates``."""
+        found = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+        _taken[_grid(len(ids))](ids, answers, found, len(ids), block=_BLOCK, **_ONE_WARP)
+        return found
+
+    def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Updates``."""
+        rows = len(idx_mapping)
+        places, ids = torch.empty(2, rows, dtype=torch.int64, device=idx_mapping.device)
+        _entered[_grid(rows)](
+            idx_mapping, state.token, places, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP
+        )
+        return places, ids
+
+    def keep(
+        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
+    ) -> None:
+        """See ``Updates``."""
+        _keep[(1,)](
+            idx_mapping,
+            tokens,
+            state.token,
+            state.proposed,
+            state.column,
+            state.padding,
+            state.proposed.shape[1],
+            len(tokens),
+            first=first,
+            block=_BLOCK,
+            **_ONE_WARP,
+        )
+
+    def move_on(self, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
+        """See ``Updates``."""
+        _move_on[_grid(rows)](
+            moving.idx_mapping,
+            moving.input_ids,
+            moving.positions,
+            moving.slot_mapping,
+            moving.block_table,
+            self._held(moving.lengths),
+            moving.idx_mapping if tokens is None else tokens,
+            moving.block_table.stride(0),
+            len(moving.lengths),
+            moving.page_size,
+            moving.max_model_len,
+            rows,
+            NULL_SLOT,
+            takes=tokens is not None,
+            block=_BLOCK,
+            **_ONE_WARP,
+        )
+
+    def prepare_drafts(
+        self, verified: Verified, prefill: Moving, last: torch.Tensor, decode: Moving | None
+    ) -> None:
+        """See ``Updates``."""
+        decodes = decode or prefill
+        rows = len(verified.counts)
+        _prepare_drafts[_grid(rows)](
+            verified.starts,
+            verified.counts,
+            verified.answers,
+            verified.fields.input_ids,
+            verified.fields.positions,
+            prefill.input_ids,
+            last,
+            decodes.positions,
+            decodes.slot_mapping,
+            decodes.block_table,
+            self._held(decodes.lengths),
+            decodes.block_table.stride(0),
+            len(decodes.lengths),
+            decodes.page_size,
+            decodes.max_model_len,
+            rows,
+            verified.most,
+            NULL_SLOT,
+            decodes=decode is not None,
+            block=_BLOCK,
+            **_ONE_WARP,
+        )
+
+    def _held(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the addresses of tensors, ``int64[n]`` on their device: made once, so out of any capture.
+
+        The first call is in a warm-up, before what is captured.
+        """
+        key = tuple(tensor.data_ptr() for tensor in tensors)
+        if key not in self._addresses:
+            self._addresses[key] = torch.tensor(key, dtype=torch.int64, device=tensors[0].device)
+        return self._addresses[key]
+
+
+# The kernels compute with no floats, and at most copy them; Triton 3.9 warns where a launch leaves their
+# rules open. One warp: a scalar that a program both reads and writes must not be overtaken by another
+# warp of its own.
+_ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
+
+
+def _grid(rows: int) -> tuple[int]:
+    return (-(-rows // _BLOCK),)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    elements: tl.tensor,
+    dim: tl.tensor,
+    width: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, width)
+    inside = place < elements
+    head = (place // dim).to(tl.int64)
+    within = place % dim
+    row = tl.load(slots + token) * elements + place
+    key = tl.load(keys + token * key_token + head * key_head + within, mask=inside)
+    tl.store(key_cache + row, key.to(key_cache.dtype.element_ty), mask=inside)
+    value = tl.load(values + token * value_token + head * value_head + within, mask=inside)
+    tl.store(value_cache + row, value.to(value_cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _taken(
+    ids: tl.tensor, answers: tl.tensor, found: tl.tensor, rows: tl.tensor, block: tl.constexpr
+) -> None:
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    inside = row < rows
+    token = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
+    pending = token < 0
+    answer = tl.load(answers + (-1 - token), mask=inside & pending, other=0)
+    tl.store(found + row, tl.where(pending, answer, token), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _entered(
+    idx_mapping: tl.tensor,
+    token: tl.tensor,
+    places: tl.tensor,
+    ids: tl.tensor,
+    padding: tl.tensor,
+    rows: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    inside = row < rows
+    place = tl.load(idx_mapping + row, mask=inside, other=-1)
+    real = place >= 0
+    tl.store(places + row, tl.where(real, place, padding).to(tl.int64), mask=inside)
+    tl.store(ids + row, tl.load(token + place, mask=inside & real, other=0), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep(
+    idx_mapping: tl.tensor,
+    tokens: tl.tensor,
+    token: tl.tensor,
+    proposed: tl.tensor,
+    column: tl.tensor,
+    padding: tl.tensor,
+    width: tl.tensor,
+    rows: tl.tensor,
+    first: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    at = tl.load(column)
+    if first:
+        at = at * 0
+    for start in range(0, rows, block):
+        row = start + tl.arange(0, block)
+        inside = row < rows
+        place = tl.load(idx_mapping + row, mask=inside, other=-1)
+        place = tl.where(place >= 0, place, padding).to(tl.int64)
+        said = tl.load(tokens + row, mask=inside, other=0)
+        tl.store(token + place, said, mask=inside)
+        tl.store(proposed + place * width + at, said, mask=inside)
+    tl.store(column, tl.minimum(at + 1, width - 1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move_on(
+    idx_mapping: tl.tensor,
+    input_ids: tl.tensor,
+    positions: tl.tensor,
+    slot_mapping: tl.tensor,
+    block_table: tl.tensor,
+    lengths: tl.tensor,
+    tokens: tl.tensor,
+    table_row: tl.tensor,
+    num_lengths: tl.tensor,
+    page_size: tl.tensor,
+    max_model_len: tl.tensor,
+    rows: tl.tensor,
+    null_slot: tl.tensor,
+    takes: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    inside = row < rows
+    real = tl.load(idx_mapping + row, mask=inside, other=-1) >= 0
+    position = tl.load(positions + row, mask=real, other=0)
+    moved = real & (position + 1 < max_model_len)
+    position += moved.to(tl.int64)
+    tl.store(positions + row, position, mask=real)
+    page = tl.load(block_table + row.to(tl.int64) * table_row + position // page_size, mask=moved, other=0)
+    slot = page.to(tl.int64) * page_size + position % page_size
+    tl.store(slot_mapping + row, tl.where(moved, slot, null_slot), mask=inside)
+    for number in range(0, num_lengths):
+        held = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
+        length = tl.load(held + row, mask=moved, other=0)
+        tl.store(held + row, length + 1, mask=moved)
+    if takes:
+        said = tl.load(tokens + row, mask=real, other=0)
+        tl.store(input_ids + row, said.to(tl.int32), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare_drafts(
+    starts: tl.tensor,
+    wanted: tl.tensor,
+    answers: tl.tensor,
+    input_ids: tl.tensor,
+    positions: tl.tensor,
+    shifted: tl.tensor,
+    last: tl.tensor,
+    next_positions: tl.tensor,
+    next_slots: tl.tensor,
+    block_table: tl.tensor,
+    lengths: tl.tensor,
+    table_row: tl.tensor,
+    num_lengths: tl.tensor,
+    page_size: tl.tensor,
+    max_model_len: tl.tensor,
+    rows: tl.tensor,
+    most: tl.tensor,
+    null_slot: tl.tensor,
+    decodes: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    inside = row < rows
+    start = tl.load(starts + row, mask=inside, other=0)
+    end = tl.load(starts + row + 1, mask=inside, other=0)
+    read = tl.load(wanted + row, mask=inside, other=0)
+    drafts = tl.maximum(read - 1, 0)
+    first = end - 1 - drafts
+    accepted = row * 0
+    agrees = read > 0
+    for number in range(0, most):
+        said = tl.load(answers + first + number, mask=number < read, other=0)
+        tl.store(shifted + first + number, said.to(tl.int32), mask=number < read)
+        draft = tl.load(input_ids + first + number + 1, mask=number < drafts, other=0)
+        agrees = agrees & (number < drafts) & (draft == said)
+        accepted += agrees.to(tl.int32)
+    kept = end - start - drafts + accepted
+    tl.store(last + row, start + kept - 1, mask=inside)
+    if decodes:
+        computed = tl.load(positions + start, mask=inside, other=0) + kept
+        position = tl.minimum(computed, max_model_len - 1)
+        room = inside & (computed == position)
+        page = tl.load(block_table + row.to(tl.int64) * table_row + position // page_size, mask=room, other=0)
+        slot = page.to(tl.int64) * page_size + position % page_size
+        tl.store(next_positions + row, position, mask=inside)
+        tl.store(next_slots + row, tl.where(room, slot, null_slot), mask=inside)
+        for number in range(0, num_lengths):
+            held = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
+            tl.store(held + row, (position + 1).to(tl.int32), mask=inside)

@@ -1,0 +1,197 @@
+"""Fill and pad: one table for a step, a row a field; applied in torch here, in one kernel on a GPU.
+
+A row says what is real, and how far the fill goes after it. Fills that are the same at every step
+are written only where the step before left something else; those that follow the batch (the real
+total, the last value) go to the end of the buffer each time. So nothing past the real extent ever
+keeps a value of an earlier batch, whatever extents a graph was captured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.errors import RunError
+from capture_planner.records.backend import Axis, Bound, Fill
+from capture_planner.runtime.execution.fields import Extents, FieldBuffer
+
+Values = Mapping[str, np.ndarray[Any, Any]]
+"""The real values of a step by field name: a vector, or the rows and columns of a table in use."""
+
+
+@attrs.define(eq=False)
+class Write:
+    """One row of the table: where it goes, what is real, and how far to fill."""
+
+    buffer: FieldBuffer
+    real: np.ndarray[Any, Any] | None
+    """``[rows]`` or ``[rows, columns]``; None for a field whose values its backend writes itself."""
+    rows: int
+    """Rows that hold a real value or are filled."""
+    columns: int
+    """The same for columns; 1 of a vector."""
+    fill: int
+
+
+def table(buffers: Iterable[FieldBuffer], values: Values, num_tokens: int) -> list[Write]:
+    """Return the writes that bring ``buffers`` from the last step to this one.
+
+    ``num_tokens`` is the real total. A field that ``values`` does not have is its backend's own: all
+    of it is filled before the backend writes.
+    """
+    writes = []
+    for buffer in buffers:
+        if buffer.is_frozen:
+            continue
+        real = values.get(buffer.field.name)
+        if real is None or buffer.constant is None:
+            buffer.spoil()
+        fill = fill_of(buffer, real, num_tokens)
+        rows, columns = buffer.dirty_rows, buffer.dirty_columns
+        if real is not None:
+            _refuse_overflow(buffer, real)
+            buffer.dirty_rows = len(real)
+            buffer.dirty_columns = real.shape[1] if real.ndim == 2 else 1
+            rows, columns = max(rows, buffer.dirty_rows), max(columns, buffer.dirty_columns)
+        writes.append(Write(buffer, real, rows, columns, fill))
+    return writes
+
+
+def _refuse_overflow(buffer: FieldBuffer, real: np.ndarray[Any, Any]) -> None:
+    """Refuse values that have no room."""
+    if (
+        real.ndim != buffer.tensor.dim()
+        or len(real) > buffer.rows
+        or (real.ndim == 2 and real.shape[1] > buffer.columns)
+    ):
+        raise RunError(
+            f"{buffer.key} has room for {list(buffer.tensor.shape)}, and this step has {list(real.shape)}"
+        )
+
+
+def fill_of(buffer: FieldBuffer, real: np.ndarray[Any, Any] | None, num_tokens: int) -> int:
+    """Return what goes after the real values of a step."""
+    if buffer.constant is not None:
+        return buffer.constant
+    if buffer.field.fill is Fill.REAL_TOTAL:
+        return num_tokens
+    if buffer.field.fill is Fill.REPEAT_LAST:
+        return int(real[-1]) if real is not None and len(real) else 0
+    raise RunError(
+        f"the field {buffer.key} is filled with its worst case, which no step can know; "
+        "declare it frozen and on the host, or give it another fill"
+    )
+
+
+def apply(writes: Sequence[Write]) -> None:
+    """Bring the buffers up to date, on any device: as arrays on a host, else with torch operators."""
+    for write in writes:
+        target: Any = write.buffer.tensor if write.buffer.array is None else write.buffer.array
+        real, rows = write.real, 0
+        if real is not None:
+            rows = len(real)
+            values = real if write.buffer.array is not None else torch.from_numpy(np.ascontiguousarray(real))
+            if real.ndim == 1:
+                target[:rows] = values
+            else:
+                columns = real.shape[1]
+                target[:rows, :columns] = values
+                if write.columns > columns:
+                    target[:rows, columns : write.columns] = write.fill
+        if write.rows > rows:
+            if target.ndim == 1:
+                target[rows : write.rows] = write.fill
+            else:
+                target[rows : write.rows, : write.columns] = write.fill
+
+
+@attrs.frozen(kw_only=True)
+class Bounds:
+    """What index fields may hold: each below the number of what it indexes."""
+
+    reqs: int
+    pages: int
+    slots: int
+    positions: int
+    vocabulary: int
+    workspace: int
+
+    def of(self, bound: Bound, extents: Extents) -> int:
+        """Return the first value that is out of range."""
+        if bound is Bound.TOKENS:
+            return extents.tokens
+        if bound is Bound.REQUESTS:
+            return self.reqs
+        number: int = getattr(self, bound.value)
+        return number
+
+
+@attrs.frozen(kw_only=True)
+class OutOfBounds:
+    """A value of an index field that is not inside what it indexes."""
+
+    buffer: FieldBuffer
+    place: tuple[int, ...]
+    value: int
+    is_padding: bool
+    top: int
+    """The first value that is out of range."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.buffer.key}[{', '.join(map(str, self.place))}] is {self.value}, "
+            f"{'padding' if self.is_padding else 'a real value'}; it indexes "
+            f"{_indexed(self.buffer).value}, so it must be at least 0 and less than {self.top}"
+        )
+
+
+def out_of_bounds(
+    buffer: FieldBuffer,
+    held: np.ndarray[Any, Any],
+    real: np.ndarray[Any, Any] | None,
+    extents: Extents,
+    bounds: Bounds,
+) -> OutOfBounds | None:
+    """Return the first value of an index field's ``held``, real or padding, that is out of bounds.
+
+    A fill of -1 says skip, and is in order in padding alone. An offset past the end of the tokens is
+    in order where the field holds offsets (one more than requests).
+    """
+    field = buffer.field
+    top = bounds.of(_indexed(buffer), extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
+    wrong = (held < 0) | (held >= top)
+    padded = np.ones(held.shape, dtype=np.bool_)
+    if real is not None:
+        padded[tuple(slice(length) for length in real.shape)] = False
+    if field.fill is Fill.CONSTANT and field.value == -1:
+        wrong &= ~(padded & (held == -1))
+    if not wrong.any():
+        return None
+    place = tuple(int(index) for index in np.argwhere(wrong)[0])
+    return OutOfBounds(
+        buffer=buffer, place=place, value=int(held[place]), is_padding=bool(padded[place]), top=top
+    )
+
+
+def _indexed(buffer: FieldBuffer) -> Bound:
+    assert buffer.field.indexes is not None, "asked of index fields"
+    return buffer.field.indexes
+
+
+def check_bounds(buffers: Iterable[FieldBuffer], values: Values, extents: Extents, bounds: Bounds) -> None:
+    """Check every real and padded value of the index fields, up to the extents that a step reads.
+
+    Raises ``RunError`` with the field, the place, the value and the bound. Reads the device: for
+    debugging.
+    """
+    for buffer in buffers:
+        if buffer.field.indexes is None or buffer.is_frozen:
+            continue
+        held = buffer.view(extents).cpu().numpy()
+        wrong = out_of_bounds(buffer, held, values.get(buffer.field.name), extents, bounds)
+        if wrong is not None:
+            raise RunError(str(wrong))

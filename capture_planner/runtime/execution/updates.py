@@ -1,0 +1,229 @@
+"""The small updates that graphs hold beside the model: tokens taken over, fields moved on.
+
+Here in torch operators, for any device; ``fused_updates`` has each of them as one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import attrs
+import torch
+
+from capture_planner.errors import RunError
+from capture_planner.runtime.execution.fields import Fields, Held
+from capture_planner.runtime.executor import NULL_SLOT, LayerCache
+
+LENGTHS = ("seq_lens", "kv_lens")
+"""The names of fields that hold how long each sequence is."""
+
+
+@attrs.define(eq=False)
+class DraftState:
+    """What draft steps hand on, a row a place; the last row is that of padding."""
+
+    token: torch.Tensor
+    """``int64[places + 1]``: the last token proposed."""
+    hidden: torch.Tensor
+    """``[places + 1, hidden_size]``: the hidden state it came from."""
+    proposed: torch.Tensor
+    """``int64[places + 1, K]``: all tokens proposed in this step."""
+    column: torch.Tensor
+    """``int64[1]``: where in ``proposed`` the next token goes."""
+
+    @classmethod
+    def make(
+        cls, places: int, most_drafts: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> DraftState:
+        """Allocate it, zeroed."""
+        return cls(
+            token=torch.zeros(places + 1, dtype=torch.int64, device=device),
+            hidden=torch.zeros(places + 1, hidden_size, dtype=dtype, device=device),
+            proposed=torch.zeros(places + 1, most_drafts, dtype=torch.int64, device=device),
+            column=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def padding(self) -> int:
+        """The row of padding."""
+        return self.token.shape[0] - 1
+
+    def buffers(self) -> Iterator[Held]:
+        """All of it, by name."""
+        for name in ("token", "hidden", "proposed", "column"):
+            yield f"draft_state.{name}", self, name
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Moving:
+    """The fields of one role that go on by a token where every request has one."""
+
+    input_ids: torch.Tensor
+    """``int32[tokens]``"""
+    idx_mapping: torch.Tensor
+    """``int32[reqs]``: -1 of a padded row."""
+    positions: torch.Tensor
+    """``int64[tokens]``"""
+    slot_mapping: torch.Tensor
+    """``int64[tokens]``"""
+    block_table: torch.Tensor
+    """``int32[reqs, pages]``"""
+    lengths: tuple[torch.Tensor, ...]
+    """``int32[reqs]`` each: the runner's ``seq_lens``, and what backends declared of that kind."""
+    page_size: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, fields: Fields, page_size: int, max_model_len: int) -> Moving:
+        """Take them from a role's fields; raises ``RunError`` for lengths that are not ``int32``."""
+        for buffer in fields:
+            if buffer.field.name in LENGTHS and buffer.tensor.dtype != torch.int32:
+                raise RunError(
+                    f"{buffer.key} is declared {buffer.field.dtype}; lengths are int32, declare it so"
+                )
+        return cls(
+            input_ids=fields["input_ids"],
+            idx_mapping=fields["idx_mapping"],
+            positions=fields["positions"],
+            slot_mapping=fields["slot_mapping"],
+            block_table=fields["block_table"],
+            lengths=tuple(b.tensor for b in fields if b.field.name in LENGTHS),
+            page_size=page_size,
+            max_model_len=max_model_len,
+        )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Verified:
+    """One step of the target, as the drafter goes on from it; padding left out."""
+
+    fields: Moving
+    """Those of the target."""
+    starts: torch.Tensor
+    """``int32[R + 1]``: where the rows of each request begin."""
+    counts: torch.Tensor
+    """``int32[R]``: rows of each that are read, the last ones: its drafts and one more; none in a prompt."""
+    answers: torch.Tensor
+    """``int64[T]``: what the target says after each row that is read."""
+    most: int
+    """The largest of ``counts`` that there can be."""
+
+
+class Updates(Protocol):
+    """What is done to caches, to fields and to the state of the drafts inside a forward."""
+
+    def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put keys and values ``[T, num_kv_heads, head_dim]`` into ``slots int64[T]``.
+
+        Padded tokens all name the null slot; which of them stays there does not matter.
+        """
+
+    def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """Return ``int64[T]``: the ids, and where one is negative the answer ``-1 - id`` of ``answers``."""
+
+    def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``int64[R]`` twice: the state's row of each request, and the token it goes on from.
+
+        Padded rows have the state's last row and the token 0: what is there is anybody's guess, and an
+        embedding must not be looked up for it.
+        """
+
+    def keep(
+        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
+    ) -> None:
+        """Store one proposed token ``int64[R]`` of each request; ``first``: it is the step's first."""
+
+    def move_on(self, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
+        """Step every real row: position, length and slot; held at the model's end, on the null slot.
+
+        ``tokens int64[rows]`` become the next input ids, where they are given.
+        """
+
+    def prepare_drafts(
+        self, verified: Verified, prefill: Moving, last: torch.Tensor, decode: Moving | None
+    ) -> None:
+        """Verify the target's batch, and bring the drafter's fields to what was kept of it.
+
+        Written are the draft prefill's input ids at the rows that were read (each token shifted by one),
+        ``last int32[reqs]`` (the last row of each request that was kept), and, of the first draft decode,
+        positions, lengths and slots, held at the model's end.
+        """
+
+
+class TorchUpdates:
+    """With torch operators."""
+
+    def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See ``Updates``."""
+        cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
+        cache.values.flatten(0, 1).index_copy_(0, slots, values)
+
+    def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """See ``Updates``."""
+        return torch.where(ids < 0, answers[(-1 - ids).clamp(min=0).long()], ids.long())
+
+    def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Updates``."""
+        places = _places(state, idx_mapping)
+        return places, torch.where(idx_mapping < 0, 0, state.token[places])
+
+    def keep(
+        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
+    ) -> None:
+        """See ``Updates``."""
+        if first:
+            state.column.zero_()
+        places, width = _places(state, idx_mapping), state.proposed.shape[1]
+        state.token.index_copy_(0, places, tokens)
+        state.proposed.view(-1).index_copy_(0, places * width + state.column, tokens)
+        state.column.add_(1).clamp_(max=width - 1)
+
+    def move_on(self, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
+        """See ``Updates``."""
+        real = moving.idx_mapping[:rows] >= 0
+        positions = moving.positions[:rows]
+        moved = real & (positions + 1 < moving.max_model_len)
+        positions.add_(moved)
+        page = torch.gather(moving.block_table[:rows], 1, (positions // moving.page_size).unsqueeze(1))
+        slot = page.squeeze(1).long() * moving.page_size + positions % moving.page_size
+        moving.slot_mapping[:rows].copy_(torch.where(moved, slot, NULL_SLOT))
+        for lengths in moving.lengths:
+            lengths[:rows].add_(moved)
+        if tokens is not None:
+            ids = moving.input_ids[:rows]
+            ids.copy_(torch.where(real, tokens, ids))
+
+    def prepare_drafts(
+        self, verified: Verified, prefill: Moving, last: torch.Tensor, decode: Moving | None
+    ) -> None:
+        """See ``Updates``."""
+        start, end, read = verified.starts[:-1], verified.starts[1:], verified.counts
+        drafts = (read - 1).clamp(min=0)
+        first, rows = (end - 1 - drafts).long(), len(read)
+        accepted, agrees = torch.zeros_like(read), read > 0
+        for number in range(verified.most):
+            inside = number < read
+            at = torch.where(inside, first + number, 0)
+            said = verified.answers[at]
+            prefill.input_ids[at[inside]] = said[inside].to(prefill.input_ids.dtype)
+            drafted = number < drafts
+            draft = verified.fields.input_ids[torch.where(drafted, first + number + 1, 0)]
+            agrees = agrees & drafted & (draft == said)
+            accepted += agrees
+        kept = end - start - drafts + accepted
+        last[:rows] = start + kept - 1
+        if decode is None:
+            return
+        computed = verified.fields.positions[start.long()] + kept
+        position = computed.clamp(max=decode.max_model_len - 1)
+        page = torch.gather(decode.block_table[:rows], 1, (position // decode.page_size).unsqueeze(1))
+        slot = page.squeeze(1).long() * decode.page_size + position % decode.page_size
+        decode.positions[:rows] = position
+        decode.slot_mapping[:rows] = torch.where(computed == position, slot, NULL_SLOT)
+        for lengths in decode.lengths:
+            lengths[:rows] = position + 1
+
+
+def _places(state: DraftState, idx_mapping: torch.Tensor) -> torch.Tensor:
+    return torch.where(idx_mapping < 0, state.padding, idx_mapping).long()

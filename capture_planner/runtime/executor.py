@@ -1,0 +1,168 @@
+"""What an attention backend does with torch: the half of its contract that runs.
+
+A backend that can run has ``reserve`` beside what the planner asks of it. ``reserve`` returns an
+``Executor``; the runner calls its methods in one order, always the same:
+
+    reserve                       once for each attention group of each role, before any capture
+    prepare, attend * layers      for every warm-up, capture and eager step
+    prepare                       for every replay of a FULL graph: ``attend`` is in the graph
+    prepare, attend * layers      for every replay of a PIECEWISE graph: ``attend`` runs between pieces
+    release                       once, at the end; nothing is called after it
+
+Before ``run`` and ``bench`` load a model they reserve each group on trial, with a KV cache of one page,
+and release it: only the backend knows whether it runs here.
+
+An executor serves one group of one role. It may keep what ``reserve`` gave it, and tensors that it
+made there. Every pointer that ``attend`` touches must outlive the graphs, so nothing may be replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.modes import Role
+from capture_planner.records.backend import Attention, Backend
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.models.protocols import Scoring
+
+__all__ = [
+    "NULL_PAGE",
+    "NULL_SLOT",
+    "Executor",
+    "LayerCache",
+    "Metadata",
+    "Reservation",
+    "Runnable",
+    "Scoring",
+]
+
+NULL_PAGE = 0
+"""The page that no request owns: padded rows of a block table name it."""
+
+NULL_SLOT = 0
+"""The slot that padded tokens write to, in the null page."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LayerCache:
+    """The paged KV cache of one layer, owned by the runner."""
+
+    keys: torch.Tensor
+    """``[num_pages, page_size, num_kv_heads, head_dim]``, in the group's KV dtype."""
+    values: torch.Tensor
+    """The same for values."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Reservation:
+    """What a backend gets once, before anything is captured."""
+
+    role: Role
+    group: str
+    attention: Attention
+    environment: Environment
+    entries: tuple[Entry, ...]
+    """The role's graphs: everything that will be captured, in capture order."""
+    limits: Limits
+    caches: Mapping[int, LayerCache]
+    """The KV cache of each layer of the group, by the layer's index in its model."""
+    page_size: int
+    """Tokens a page."""
+    fields: Mapping[str, torch.Tensor]
+    """The device field of each declared name, at full capacity: the persistent buffers of the role.
+
+    A vector has ``offset + scale * round_up(extent, align)`` elements, a table one row an extent.
+    """
+    workspace: torch.Tensor
+    """``uint8[Workspace.device]``: what the plan says this group needs, zeroed, never grown."""
+    pinned: torch.Tensor
+    """``uint8[Workspace.pinned]`` on the host, pinned where there is a GPU."""
+    device: torch.device
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Metadata:
+    """One step's attention metadata, at the extents that attention sees.
+
+    In a FULL graph those are the entry's padded extents. In a PIECEWISE graph and in an eager step
+    attention sees real, unpadded extents, whatever is padded around it.
+    """
+
+    entry: Entry | None
+    """The graph that is captured or replayed; None for an eager step."""
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    """Longest query: of a FULL graph the most that the entry can hold, else the real one."""
+    max_seq_len: int
+    """Longest sequence: of a FULL graph the model's maximum, else the real one."""
+    fields: Mapping[str, torch.Tensor]
+    """Device fields, cut to these extents: ``query_start_loc int32[num_reqs + 1]``,
+    ``seq_lens int32[num_reqs]``, ``block_table int32[num_reqs, pages]``, and what else is declared."""
+    host: Mapping[str, np.ndarray[Any, Any]]
+    """The same values on the host, padding included, for whoever plans there.
+
+    Where every group answers ``refresh`` with ``IN_GRAPH``, steps may follow each other without the host:
+    then token ids and slots are not among them in a decode whose fields its graph moved on, and the
+    lengths of a draft decode are those that it would have if all drafts had been kept.
+    """
+
+    @property
+    def is_full(self) -> bool:
+        """Whether attention runs inside the graph."""
+        return self.entry is not None and self.entry.num_reqs is not None
+
+
+class Executor(Protocol):
+    """The torch side of a backend, for one attention group of one role."""
+
+    def prepare(self, metadata: Metadata) -> None:
+        """Do the host work of a step, outside every graph.
+
+        Called before each warm-up, capture, replay and eager step, once for the whole step (not for
+        each layer), when all declared fields are filled and padded. Write the fields that are your
+        own (those that the runner cannot know) into the buffers of the reservation; they hold their
+        declared fill when you are called. Do not pad: that is done. Do not replace a buffer.
+        """
+
+    def attend(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
+    ) -> None:
+        """Attend with one layer's queries; the runner wrote this step's keys and values already.
+
+        ``query`` and ``out`` are ``[num_tokens, num_heads, head_dim]``, and every row of ``out``
+        must be written. The causal mask is aligned to the end: with L tokens in the sequence and q
+        of them in the query, query row i sees keys 0 to L - q + i.
+
+        For a FULL entry this is captured. It must not read a device value on the host, must not
+        depend on any number that is not in the entry, the reservation or ``metadata``'s scalars, and
+        must not keep what it allocates: intermediates belong to the graph's pool.
+        """
+
+    def layout(self) -> tuple[int, ...] | None:
+        """Return the numbers of the last plan that a graph bakes in, or None where there are none.
+
+        Called after ``prepare``. At a replay they must equal those at capture, or the replay refuses.
+        """
+
+    def release(self) -> None:
+        """Free what was reserved. Called once, after the last step."""
+
+
+@runtime_checkable
+class Runnable(Backend, Protocol):
+    """A backend that executes what it plans."""
+
+    def reserve(self, reservation: Reservation) -> Executor:
+        """Allocate persistent buffers and wrappers, sized for the largest entry.
+
+        Called once for each group of each role, before the first capture. Raise
+        ``capture_planner.BackendError`` where the library that the plan counts on is missing.
+        """

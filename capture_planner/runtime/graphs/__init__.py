@@ -1,0 +1,1 @@
+"""Graphs: CUDA graphs on a GPU, recorded graphs without one."""

@@ -1,0 +1,239 @@
+"""CUDA graphs: FULL as one capture, PIECEWISE by ending and resuming capture at attention.
+
+Everything runs on one stream that is not the default one, which captures do not take. Tensors that a
+piecewise graph hands to attention are kept by address alone once they are captured, so that their
+memory goes back to the pool for the graphs that follow.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from capture_planner.errors import CaptureError
+from capture_planner.runtime.graphs.graph import Pool
+from capture_planner.runtime.ledger import Reading
+
+
+@attrs.frozen
+class _Bytes:
+    """Memory that somebody else owns, as the array interface describes it."""
+
+    pointer: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.pointer, False), "version": 3}
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Collect no garbage for a while: a collection may free CUDA objects, which a capture does not survive."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def borrowed(pointer: int, size: int) -> torch.Tensor:
+    """Return ``uint8[size]`` over memory on the current device, without owning it."""
+    return torch.as_tensor(_Bytes(pointer, size), device="cuda")
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that does not keep it. A view would, by its base."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return tensor
+    there = borrowed(storage.data_ptr(), storage.nbytes()).untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(there, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class CudaPool:
+    """A pool of the caching allocator, private to graphs."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.handle = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._idle: tuple[int, list[torch.Tensor]] | None = None
+        """What no live tensor owns, as it was with so many graphs: to ask the allocator takes long."""
+
+    def open(self) -> None:
+        """Make it ready for a capture: what is idle is not known after it.
+
+        The allocator gives a pool up with the last graph of it, and with torch 2.11 nothing can be
+        captured into that one again: it goes on in a new one.
+        """
+        self._idle = None
+        if not self._graphs:
+            self.handle = torch.cuda.graph_pool_handle()
+
+    def add(self, graph: CudaGraph) -> None:
+        """Take note of a graph that lives in it."""
+        self._graphs.add(graph)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the segments that the allocator holds for this pool."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def poison(self) -> None:
+        """Overwrite every block that no live tensor owns with ``0xFF``."""
+        if self._idle is None or self._idle[0] != len(self._graphs):
+            self._idle = len(self._graphs), list(self._inactive())
+        for block in self._idle[1]:
+            block.fill_(255)
+
+    def _inactive(self) -> Iterator[torch.Tensor]:
+        for segment in self._segments():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    yield borrowed(address, block["size"])
+                address += block["size"]
+
+    def _segments(self) -> list[dict[str, Any]]:
+        # Of all pools: asked for one, torch 2.11 gives a reference too many back of the numbers that name
+        # it, which ends the process once they are no small ones, after some hundred pools.
+        found = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [segment for segment in found if tuple(segment["segment_pool_id"]) == tuple(self.handle)]
+
+
+@attrs.define(eq=False)
+class CudaGraph:
+    """One captured forward: CUDA graphs, with what runs between them."""
+
+    parts: list[torch.cuda.CUDAGraph | Callable[[], object]]
+    memory: int = 0
+    """Bytes of segments by which it grew its pool."""
+    alone: int = 0
+    """Bytes of its tensors when most of them were alive; a pool of its own rounds up to segments."""
+
+    @property
+    def pieces(self) -> int:
+        """How many CUDA graphs it is made of."""
+        return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
+
+    def replay(self) -> None:
+        """Launch each piece, and run what is between them."""
+        for part in self.parts:
+            if isinstance(part, torch.cuda.CUDAGraph):
+                part.replay()
+            else:
+                part()
+
+
+class CudaGraphs:
+    """Captures CUDA graphs on one device and one stream, which become the current ones.
+
+    Without ``accounts`` the device's memory is not read around captures, which takes longer than they do.
+    """
+
+    def __init__(self, device: torch.device, *, accounts: bool = True) -> None:
+        device = torch.empty(0, device=device).device  # with its index, which set_device asks for
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(self._stream)
+        self._open: CudaGraph | None = None
+        self._pool: CudaPool | None = None
+        self._accounts = accounts
+
+    def reading(self) -> Reading | None:
+        """Wait for the device, give back what no tensor owns, and read its memory."""
+        if not self._accounts:
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return Reading(used=total - free, held=torch.cuda.memory_reserved())
+
+    def pool(self, limit: int | None = None) -> CudaPool:
+        """Make a pool. A limit is checked after each capture: the allocator knows none."""
+        return CudaPool(limit)
+
+    def capture(self, forward: Callable[[], object], pool: Pool) -> CudaGraph:
+        """Capture ``forward``; see ``Grapher.capture``."""
+        assert isinstance(pool, CudaPool), "pools are made here"
+        if self._open is not None:
+            raise CaptureError("a capture began inside another; capture one forward at a time")
+        torch.cuda.synchronize()
+        pool.open()
+        reserved, alive = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        graph = CudaGraph([])
+        self._open, self._pool = graph, pool
+        try:
+            with nothing_collected():
+                self._begin()
+                forward()
+                self._end()
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, RuntimeError) and "capturing" in str(error):
+                raise CaptureError(
+                    f"the forward did what no graph can hold: {' '.join(str(error).split())[:300]}"
+                ) from error
+            raise
+        finally:
+            self._open = self._pool = None
+        torch.cuda.synchronize()
+        graph.memory = torch.cuda.memory_reserved() - reserved
+        graph.alone = torch.cuda.max_memory_allocated() - alive
+        # A graph that was refused may have left segments: one that fits into them still fits.
+        if pool.limit is not None and graph.memory and pool.memory > pool.limit:
+            held = pool.memory
+            del graph
+            raise torch.OutOfMemoryError(
+                f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}"
+            )
+        pool.add(graph)
+        return graph
+
+    def split(
+        self,
+        between: Callable[..., object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """End a piece, run ``between``, and begin the next; see ``Grapher.split``."""
+        if self._open is None:
+            raise CaptureError("a split outside of a capture; only a forward that is captured is split")
+        self._end()
+        between(*reads, *writes)
+        self._open.parts.append(partial(between, *map(alias, (*reads, *writes))))
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._open is not None and self._pool is not None, "a capture is under way"
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        self._open.parts.append(graph)
+
+    def _end(self) -> None:
+        assert self._open is not None, "a capture is under way"
+        last = self._open.parts[-1]
+        assert isinstance(last, torch.cuda.CUDAGraph), "a capture ends with what it began"
+        last.capture_end()
+
+    def _abandon(self) -> None:
+        """Leave a capture that broke; the graph is of no use any more."""
+        if torch.cuda.is_current_stream_capturing():
+            try:
+                self._end()
+            except RuntimeError:
+                # The capture was invalid already; ending it says so, and that is what it is for.
+                torch.cuda.synchronize()

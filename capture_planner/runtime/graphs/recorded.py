@@ -1,0 +1,397 @@
+"""Recorded graphs: what stands in for CUDA graphs where there is no GPU.
+
+A capture runs the forward once and keeps every operator that it called: which one, its host numbers,
+and where in memory each tensor lay. A replay calls the same operators on the same memory. So what is
+baked into a CUDA graph is baked in here: numbers, shapes, pointers, and the order of operators; and
+what no CUDA graph can hold is refused here, where every tensor counts as one on the device. Two
+things differ: a capture here also computes, and intermediates get their place in the pool when it is
+over, once it is known how long each is alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import attrs
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from capture_planner.errors import CaptureError, RunError
+from capture_planner.runtime.graphs.graph import Pool
+from capture_planner.runtime.graphs.pool import Own, RecordedPool, Storage, apart, storage_key
+
+aten = torch.ops.aten
+
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+_CONSTANTS = frozenset({aten.lift.default, aten.lift_fresh.default})
+_ALLOCATIONS = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_permuted.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+_OUT_DIFFERS = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
+_HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+_OUR_FILES = (str(Path(torch.__file__).parent) + "/", __file__)
+
+Step = Callable[[], object]
+
+
+@attrs.frozen(eq=False)
+class RecordedGraph:
+    """One recorded forward; ``RecordedGraphs.capture`` makes it."""
+
+    _steps: tuple[Step, ...]
+    _in_inference_mode: bool
+    memory: int
+    """Bytes by which this graph grew its pool."""
+    alone: int
+    """Bytes that it would take in a pool of its own."""
+    pieces: int
+    """How many pieces it has: one more than its splits."""
+
+    def replay(self) -> None:
+        """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
+        if _current() is not None:
+            raise CaptureError(f"a graph cannot be replayed while another is captured{_place()}")
+        with torch.inference_mode(self._in_inference_mode), torch.no_grad():
+            for step in self._steps:
+                step()
+
+
+class RecordedGraphs:
+    """The grapher of a CPU. Graphs hold no gradients: forwards are captured under ``no_grad``."""
+
+    def reading(self) -> None:
+        """Say nothing: a host's memory is many processes', and a recorded graph takes its pool alone."""
+
+    def pool(self, limit: int | None = None) -> RecordedPool:
+        """Make a pool that refuses to hold more than ``limit`` bytes."""
+        return RecordedPool(limit)
+
+    def capture(self, forward: Callable[[], object], pool: Pool) -> RecordedGraph:
+        """Run ``forward`` once and keep what it did.
+
+        Tensors that existed before are used where they are, at every replay. Those that the forward
+        makes get a place in the pool; copy what is wanted after a replay into a tensor that existed
+        before. Raises ``CaptureError`` with the operator and the line that called it where a CUDA
+        graph could not hold it, ``torch.OutOfMemoryError`` where the pool cannot, and what the forward
+        raises; then the pool is as it was before.
+        """
+        if not isinstance(pool, RecordedPool):
+            raise RunError(f"a {type(pool).__name__} is no pool of recorded graphs; make one with pool()")
+        if _current() is not None:
+            raise CaptureError(f"a capture cannot begin while a forward is captured{_place()}")
+        recording = _Recording()
+        with torch.no_grad():
+            with _HostReads(recording), recording:
+                forward()
+            return recording.finish(pool)
+
+    def split(
+        self,
+        between: Callable[..., object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """End a piece, run ``between`` outside the graph, and begin the next piece.
+
+        Raises ``CaptureError`` outside a capture, and where ``between`` touches a tensor of the graph
+        that is not in ``reads`` or ``writes``.
+        """
+        recording = _current()
+        if recording is None:
+            raise CaptureError(f"a graph can be split only while its forward is captured{_place()}")
+        recording.split(functools.partial(between, *reads, *writes), (*reads, *writes))
+
+
+@attrs.frozen(eq=False)
+class _Call:
+    """An operator with its arguments: numbers as they are, tensors as places."""
+
+    op: Any
+    args: Any
+    kwargs: Any
+    results: tuple[Own | None, ...]
+    """Where each tensor of the result must land; None: it is there already, or there is none."""
+
+    def step(self) -> Step:
+        """Return what runs it on the pool."""
+        args, kwargs = _map(self.args, _make), _map(self.kwargs, _make)
+        results = [None if result is None else result.made() for result in self.results]
+        landing = [result for result in results if result is not None]
+        if not landing:
+            return functools.partial(self.op._op, *args, **kwargs)
+        if self.op in _COPIES:
+            return functools.partial(aten.copy_.default._op, landing[0], args[0])
+        out = _out_overload(self.op)
+        if out is not None and len(landing) == len(self.op._schema.returns):
+            names = [argument.name for argument in out._schema.arguments if argument.is_out]
+            return functools.partial(out._op, *args, **kwargs, **dict(zip(names, landing, strict=True)))
+        return functools.partial(_compute_and_copy, self.op._op, args, kwargs, results)
+
+
+def _compute_and_copy(op: Any, args: Any, kwargs: Any, results: list[torch.Tensor | None]) -> None:
+    for place, value in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+        if place is not None:
+            place.copy_(value)
+
+
+@attrs.frozen(eq=False)
+class _Break:
+    """What runs between two pieces, and the tensors of the graph that it sees."""
+
+    between: Callable[[], object]
+    tensors: tuple[tuple[torch.Tensor, Own], ...]
+
+    def step(self) -> Step:
+        """Point the caller's own tensors into the pool: ``between`` refers to them."""
+        for tensor, place in self.tensors:
+            place.move(tensor)
+        return self.between
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a forward did so far."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_between = False
+        self._items: list[_Call | _Break] = []
+        self._storages: dict[int, Storage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator and keep it, or refuse it."""
+        kwargs = kwargs or {}
+        if self.is_between:
+            self._check_lent(func, _tensors((args, kwargs)))
+            return func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            raise _refusal(func, "it is a higher-order operator", "call what it stands for")
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        _check_host_sync(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            # It changes how a tensor looks at memory, and tensors are recorded as they look.
+            return func(*args, **kwargs)
+        for tensor in _tensors((args, kwargs)):
+            self._meet(tensor, func, is_own=False)
+        if func in _CONSTANTS:
+            # The forward may change it in place: each replay needs it as it was.
+            func = aten.clone.default
+        result = _run_without_random(func, args, kwargs)
+        outputs = _tensors(result)
+        # A result in memory that was known before is a view, or an argument that was changed in place.
+        fresh = [self._meet(output, func, is_own=True) for output in outputs]
+        if func not in _ALLOCATIONS and (func._schema.is_mutable or any(fresh)):
+            results = tuple(self._own(out) if new else None for out, new in zip(outputs, fresh, strict=True))
+            self._items.append(_Call(func, _map(args, self._see), _map(kwargs, self._see), results))
+        return result
+
+    def split(self, between: Callable[[], object], tensors: Sequence[torch.Tensor]) -> None:
+        """Run ``between`` and keep that it runs here, on these tensors."""
+        if self.is_between:
+            raise CaptureError(f"what runs between two pieces cannot split the graph again{_place()}")
+        for tensor in tensors:
+            self._meet(tensor, "split", is_own=False)
+        own = [tensor for tensor in tensors if self._storages[storage_key(tensor)].is_own]
+        lent = tuple((tensor, self._own(tensor)) for tensor in own)
+        self._items.append(_Break(between, lent))
+        with apart(lent):
+            self.is_between = True
+            try:
+                between()
+            finally:
+                self.is_between = False
+
+    def finish(self, pool: RecordedPool) -> RecordedGraph:
+        """Give each of the graph's own storages its place in the pool, and make the graph."""
+        own = [(storage, storage.block) for storage in self._storages.values() if storage.is_own]
+        used = [(storage, block) for storage, block in own if block is not None]
+        held = pool.hold([block for _, block in used])
+        for (storage, _), (chunk, offset) in zip(used, held.places, strict=True):
+            storage.settle(chunk, offset)
+        return RecordedGraph(
+            steps=tuple(item.step() for item in self._items),
+            in_inference_mode=torch.is_inference_mode_enabled(),
+            memory=held.memory,
+            alone=held.alone,
+            pieces=1 + sum(isinstance(item, _Break) for item in self._items),
+        )
+
+    def _meet(self, tensor: torch.Tensor, func: Any, *, is_own: bool) -> bool:
+        """Return whether the tensor's storage is new; then it is the graph's own, or stood before."""
+        if not _is_plain(tensor):
+            raise _refusal(func, f"it works on {_describe(tensor)}", "use plain strided CPU tensors")
+        key = storage_key(tensor)
+        if key in self._storages:
+            return False
+        self._storages[key] = Storage(tensor, is_own=is_own)
+        return True
+
+    def _see(self, tensor: torch.Tensor) -> torch.Tensor | Own:
+        """Return the tensor as it is for the operator that is being kept, whatever becomes of it."""
+        return self._own(tensor) if self._storages[storage_key(tensor)].is_own else tensor.detach()
+
+    def _own(self, tensor: torch.Tensor) -> Own:
+        storage = self._storages[storage_key(tensor)]
+        storage.touch(len(self._items), tensor.untyped_storage().nbytes())
+        return Own.of(tensor, storage)
+
+    def _check_lent(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        storages = [self._storages.get(storage_key(tensor)) for tensor in tensors if _is_plain(tensor)]
+        if any(storage is not None and storage.is_own for storage in storages):
+            raise CaptureError(
+                f"what runs between two pieces calls {func} on a tensor of the graph that is not among "
+                f"the reads and writes of the split{_place()}; name that very tensor, or derive from it there"
+            )
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads a tensor on the host without calling an operator."""
+
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let everything else pass."""
+        if func in _HOST_READS and not self._recording.is_between:
+            raise _refusal(func.__name__, "it reads a device value on the host", "keep values on the device")
+        return func(*args, **(kwargs or {}))
+
+
+def _check_host_sync(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse an operator whose host code waits for device values."""
+    if torch.Tag.data_dependent_output in func.tags or func is aten._linalg_check_errors.default:
+        raise _refusal(func, "it reads a device value on the host", "keep values on the device")
+    if func is aten.index.Tensor:
+        is_dynamic = any(_is_mask(index) for index in args[1])
+    elif func.overloadpacket in (aten.index_put, aten.index_put_):
+        is_dynamic = args[2].numel() != 1 and any(_is_mask(index) for index in args[1])
+    elif func is aten.repeat_interleave.Tensor:
+        is_dynamic = kwargs.get("output_size") is None
+    else:
+        is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+    if is_dynamic:
+        raise _refusal(func, "a shape depends on device values", "select with torch.where or masked_fill")
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _run_without_random(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator, and refuse it if it drew random numbers (with a dropout of 0 it does not)."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return func(*args, **kwargs)
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
+    generator = next(given, torch.default_generator)
+    before = generator.get_state()
+    result = func(*args, **kwargs)
+    if not torch.equal(before, generator.get_state()):
+        raise _refusal(func, "a replay would draw the same random numbers again", "sample outside")
+    return result
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is made of others on a CPU; then those are recorded."""
+
+    def has(key: str) -> bool:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+    return has("CompositeImplicitAutograd") and not has("CPU")
+
+
+@functools.cache
+def _out_overload(func: Any) -> Any:
+    """Return the overload that does the same into given tensors, or None where that is not sure.
+
+    Of operators that are neither core nor pointwise some compute otherwise then, to the last bit or
+    altogether: ``_linalg_svd``, ``linalg_qr``, ``binary_cross_entropy`` (torch 2.13).
+    """
+    is_common = torch.Tag.core in func.tags or torch.Tag.pointwise in func.tags
+    if not is_common or func in _OUT_DIFFERS or func._schema.is_mutable:
+        return None
+
+    def signature(arguments: Any) -> list[tuple[str, str, bool]]:
+        return [(a.name, str(a.type), a.kwarg_only) for a in arguments if not a.is_out]
+
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        outs = [argument for argument in other._schema.arguments if argument.is_out]
+        if (
+            len(outs) == len(func._schema.returns)
+            and all(str(argument.type) == "Tensor" for argument in outs)
+            and signature(other._schema.arguments) == signature(func._schema.arguments)
+        ):
+            return other
+    return None
+
+
+def _current() -> _Recording | None:
+    """Return the recording of this thread's capture."""
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, _Recording)), None)
+
+
+def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return arguments with each tensor, or place of one, changed."""
+    if isinstance(tree, torch.Tensor | Own):
+        return change(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map(item, change) for item in tree)
+    if isinstance(tree, dict):
+        return {name: _map(item, change) for name, item in tree.items()}
+    return tree
+
+
+def _make(tensor: torch.Tensor | Own) -> torch.Tensor:
+    return tensor.made() if isinstance(tensor, Own) else tensor
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of arguments or of a result, in order."""
+    found: list[torch.Tensor] = []
+    _map(tree, found.append)
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    kind = "a conjugate or negated view" if tensor.is_conj() or tensor.is_neg() else type(tensor).__name__
+    return f"{kind} of {tensor.dtype} and {tensor.layout} on {tensor.device}"
+
+
+def _refusal(func: object, why: str, remedy: str) -> CaptureError:
+    return CaptureError(f"no graph can hold {func}{_place()}: {why}; {remedy}")
+
+
+def _place() -> str:
+    """Return where the caller's own code is: its innermost line outside torch and this module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OUR_FILES):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"

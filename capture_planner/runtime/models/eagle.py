@@ -1,0 +1,173 @@
+"""Loading EAGLE and EAGLE-3 heads: from a folder in the published layout, or of the plan's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from capture_planner.errors import RunError
+from capture_planner.records.model import Method, Speculative
+from capture_planner.runtime.models.heads import AUX_LAYER_IDS, Config, Eagle, Eagle3
+from capture_planner.runtime.models.huggingface import refuse_moving_rope
+from capture_planner.runtime.models.loading import (
+    UNREADABLE,
+    Found,
+    Source,
+    fill,
+    locate,
+    read_tensors,
+    seeded,
+)
+from capture_planner.runtime.models.protocols import TargetModel
+
+__all__ = ["Eagle", "Eagle3", "load_drafter"]
+
+_UNUSED = ("t2d", "rotary_emb.inv_freq")
+"""Tensors of published files that follow from others: the inverse of d2t, and rotary frequencies."""
+
+
+def load_drafter(
+    source: Path | None, speculative: Speculative, target: TargetModel, *, seed: int = 0
+) -> Eagle | Eagle3:
+    """Return the head at ``source``, or one of the plan's numbers with random weights.
+
+    ``source`` is a local folder (config.json and safetensors, in the published layout) or a
+    configuration file; weights that are not there are random, the same for the same ``seed``. It is
+    on the target's device and in its dtype. Embeddings and output embeddings that a folder does not
+    have are the target's.
+
+    Raises ``RunError`` for a method without a head here (MTP), for a folder that contradicts the plan,
+    and, in one error, for all tensors that are missing, unexpected or of another shape.
+    """
+    if speculative.method is Method.MTP:
+        raise RunError(
+            "speculative.method: mtp heads are part of a target and are not run; use eagle or eagle3"
+        )
+    kind = Eagle3 if speculative.method is Method.EAGLE3 else Eagle
+    found = None if source is None else locate(source)
+    config = _planned(speculative, target) if found is None else _read(found, speculative, target)
+    is_random = found is None or not found.files
+    tensors = {} if found is None else _published(read_tensors(found.files))
+    _, module, attribute = next(target.weights())
+    device: torch.device = getattr(module, attribute).device
+    reduced = (getattr(config, "draft_vocab_size", None) or target.vocab_size) != target.vocab_size
+    own = frozenset(tensors)
+    if is_random:
+        own = frozenset(["lm_head.weight", *["d2t"] * reduced] if kind is Eagle3 else [])
+    elif reduced:
+        # The target's output embeddings do not fit: these must be there, or are listed as missing.
+        own |= {"lm_head.weight", "d2t"}
+    with seeded(seed, device):
+        drafter = kind(config, target, own).eval().requires_grad_(False)
+        # Parameters only: rotary frequencies stay in float32, as in the target.
+        for parameter in drafter.parameters():
+            parameter.data = parameter.data.to(target.dtype)
+        if is_random and drafter.d2t is not None:
+            chosen = torch.randperm(target.vocab_size)[: drafter.vocab_size].sort().values
+            drafter.d2t.copy_(chosen - torch.arange(drafter.vocab_size))
+    origin = "the plan's numbers" if found is None else found.label
+    drafter.name = f"{kind.__name__} of {origin}" + (f", random weights (seed {seed})" if is_random else "")
+    if found is not None and found.files:
+        fill(drafter, tensors, found.config.parent)
+    _check(drafter, target)
+    return drafter
+
+
+def _planned(speculative: Speculative, target: TargetModel) -> Config:
+    """Return the configuration of a head of the plan's numbers; what it does not say is the target's."""
+    draft = speculative.model
+    if draft.latent is not None or draft.sinks:
+        raise RunError("speculative.model: no head here has latent attention or sinks; leave them out")
+    vocab = draft.vocab_size or target.vocab_size
+    if vocab > target.vocab_size or (speculative.method is Method.EAGLE and vocab != target.vocab_size):
+        raise RunError(
+            f"speculative.model.vocab_size: {vocab} of the target's {target.vocab_size}; only eagle3 has a "
+            "reduced vocabulary, and no larger one"
+        )
+    config: Config = LlamaConfig(
+        num_hidden_layers=draft.num_layers,
+        num_attention_heads=draft.num_heads or target.num_heads,
+        num_key_value_heads=draft.num_kv_heads or target.num_kv_heads,
+        head_dim=draft.head_dim or target.head_dim,
+        hidden_size=target.hidden_size,
+        intermediate_size=3 * target.hidden_size,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=target.max_model_len,
+    )
+    config.draft_vocab_size = vocab
+    return config
+
+
+def _read(found: Source, speculative: Speculative, target: TargetModel) -> Config:
+    """Return the configuration of a folder. Raises one ``RunError`` for all that is against it."""
+    values = found.read_config()
+    try:
+        config: Config = LlamaConfig.from_dict(values)
+    except UNREADABLE as error:
+        raise RunError(f"{found.config}: not the configuration of a Llama head: {error}") from error
+    refuse_moving_rope(config, str(found.config))
+    draft, eagle = speculative.model, values.get("eagle_config") or {}
+    pairs: list[tuple[str, int, Any]] = [
+        ("num_layers", draft.num_layers, config.num_hidden_layers),
+        ("num_heads", draft.num_heads or target.num_heads, config.num_attention_heads),
+        ("num_kv_heads", draft.num_kv_heads or target.num_kv_heads, config.num_key_value_heads),
+        ("head_dim", draft.head_dim or target.head_dim, config.head_dim),
+    ]
+    if draft.vocab_size is not None:
+        drafted = values.get("draft_vocab_size") or config.vocab_size
+        pairs.append(("vocab_size", draft.vocab_size, drafted))
+    problems = [
+        f"speculative.model.{name}: the plan says {planned}, {found.config} has {real}"
+        for name, planned, real in pairs
+        if planned != real
+    ]
+    if config.vocab_size != target.vocab_size:
+        problems.append(f"{found.config}: vocab_size {config.vocab_size}, the target has {target.vocab_size}")
+    if config.hidden_act != "silu":
+        problems.append(f"{found.config}: hidden_act {config.hidden_act}, supported: silu")
+    if config.hidden_size != target.hidden_size and speculative.method is Method.EAGLE:
+        problems.append(
+            f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}"
+        )
+    unsupported = [
+        name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)
+    ]
+    if eagle.get("use_aux_hidden_state", True) is False:
+        unsupported.append("use_aux_hidden_state: false")
+    problems += [f"{found.config}: {name} is not supported" for name in unsupported]
+    if problems:
+        raise RunError("\n".join(problems))
+    return config
+
+
+def _published(found: dict[str, Found]) -> dict[str, Found]:
+    """Return tensors under one naming: without a prefix, the first layer as layers.0."""
+    renamed: dict[str, Found] = {}
+    for name, item in found.items():
+        new = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+        if new in renamed:
+            raise RunError(f"{item.file}: {name} is there under another name too, as {new}; keep one of them")
+        if not new.endswith(_UNUSED):
+            renamed[new] = item
+    return renamed
+
+
+def _check(drafter: Eagle | Eagle3, target: TargetModel) -> None:
+    """Raise ``RunError`` where a head names layers or tokens that its target does not have."""
+    if any(not 0 <= layer < target.num_layers for layer in drafter.aux_layers):
+        raise RunError(
+            f"{drafter.name}: {AUX_LAYER_IDS} {list(drafter.aux_layers)}, the target has "
+            f"{target.num_layers} layers"
+        )
+    if drafter.embed_tokens is None and drafter.hidden_size != target.hidden_size:
+        raise RunError(
+            f"{drafter.name}: hidden_size {drafter.hidden_size} without embed_tokens.weight; the target's "
+            f"embeddings are {target.hidden_size} wide"
+        )
+    if drafter.d2t is not None:
+        tokens = drafter.d2t + torch.arange(drafter.vocab_size, device=drafter.d2t.device)
+        if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
+            raise RunError(f"{drafter.name}: d2t leads outside the target's {target.vocab_size} tokens")

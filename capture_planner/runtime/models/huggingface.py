@@ -1,0 +1,337 @@
+"""Any Hugging Face causal language model as a target, through the attention interface.
+
+Whether a model can be executed is seen when it is loaded: a probe of two tokens goes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from capture_planner.errors import RunError
+from capture_planner.records.model import DataType, Model
+from capture_planner.runtime.models.interface import INTERFACE, SUPPORTED, Call, Probe, RefuseHostReads
+from capture_planner.runtime.models.loading import UNREADABLE, Source, locate, seeded, weights_of
+from capture_planner.runtime.models.protocols import Attend, Weight
+
+_FLOATS = {
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT16: torch.float16,
+    DataType.FLOAT32: torch.float32,
+}
+
+
+class HuggingFaceModel:
+    """A ``TargetModel``: the decoder of a Hugging Face model, and its output embeddings.
+
+    Made by ``load_target``. Raises ``RunError`` where the model cannot be executed in a graph, or
+    its attention is not what the contract has. ``sinks`` says whether a layer has learned sinks.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, max_model_len: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.name = name
+        self.windows = _windows(config)
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len: int = getattr(config, "max_position_embeddings", None) or max_model_len
+        self.mrope = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
+        self.dtype: torch.dtype = model.dtype
+        untyped: Any = model
+        self._decoder = untyped.get_decoder()
+        self._head = untyped.get_output_embeddings()
+        self._embedding = self._decoder.get_input_embeddings()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logit_scale = float(
+            getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        )
+        lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
+        layers = next((child for child in lists if len(child) == self.num_layers), None)
+        if self._head is None or layers is None:
+            raise RunError(f"{name} has no output embeddings, or no list of its layers; {SUPPORTED}")
+        self._layers = layers
+        kept = {*self._decoder.modules(), self._head}
+        self._parts = [(part, module) for part, module in model.named_modules() if module in kept]
+        self.num_heads, self.num_kv_heads, self.head_dim, self.sinks = self._probe(model)
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: Attend,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return hidden states ``[T, hidden_size]`` and auxiliary ones, as ``TargetModel`` says.
+
+        Raises ``RunError`` for a layer in ``aux_layers`` that the model does not have.
+        """
+        if any(not 0 <= layer < self.num_layers for layer in aux_layers):
+            raise RunError(
+                f"auxiliary states of layers {list(aux_layers)}: {self.name} has layers 0 to "
+                f"{self.num_layers - 1}"
+            )
+        entered: dict[int, torch.Tensor] = {}
+        with ExitStack() as hooks, torch.no_grad():
+            for layer in set(aux_layers):
+                hook = self._layers[layer].register_forward_pre_hook(_keep(entered, layer), with_kwargs=True)
+                hooks.callback(hook.remove)
+            output = self._decoder(
+                input_ids=None if input_ids is None else input_ids.unsqueeze(0),
+                inputs_embeds=None if embeddings is None else embeddings.unsqueeze(0),
+                **self._arguments(positions, attend),
+            )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        if not aux_layers:
+            return hidden, None
+        return hidden, torch.cat([entered[layer][0] for layer in aux_layers], dim=-1)
+
+    @torch.no_grad()
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``[T, hidden_size]`` of ``int[T]`` tokens."""
+        embeddings: torch.Tensor = self._embedding(input_ids)
+        return embeddings
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``, scaled and softcapped."""
+        logits: torch.Tensor = self._head(hidden)
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter and buffer that a forward reads, by its name in the model's weights."""
+        return weights_of(self._parts)
+
+    def _arguments(self, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
+        return {
+            "position_ids": positions.unsqueeze(-2),
+            "use_cache": False,
+            INTERFACE: Call(attend, self.windows),
+        }
+
+    @torch.no_grad()
+    def _probe(self, model: PreTrainedModel) -> tuple[int, int, int, bool]:
+        """Run two tokens through the whole model; return heads, KV heads, head width and sinks."""
+        # Two different tokens: one may be the padding token, whose embedding is zero.
+        tokens = torch.arange(2, device=model.device)
+        positions = tokens.expand(3, -1) if self.mrope else tokens
+        whole, part = Probe(), Probe()
+        try:
+            with RefuseHostReads():  # type: ignore[no-untyped-call]
+                expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
+                hidden, _ = self.forward(input_ids=tokens, embeddings=None, positions=positions, attend=part)
+                logits = self.logits(hidden)
+        except RunError as error:
+            raise RunError(f"{self.name}: {error}") from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RunError(f"{self.name}: its forward fails: {error}; {SUPPORTED}") from error
+        silent = sorted(set(range(self.num_layers)) - set(part.seen))
+        if silent:
+            raise RunError(
+                f"{self.name}: layers {silent} do not attend through the attention interface, as linear "
+                f"attention and state-space layers do not; {SUPPORTED}"
+            )
+        if len(set(part.seen.values())) > 1:
+            raise RunError(
+                f"{self.name}: its layers have different heads (query heads, KV heads, width): "
+                f"{sorted(set(part.seen.values()))}; supported: the same in all layers"
+            )
+        far = logits.shape != expected.shape or (logits - expected).abs().max() > 0.02 * expected.abs().max()
+        if far:
+            raise RunError(
+                f"{self.name}: its logits are not those of its output embeddings; supported: with "
+                "final_logit_softcapping, times logit_scale, or divided by logits_scaling"
+            )
+        return *part.seen[0], part.sinks
+
+
+def load_target(
+    source: Path | None,
+    shape: Model,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> HuggingFaceModel:
+    """Return the model at ``source``, or one of the plan's numbers with random weights.
+
+    ``source`` is a local folder (config.json, and safetensors where there are weights) or a
+    configuration file; None: a Llama of the numbers in ``shape``. Nothing is read from a network.
+    Weights that are not there are random, the same for the same ``seed`` and device type; the global
+    generators are left as they were. ``dtype``: that of the weights; None: the configuration's, or
+    else that of ``shape``.
+
+    Raises ``RunError`` where there is no model, where weights are missing, and where the model is of
+    a kind that is not executed.
+    """
+    found = Source(Path()) if source is None else locate(source)
+    try:
+        config = _llama(shape) if source is None else AutoConfig.from_pretrained(found.config)
+    except UNREADABLE as error:
+        raise RunError(f"{source}: not a configuration that transformers reads: {error}") from error
+    text = config.get_text_config(decoder=True)
+    _refuse(config, text, source)
+    chosen = dtype or _dtype(text.dtype or config.dtype or _FLOATS.get(shape.dtype))
+    if chosen is None:
+        raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
+    is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
+    options: dict[str, Any] = {"dtype": chosen, "attn_implementation": INTERFACE}
+    # Expert loops read on the host how many tokens each expert has; batched products do not.
+    options["experts_implementation"] = "batched_mm"
+    model: Any
+    try:
+        if found.files:
+            model = _pretrained(factory, found, config, options)
+        else:
+            with seeded(seed, device):
+                model = factory.from_config(config, **options)
+    except UNREADABLE as error:
+        raise RunError(f"{source or shape.name}: cannot be loaded: {error}") from error
+    origin = "the plan's numbers" if source is None else found.label
+    name = f"{type(model).__name__} of {origin}" + ("" if found.files else f", random weights (seed {seed})")
+    if not model._supports_attention_backend:
+        raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
+    return HuggingFaceModel(model.eval().requires_grad_(False).to(device), name, shape.max_model_len)
+
+
+def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
+    """Return a sentence for each number of the plan's model that the real one contradicts."""
+    pairs: list[tuple[str, int | bool | None, int | bool]] = [
+        ("num_layers", shape.num_layers, model.num_layers),
+        ("num_heads", shape.num_heads, model.num_heads),
+        ("num_kv_heads", shape.num_kv_heads, model.num_kv_heads),
+        ("head_dim", shape.head_dim, model.head_dim),
+        ("hidden_size", shape.hidden_size, model.hidden_size),
+        ("vocab_size", shape.vocab_size, model.vocab_size),
+        ("sinks", shape.sinks, model.sinks),
+        ("mrope", shape.mrope, model.mrope),
+    ]
+    sentences = [
+        f"model.{name}: the plan says {planned}, {model.name} has {real}"
+        for name, planned, real in pairs
+        if planned is not None and planned != real
+    ]
+    if shape.max_model_len > model.max_model_len:
+        sentences.append(
+            f"model.max_model_len: the plan says {shape.max_model_len}, {model.name} has at most "
+            f"{model.max_model_len}"
+        )
+    if shape.latent is not None:
+        sentences.append(f"model.latent: the plan says latent attention, {model.name} has ordinary heads")
+    if not shape.causal:
+        sentences.append(f"model.causal: the plan says that it is not, {model.name} is")
+    return tuple(sentences)
+
+
+def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:
+    """Raise ``RunError`` where rotary frequencies change with the positions of the batch."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = parameters.get("rope_type", "default")
+        if kind == "dynamic":
+            raise RunError(
+                f"{where}: dynamic rope reads the longest position on the host, which no graph can hold; "
+                "supported: frequencies that do not depend on the batch"
+            )
+        if kind == "longrope":
+            raise RunError(
+                f"{where}: longrope chooses the frequencies of all requests, and of padding, by the longest "
+                "in the batch; supported: frequencies that do not depend on the batch"
+            )
+
+
+def _keep(entered: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        entered[layer] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def _llama(shape: Model) -> LlamaConfig:
+    if shape.latent is not None or shape.sinks or not shape.causal or shape.head_dim % 2:
+        raise RunError(
+            f"model {shape.name}: no random model is made with latent attention, sinks, attention that is not "
+            "causal, or an odd head_dim; give a folder, or a configuration"
+        )
+    hidden = shape.hidden_size or shape.num_heads * shape.head_dim
+    return LlamaConfig(
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        vocab_size=shape.vocab_size or 256,
+        max_position_embeddings=shape.max_model_len,
+        tie_word_embeddings=False,
+    )
+
+
+def _pretrained(
+    factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any]
+) -> PreTrainedModel:
+    """Load weights; the library would make up those that are missing."""
+    folder = found.config.parent
+    model, loading = factory.from_pretrained(
+        folder,
+        config=config,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise RunError(f"{folder}: its safetensors lack {listed}; they are not those of config.json")
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    return getattr(torch, value) if isinstance(value, str) else value
+
+
+def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:
+    """Raise ``RunError`` for what the configuration shows, before any weights are read."""
+    where = f"{source} ({config.model_type})"
+    has_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or text is not config
+    if not has_decoder or config.is_encoder_decoder:
+        raise RunError(f"{where} is not a causal language model; {SUPPORTED}")
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if other:
+        raise RunError(f"{where} has layers of type {', '.join(other)}; {SUPPORTED}")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise RunError(f"{where} has layers that read the KV cache of another layer; {SUPPORTED}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise RunError(f"{where} is quantized; supported: weights in a floating-point dtype of torch")
+    refuse_moving_rope(text, where)
+
+
+def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,0 +1,1 @@
+"""A stream of requests: scheduling, speculation, KV cache, workloads."""

@@ -1,0 +1,274 @@
+"""Continuous batching with chunked prefill: which requests run in a step, with how many tokens.
+
+Simple on purpose: it exists to send a plan every batch that its limits admit. A request is admitted
+when a place and all the pages that it can ever need are free, so nothing is preempted. Requests
+past their prompt come first, then prompts in chunks, in order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from capture_planner.errors import RunError
+from capture_planner.records.model import Speculative
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.serving.kv import PageFormat, PagePool
+from capture_planner.runtime.serving.workload import Request
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@attrs.define(eq=False)
+class Live:
+    """A request that has a place."""
+
+    request: Request
+    place: int
+    pages: list[int]
+    entered: float
+    """Wall clock when it entered the queue."""
+    first_token: float | None = None
+    is_finished: bool = False
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Scheduled:
+    """One step's batch, a row a request."""
+
+    live: tuple[Live, ...]
+    places: Integers
+    """``[R]``"""
+    counts: Integers
+    """``[R]``: tokens of each row, drafts included."""
+    drafts: Integers
+    """``[R]``: how many of them are drafts to verify; 0 in a prompt."""
+    prompts: int
+    """Rows that are still in their prompt."""
+    draft_tokens: int
+    """k for this number of requests."""
+
+    num_reqs: int = attrs.field(init=False)
+    num_tokens: int = attrs.field(init=False)
+    query_len: int | None = attrs.field(init=False)
+    """The tokens of each row, where all have the same number."""
+
+    @num_reqs.default
+    def _rows(self) -> int:
+        return len(self.live)
+
+    @num_tokens.default
+    def _tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @query_len.default
+    def _uniform(self) -> int | None:
+        first = int(self.counts[0])
+        return first if (self.counts == first).all() else None
+
+
+class Places:
+    """What is known of each place: tokens, lengths and pages, in arrays that a step reads at once."""
+
+    def __init__(self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat) -> None:
+        self.max_model_len = max_model_len
+        width = max_model_len + most_drafts + 1
+        self.tokens = np.zeros((count, width), dtype=np.int32)
+        """``[place, position]``: prompt, output, and after them the drafts to verify."""
+        self.length = np.zeros(count, dtype=np.int64)
+        """Tokens that are settled: prompt and output."""
+        self.computed = np.zeros(count, dtype=np.int64)
+        """Tokens whose keys and values are in the cache; one less than ``length`` past the prompt."""
+        self.prompt = np.zeros(count, dtype=np.int64)
+        self.end = np.zeros(count, dtype=np.int64)
+        """Tokens at which a request is finished, prompt and output."""
+        self.stops = np.zeros(count, dtype=np.bool_)
+        """Whether a token can finish it before."""
+        self.proposed = np.zeros(count, dtype=np.int64)
+        """Draft tokens that stand after the settled ones."""
+        self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
+        """``[place, page]``: the null page where there is none."""
+
+
+class Scheduler:
+    """Hands out batches until all requests are served."""
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        *,
+        limits: Limits,
+        speculative: Speculative | None,
+        pages: PageFormat,
+        max_model_len: int,
+    ) -> None:
+        self._limits, self._speculative = limits, speculative
+        self._pages, self._max_model_len = pages, max_model_len
+        self._lookahead = 0 if speculative is None else speculative.num_tokens
+        self._pool = PagePool(pages.num_pages)
+        self._arriving = deque(sorted(map(self._admissible, requests), key=lambda each: each.arrival))
+        self._waiting: deque[tuple[Request, float]] = deque()
+        self._free = list(range(limits.max_num_reqs - 1, -1, -1))
+        self._running: list[Live] = []
+        self._leaving: list[Live] = []
+        self._turn = 0
+        self.places = Places(limits.max_num_reqs, max_model_len, self._lookahead, pages)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have arrived and have no place."""
+        return len(self._waiting)
+
+    @property
+    def unfinished(self) -> tuple[Live, ...]:
+        """Requests that have a place now."""
+        return (*self._running, *self._leaving)
+
+    @property
+    def next_arrival(self) -> float | None:
+        """When the next request comes; None where all have."""
+        return self._arriving[0].arrival if self._arriving else None
+
+    @property
+    def done(self) -> bool:
+        return not (self._arriving or self._waiting or self._running or self._leaving)
+
+    def arrive(self, now: float, clock: float) -> None:
+        """Queue the requests that have arrived by ``now``; ``clock`` is the wall clock for latencies."""
+        while self._arriving and self._arriving[0].arrival <= now:
+            self._waiting.append((self._arriving.popleft(), clock))
+
+    def submit(self, request: Request, clock: float) -> None:
+        """Queue a request that is there now; raises ``RunError`` for one that can never be served."""
+        self._waiting.append((self._admissible(request), clock))
+
+    def _admissible(self, request: Request) -> Request:
+        """Return a request, or refuse it: it would be in the way of all behind it for ever."""
+        length, longest, most = request.length, self._max_model_len, self._pages.num_pages - 1
+        if not request.prompt or length > longest:
+            raise RunError(
+                f"the request {request.name} has {len(request.prompt)} tokens and asks for "
+                f"{request.max_new_tokens}; the plan's model has room for {longest}, and needs one to begin with"
+            )
+        needed = self.pages_needed(request)
+        if needed > most:
+            raise RunError(
+                f"the request {request.name} needs {needed} pages of {self._pages.page_size} tokens, and "
+                f"the KV cache has {most}; give it more (--pages)"
+            )
+        return request
+
+    def pages_needed(self, request: Request) -> int:
+        """Return the pages that a request can ever need, drafts after its last token included."""
+        tokens = len(request.prompt) + request.max_new_tokens + self._lookahead
+        return self._pages.pages(min(tokens, self._max_model_len))
+
+    def schedule(self) -> tuple[Scheduled | None, tuple[Live, ...]]:
+        """Return the next batch and the requests that were given a place for it."""
+        admitted = self._admit()
+        if not self._running:
+            return None, admitted
+        running = np.array([live.place for live in self._running], dtype=np.int64)
+        computed = self.places.computed[running]
+        prompt_left = (self.places.prompt[running] - computed).tolist()
+        room = dict(zip(running.tolist(), (self._max_model_len - 1 - computed).tolist(), strict=True))
+        decoding = [live for live, left in zip(self._running, prompt_left, strict=True) if left <= 0]
+        prompting = [(live, left) for live, left in zip(self._running, prompt_left, strict=True) if left > 0]
+        left, k = self._limits.max_num_tokens, self._k(len(self._running))
+        if not prompting or len(decoding) * (1 + k) >= left:
+            # Decodes alone: as many as keep the shape that a uniform graph has.
+            prompting, decoding = [], self._rotate(decoding)
+            k = self._k(len(decoding))
+        rows: list[tuple[Live, int, int]] = []
+        for live in decoding:
+            drafts = min(k, room[live.place], left - 1)
+            if drafts < 0:
+                break
+            rows.append((live, 1 + drafts, drafts))
+            left -= 1 + drafts
+        decodes = len(rows)
+        for live, of_prompt in prompting:
+            if left < 1:
+                break
+            rows.append((live, min(left, of_prompt), 0))
+            left -= rows[-1][1]
+        return self._scheduled(rows, len(rows) - decodes), admitted
+
+    def _admit(self) -> tuple[Live, ...]:
+        admitted = []
+        while self._waiting and self._free:
+            request, entered = self._waiting[0]
+            needed = self.pages_needed(request)
+            if needed > self._pool.free:
+                break
+            self._waiting.popleft()
+            live = Live(request, self._free.pop(), self._pool.take(needed), entered)
+            self._settle(live)
+            self._running.append(live)
+            admitted.append(live)
+        return tuple(admitted)
+
+    def _settle(self, live: Live) -> None:
+        place, prompt = live.place, live.request.prompt
+        self.places.tokens[place] = 0
+        self.places.tokens[place, : len(prompt)] = prompt
+        self.places.length[place] = self.places.prompt[place] = len(prompt)
+        self.places.computed[place] = self.places.proposed[place] = 0
+        self.places.end[place] = live.request.length
+        self.places.stops[place] = bool(live.request.stop)
+        self.places.table[place] = 0
+        self.places.table[place, : len(live.pages)] = live.pages
+
+    def _k(self, num_reqs: int) -> int:
+        return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
+
+    def _rotate(self, decoding: Sequence[Live]) -> list[Live]:
+        """Return as many as have room for all their drafts, taking turns where not all have."""
+        count = len(decoding)
+        while count > 1 and count * (1 + self._k(count)) > self._limits.max_num_tokens:
+            count -= 1
+        if count == len(decoding):
+            return list(decoding)
+        start = self._turn % len(decoding)
+        self._turn += count
+        return [decoding[(start + i) % len(decoding)] for i in range(count)]
+
+    def _scheduled(self, rows: Sequence[tuple[Live, int, int]], prompts: int) -> Scheduled:
+        live, counts, drafts = zip(*rows, strict=True)
+        scheduled = Scheduled(
+            live=live,
+            places=np.array([each.place for each in live], dtype=np.int64),
+            counts=np.array(counts, dtype=np.int64),
+            drafts=np.array(drafts, dtype=np.int64),
+            prompts=prompts,
+            draft_tokens=self._k(len(rows)),
+        )
+        self._fill_up(scheduled)
+        return scheduled
+
+    def _fill_up(self, scheduled: Scheduled) -> None:
+        """Let a row that has too few drafts verify its last token again, so that all rows are alike.
+
+        That happens where a schedule raises k as the batch shrinks. Verification refuses what the
+        target would not say, so any token will do.
+        """
+        missing = scheduled.drafts > self.places.proposed[scheduled.places]
+        for place, drafts in zip(scheduled.places[missing], scheduled.drafts[missing], strict=True):
+            start, row = int(self.places.length[place]), self.places.tokens[place]
+            row[start + int(self.places.proposed[place]) : start + drafts] = row[start - 1]
+
+    def leave(self, live: Live) -> None:
+        """Schedule a request no more; its last token is on the way."""
+        self._running.remove(live)
+        self._leaving.append(live)
+
+    def finish(self, live: Live) -> None:
+        """Let a request go: its place and its pages are free."""
+        (self._leaving if live in self._leaving else self._running).remove(live)
+        live.is_finished = True
+        self._free.append(live.place)
+        self._pool.give_back(live.pages)

@@ -1,0 +1,195 @@
+"""CSV traces: text -> cells that know their places -> arrivals and lengths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+
+from capture_planner.codec import read
+from capture_planner.errors import InvalidDocument, Problem
+from capture_planner.records.text import counted
+from capture_planner.runtime.serving.workload.request import MAX_LENGTH
+
+MAX_SECONDS = 1 << 20
+"""Latest arrival in a file: twelve days. Seconds since 1970 are a slip, and would never arrive."""
+MAX_PROBLEMS = 100
+"""Problems reported of one file."""
+
+T = TypeVar("T")
+
+ALIASES = {
+    "arrival": ("t", "timestamp", "arrival", "arrival_time"),
+    "prompt": ("in_len", "contexttokens", "input_tokens", "input_length", "prompt_tokens"),
+    "output": ("out_len", "generatedtokens", "output_tokens", "output_length"),
+}
+"""The names of each column, in lower case."""
+
+
+@attrs.frozen
+class Row:
+    """One row of a trace: seconds from the start, tokens, and its line in the file (from 1)."""
+
+    arrival: float
+    prompt: int
+    output: int
+    line: int
+
+
+def text_of(path: str | Path) -> str:
+    """Read a text file with or without a byte-order mark, of any line ends; raises ``InvalidDocument``."""
+    return read(path).removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def read_trace(path: str | Path) -> list[Row]:
+    """Return the rows of a trace in the order of its file; raises ``InvalidDocument`` with all problems."""
+    file = str(path)
+    table = _table(text_of(path))
+    header = next(table, None)
+    if header is None:
+        raise InvalidDocument([Problem(file=file, message="the file is empty", remedy=_REMEDY)])
+    arrival, prompt, output = _columns(header, file)
+    problems: list[Problem] = []
+
+    def note(cell: _Cell, message: str, *columns: int) -> None:
+        names = tuple(header[column].text for column in columns)
+        problem = Problem(file=file, line=cell.line, column=cell.column, path=names, message=message)
+        problems.append(problem)
+
+    def parsed(parse: Callable[[str], T], row: list[_Cell], column: int, otherwise: T) -> T:
+        try:
+            return parse(row[column].text)
+        except ValueError as error:
+            note(row[column], str(error), column)
+            return otherwise
+
+    times: list[tuple[_Cell, _Time]] = []
+    lengths: list[tuple[int, int]] = []
+    for row in table:
+        if len(problems) >= MAX_PROBLEMS:
+            break
+        if len(row) != len(header):
+            note(row[0], f"expected {counted(len(header), 'cell')}, as in the header, got {len(row)}")
+            continue
+        if (time := parsed(_time, row, arrival, None)) is not None:
+            times.append((row[arrival], time))
+        lengths.append((parsed(_length, row, prompt, 0), parsed(_length, row, output, 0)))
+    if not lengths and not problems:
+        raise InvalidDocument([Problem(file=file, message="a header and no rows under it")])
+    kind = times[0][1].kind if times else ""
+    same = [(cell, time.value) for cell, time in times if time.kind == kind]
+    for cell, time in times:
+        if time.kind != kind:
+            note(cell, f"expected {kind}, as in the first row, got {cell.text!r}", arrival)
+    start = 0 if kind == _SECONDS else min((value for _, value in same), default=0)
+    unit = 1 if kind == _SECONDS else 10**9
+    for cell, value in same:
+        if value - start > MAX_SECONDS * unit:
+            note(cell, f"later than {MAX_SECONDS} seconds after the start", arrival)
+    if problems:
+        problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
+        raise InvalidDocument(problems[:MAX_PROBLEMS])
+    return [
+        Row((value - start) / unit, *tokens, cell.line)
+        for (cell, value), tokens in zip(same, lengths, strict=True)
+    ]
+
+
+_REMEDY = "its first line names a column of each: " + "; ".join(
+    ", ".join(names) for names in ALIASES.values()
+)
+
+
+def _columns(header: list[_Cell], file: str) -> list[int]:
+    """Return where arrival, prompt and output stand."""
+    columns = []
+    problems = []
+    for what, names in ALIASES.items():
+        found = [index for index, cell in enumerate(header) if cell.text.lower() in names]
+        if len(found) != 1:
+            cell = header[found[1]] if found else header[0]
+            message = f"a second column of the {what}" if found else f"no column of the {what}"
+            remedy = f"name one of {', '.join(names)}"
+            problems.append(
+                Problem(file=file, line=cell.line, column=cell.column, message=message, remedy=remedy)
+            )
+        columns.extend(found[:1])
+    if problems:
+        raise InvalidDocument(problems)
+    return columns
+
+
+@attrs.frozen
+class _Cell:
+    """The text of a cell without quotes and outer blanks, and where it begins (from 1)."""
+
+    text: str
+    line: int
+    column: int
+
+
+_CELL = re.compile(r'[ \t]*+"([^"]*+(?:""[^"]*+)*+)"[ \t]*+(?=[,\n])|([^,\n]*+)')
+
+
+def _table(text: str) -> Iterator[list[_Cell]]:
+    """Yield the rows that are not blank: RFC 4180, each cell with its place."""
+    text += "\n"
+    line, line_start, at = 1, 0, 0
+    row: list[_Cell] = []
+    while at < len(text):
+        match = _CELL.match(text, at)
+        assert match is not None  # the second alternative matches nothing, too
+        quoted, plain = match.groups()
+        content = plain if quoted is None else quoted.replace('""', '"')
+        row.append(_Cell(content.strip(), line, at - line_start + 1))
+        if newlines := match[0].count("\n"):
+            line += newlines
+            line_start = at + match[0].rindex("\n") + 1
+        at = match.end() + 1
+        if text[at - 1] == "\n":
+            if len(row) > 1 or row[0].text:
+                yield row
+            row = []
+            line, line_start = line + 1, at
+
+
+@attrs.frozen
+class _Time:
+    kind: str
+    value: float
+    """Seconds from the start; of a date, nanoseconds from 1970."""
+
+
+_SECONDS = "a number of seconds from 0"
+_NUMBER = re.compile(r"\+?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_DATE = re.compile(
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(?:\.([0-9]{1,9}))?(Z|[+-][0-9]{2}:[0-9]{2})?"
+)
+
+
+def _time(text: str) -> _Time | None:
+    if _NUMBER.fullmatch(text):
+        return _Time(_SECONDS, float(text))
+    match = _DATE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"expected {_SECONDS}, or a date and time, got {_shown(text)}")
+    day, clock, fraction, zone = match.groups()
+    moment = datetime.fromisoformat(f"{day} {clock}{zone or 'Z'}")
+    seconds = (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(seconds=1)
+    # A date's fraction may have more digits than a datetime holds, and its seconds more than a float.
+    nanoseconds = seconds * 10**9 + int((fraction or "").ljust(9, "0"))
+    return _Time("a date and time with a zone" if zone else "a date and time without a zone", nanoseconds)
+
+
+def _length(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= MAX_LENGTH:
+        raise ValueError(f"expected a whole number from 1 to {MAX_LENGTH}, got {_shown(text)}")
+    return int(text)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")

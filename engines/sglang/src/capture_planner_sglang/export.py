@@ -1,0 +1,141 @@
+"""From a plan to the flags of SGLang 0.5.23: decode sizes in requests, prefill sizes in tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture_planner.engines.export.core import (
+    DRAFT_MODEL,
+    Export,
+    Loss,
+    all_scopes,
+    backend_setting,
+    decode_sizes,
+    drafter_losses,
+    fallback_loss,
+    longest_draft,
+)
+from capture_planner.modes import GraphMode, Pool, Role
+from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import decode_tiers
+from capture_planner.records.model import Method
+from capture_planner.records.plan import Plan, RolePlan
+
+FILE_NAME = "sglang.yaml"
+
+BACKENDS = {"flash_attention": "fa3", "flashinfer": "flashinfer", "triton": "triton"}
+"""Our backends' names in SGLang."""
+
+_LORA_RANK = 16
+"""Stands where the adapters' rank belongs, which a plan does not know and graphs do not depend on."""
+
+_METHODS = {Method.EAGLE: "EAGLE", Method.EAGLE3: "EAGLE3", Method.MTP: "NEXTN"}
+_KINDS = {GraphMode.FULL: "full", GraphMode.PIECEWISE: "breakable", GraphMode.NONE: "disabled"}
+
+
+def export_sglang(plan: Plan) -> Export:
+    """Return the flags of SGLang that come closest to ``plan``; raises ``DispatchError`` without a target."""
+    target = plan.role(Role.TARGET)
+    width = 1 + longest_draft(plan)
+    decode, prefill = decode_sizes(plan, target, width), prefill_sizes(target)
+    settings: dict[str, Any] = {
+        "model-path": plan.model.name,
+        "max-running-requests": plan.limits.max_num_reqs,
+        "chunked-prefill-size": plan.limits.max_num_tokens,
+        "max-prefill-tokens": plan.limits.max_num_tokens,
+    }
+    backend, unnamed = backend_setting(plan, BACKENDS, "SGLang")
+    if backend is not None:
+        settings["attention-backend"] = backend
+    for name, count in (
+        ("tp-size", plan.parallel.tensor),
+        ("dp-size", plan.parallel.data),
+    ):
+        if count > 1:
+            settings[name] = count
+    if plan.lora is not None:
+        # SGLang counts the rows without an adapter as one more.
+        settings |= {
+            "enable-lora": True,
+            "max-loras-per-batch": plan.lora.max_active + 1,
+            "max-lora-rank": _LORA_RANK,
+            "lora-target-modules": ["all"],
+        }
+    if plan.speculative is not None and width > 1:
+        settings["speculative-algorithm"] = _METHODS[plan.speculative.method]
+        if plan.speculative.method is not Method.MTP:
+            settings["speculative-draft-model-path"] = DRAFT_MODEL
+        settings |= {
+            "speculative-num-steps": width - 1,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": width,
+        }
+    decode_mode = target.mode.decode_mode if decode else GraphMode.NONE
+    settings["cuda-graph-backend-decode"] = _KINDS[decode_mode]
+    if decode:
+        settings |= {"cuda-graph-max-bs-decode": decode[-1], "cuda-graph-bs-decode": list(decode)}
+    settings["cuda-graph-backend-prefill"] = _KINDS[target.mode.mixed_mode if prefill else GraphMode.NONE]
+    if prefill:
+        settings |= {"cuda-graph-max-bs-prefill": prefill[-1], "cuda-graph-bs-prefill": list(prefill)}
+    return Export(
+        engine="sglang",
+        settings=settings,
+        file_name=FILE_NAME,
+        sizes=decode,
+        losses=(*unnamed, *_losses(plan, target, width, prefill), *fallback_loss(plan, "SGLang")),
+    )
+
+
+def prefill_sizes(target: RolePlan) -> tuple[int, ...]:
+    """Return the token counts of mixed batches."""
+    return tuple(sorted({entry.num_tokens for entry in target.entries if entry.query_len is None}))
+
+
+def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) -> list[Loss]:
+    losses = []
+    decodes, mixed = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
+    if len(decode_tiers(plan)) > 1:
+        says = (
+            f"no flag of SGLang takes a schedule: its graphs have {width} tokens a request, and batches of "
+            "another width run eager"
+        )
+        losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
+    losses += drafter_losses(
+        plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}"
+    )
+    if plan.lora is not None:
+        says = (
+            "SGLang has no graphs by the number of adapters; it wants their rank, which a plan does not know: "
+            f"--max-lora-rank {_LORA_RANK} is to be replaced"
+        )
+        losses.append(Loss(name="lora-cases", says=says, scope=(decodes, mixed)))
+    if prefill:
+        wide = [
+            (before, after)
+            for before, after in zip((0, *prefill), prefill, strict=False)
+            if after > 2 * before
+        ]
+        refused = sum(max(0, (after - 1) // 2 - before) for before, after in wide)
+        if refused:
+            says = (
+                f"SGLang refuses a prefill graph that pads a batch to more than twice its tokens: {refused} "
+                "token counts run eager for it"
+            )
+            losses.append(Loss(name="prefill-padding", says=says, scope=(mixed,)))
+    if target.mode.mixed_mode is GraphMode.FULL:
+        says = "SGLang's full prefill graphs have a fixed number of request slots, from the prefill chunk"
+        losses.append(Loss(name="full-prefill", says=says, scope=(mixed,)))
+    if plan.parallel.decode_context > 1:
+        says = (
+            "decode-context parallelism is not emulated and so not exported: add "
+            f"--dcp-size {plan.parallel.decode_context}"
+        )
+        losses.append(Loss(name="decode-context-parallel", says=says))
+    if plan.pool is Pool.PER_ROLE:
+        losses.append(Loss(name="pool", says="SGLang has one memory pool for target and drafter"))
+    if plan.parallel.sequence:
+        says = (
+            "SGLang drops decode sizes whose tokens its attention ranks do not divide; no flag sets the step"
+        )
+        losses.append(Loss(name="sequence-parallel", says=says, scope=all_scopes(plan)))
+    return losses

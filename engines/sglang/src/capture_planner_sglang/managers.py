@@ -1,0 +1,183 @@
+"""SGLang's graph runners as managers: which graph serves a batch.
+
+A runner of decodes is asked about requests, one of prefills about tokens. A batch in which every request is
+past its prompt and has the same number of tokens is a decode (with speculation: a verification); all
+others are prefills.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+import attrs
+
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.engines.emulation import Graph
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Batch, Entry
+
+_MOST_PADDING = 2
+"""A prefill graph that would run more than this many times the batch's tokens is not replayed."""
+
+
+def aligned(size: int, alignment: int) -> int:
+    """Round a size up to the alignment."""
+    return -(-size // alignment) * alignment
+
+
+def decode_sizes(sizes: Iterable[int], *, pool: int, alignment: int, width: int) -> tuple[int, ...]:
+    """Return the request counts that a decode runner captures, ascending.
+
+    ``pool`` is the size of the request pool, ``width`` the tokens of a request. A size whose tokens the
+    alignment does not divide is dropped; a list that passes the pool's end is cut there.
+    """
+    wanted = set(sizes)
+    most = aligned(pool, alignment)
+    if max(wanted, default=0) > most:
+        wanted.add(most)
+    return tuple(sorted(size for size in wanted if size * width % alignment == 0 and size <= most))
+
+
+def prefill_sizes(sizes: Iterable[int], *, most: int, alignment: int) -> tuple[int, ...]:
+    """Return the token counts that a prefill runner captures, ascending; ``most`` is all that fits."""
+    return tuple(sorted({aligned(size, alignment) for size in sizes if size <= most}))
+
+
+def ranks_bucket(sizes: tuple[int, ...], requests: Iterable[int], *, padding: bool = True) -> int | None:
+    """Return the decode size that all ranks of attention DP replay, or None where they all run eager.
+
+    ``requests`` are the ranks' request counts, 0 for an idle one: the largest of them decides for all.
+    """
+    most = max(requests, default=0)
+    if not padding:
+        return most if most in sizes else None
+    if not sizes or most > sizes[-1]:
+        return None
+    return sizes[bisect_left(sizes, most)]
+
+
+@attrs.frozen(kw_only=True)
+class DecodeGraphs:
+    """The graphs of one decode runner: a size in requests, each with ``width`` tokens."""
+
+    role: Role
+    mode: GraphMode
+    """FULL, or PIECEWISE where the runner captures in segments; both pad requests."""
+    sizes: tuple[int, ...]
+    width: int
+    padding: bool = True
+    loras: tuple[int, ...] = (0,)
+    """Adapter counts that each size is captured for, in order of capture."""
+    draft_steps: int | None = None
+
+    def entry(self, size: int, loras: int) -> Entry:
+        return Entry(
+            mode=self.mode,
+            num_tokens=size * self.width,
+            num_reqs=size,
+            query_len=self.width,
+            active_loras=loras,
+            draft_steps=self.draft_steps,
+        )
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """Largest first, and for each size the one with adapters first."""
+        return tuple(
+            Graph(role=self.role, entry=self.entry(size, loras))
+            for size in reversed(self.sizes)
+            for loras in self.loras
+        )
+
+    def find(self, batch: Batch) -> Dispatch:
+        if batch.uniform_query_len != self.width:
+            return Dispatch(None, reason=Reason.UNCOVERED)
+        size = ranks_bucket(self.sizes, (batch.num_reqs,), padding=self.padding)
+        if size is None:
+            over = batch.num_reqs > self.sizes[-1]
+            return Dispatch(None, reason=Reason.SIZES if over else Reason.UNCOVERED)
+        entry = self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1])
+        return Dispatch(entry, entry.num_tokens - batch.num_tokens, size - batch.num_reqs)
+
+
+@attrs.frozen(kw_only=True)
+class PrefillGraphs:
+    """The graphs of one prefill runner: a size in tokens, over requests of any lengths."""
+
+    role: Role
+    mode: GraphMode
+    """PIECEWISE where attention stays outside (``breakable``), FULL where it is captured too."""
+    sizes: tuple[int, ...]
+    num_reqs: int | None = None
+    """Request slots of a FULL graph."""
+    max_reqs: int | None = None
+    """Most requests of a batch that is served; None: any number."""
+    max_seq_len: int | None = None
+    loras: int = 0
+
+    def entry(self, size: int) -> Entry:
+        return Entry(mode=self.mode, num_tokens=size, num_reqs=self.num_reqs, active_loras=self.loras)
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """Largest first."""
+        entries = (self.entry(size) for size in reversed(self.sizes))
+        return tuple(Graph(role=self.role, entry=entry, prompts_only=True) for entry in entries)
+
+    def find(self, batch: Batch) -> Dispatch:
+        tokens, reqs = batch.num_tokens, batch.num_reqs
+        if self.max_reqs is not None and reqs > self.max_reqs:
+            return Dispatch(None, reason=Reason.SIZES)
+        if self.max_seq_len is not None and _longest(batch) > self.max_seq_len:
+            return Dispatch(None, reason=Reason.SIZES)
+        if tokens > self.sizes[-1]:
+            return Dispatch(None, reason=Reason.SIZES)
+        size = self.sizes[bisect_left(self.sizes, tokens)]
+        if size > tokens * _MOST_PADDING:
+            return Dispatch(None, reason=Reason.UNCOVERED)
+        padded_reqs = 0 if self.num_reqs is None else self.num_reqs - reqs
+        return Dispatch(self.entry(size), size - tokens, padded_reqs)
+
+
+def _longest(batch: Batch) -> int:
+    """The longest sequence of a batch of whole prompts; without their lengths, the least it can be."""
+    return batch.query_len if batch.query_len is not None else -(-batch.num_tokens // batch.num_reqs)
+
+
+@attrs.frozen(kw_only=True)
+class SglangManager:
+    """One role's decode and prefill graphs."""
+
+    role: Role
+    decodes: DecodeGraphs | None = None
+    prefills: PrefillGraphs | None = None
+    speculative: bool = False
+    """Whether a batch of any one width past its prompts is a verification; without, only width 1 decodes."""
+
+    @property
+    def mode(self) -> GraphMode:
+        """The nearest mode: PIECEWISE or FULL also where only prefills have graphs."""
+        decode = self.decodes.mode if self.decodes else GraphMode.NONE
+        mixed = self.prefills.mode if self.prefills else GraphMode.NONE
+        if mixed is GraphMode.NONE:
+            return GraphMode.FULL_DECODE_ONLY if decode is GraphMode.FULL else decode
+        if decode is GraphMode.FULL and mixed is GraphMode.PIECEWISE:
+            return GraphMode.FULL_AND_PIECEWISE
+        return mixed
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """In the order of capture: prefills first, and the largest of each first."""
+        return tuple(graph for part in (self.prefills, self.decodes) if part for graph in part.graphs)
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return the graph of the runner that the batch is for; with attention DP, as if all ranks had it."""
+        if not 0 < batch.num_reqs <= batch.num_tokens or batch.active_loras < 0:
+            return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
+        width = batch.uniform_query_len
+        is_decode = width is not None if self.speculative else width == 1
+        part = self.decodes if is_decode or self.role is Role.DRAFT_DECODE else self.prefills
+        if part is None:
+            return Dispatch(None, reason=Reason.MODE)
+        return part.find(batch)

@@ -1,0 +1,163 @@
+"""What a resolution works on: the flags, the machine, and the values that the rules rewrite."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import attrs
+
+from capture_planner.engines import checkpoints
+from capture_planner.engines.checkpoints import ASSUMED
+from capture_planner.engines.emulation import Decisions
+from capture_planner.engines.parsing import refusal
+from capture_planner.records.environment import Environment
+
+FULL, BREAKABLE, DISABLED = "full", "breakable", "disabled"
+"""How a phase's graphs are captured: whole, in segments between what cannot be captured, or not at all."""
+
+DECODE, PREFILL = "decode", "prefill"
+
+
+@attrs.define
+class Phase:
+    """The graph settings of one phase; sizes are requests for decodes and tokens for prefills."""
+
+    backend: Any
+    max_bs: Any = None
+    bs: Any = None
+    max_seq_len: Any = None
+    max_context_size: Any = None
+    full_prefill_max_req: Any = None
+    full_prefill_prefix_chunk_tokens: Any = None
+
+
+ASSUMED_CONTEXT = 1 << 17
+"""Longest sequence where nothing says it; it only bounds prefill graphs of very small request pools."""
+COUNTS_AS = f"an ordinary text decoder of {ASSUMED_CONTEXT} tokens"
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+_LENGTH_LEFT_OUT = 2048
+
+
+@cache
+def architectures() -> Mapping[str, frozenset[str]]:
+    """Return the release's architectures, as recorded from it: followed, without prefill graphs, not followed.
+
+    Those that are followed are decoders of text that no rule for graphs touches, or whose rule is emulated.
+    """
+    text = (resources.files(__package__) / "architectures.json").read_text(encoding="utf-8")
+    return {kind: frozenset(names) for kind, names in json.loads(text).items()}
+
+
+@attrs.frozen
+class Model:
+    """What is known of the served model: an ordinary text decoder, and what its config.json says."""
+
+    source: str = ASSUMED
+    architectures: tuple[str, ...] = ()
+    context: int | None = None
+    """Longest sequence, in tokens."""
+    latent: bool = False
+    """Whether its attention is latent (MLA), which is not emulated."""
+    multimodal: bool = False
+
+    @property
+    def architecture(self) -> str | None:
+        return self.architectures[0] if self.architectures else None
+
+    @property
+    def has_prefill_graphs(self) -> bool:
+        """Whether SGLang finds the layers of its class, whose prefills it captures."""
+        return self.architecture not in architectures()["without_prefill_graphs"]
+
+
+def read_model(path: str) -> Model:
+    """Read a model's config.json by folder or name; a name that is not known leaves everything unknown.
+
+    Raises ``FlagError`` for a folder without one that can be read.
+    """
+    try:
+        found = checkpoints.find(path)
+        return Model(
+            source=found.source,
+            architectures=tuple(found.config.get("architectures") or ()),
+            context=None if found.source == ASSUMED else _context(found.text, found.rope),
+            latent=found.text.get("kv_lora_rank") is not None,
+            multimodal="vision_config" in found.config,
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = f"SGLang cannot read the config.json in {path}: {error}"
+        raise refusal(
+            "--model-path", reason, "give a model's own folder; a plan is checked without --engine"
+        ) from error
+
+
+def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> int:
+    """Return the longest sequence: what is stated, times the factor of a rotary embedding it lacks."""
+    stated = next((text[key] for key in _LENGTHS if text.get(key) is not None), _LENGTH_LEFT_OUT)
+    rope = ropes[0] if len(ropes) == 1 else {}
+    # What has a length before scaling, its own or one that Transformers fills in, states the scaled one.
+    scaled = "original_max_position_embeddings" in rope or rope.get("rope_type") in (
+        "llama3",
+        "yarn",
+        "longrope",
+    )
+    return int(stated if scaled else stated * rope.get("factor", 1))
+
+
+@attrs.define
+class Resolution:
+    """The values of one launch while SGLang's rules run over them, and what the rules did."""
+
+    args: argparse.Namespace
+    sources: dict[str, str]
+    """Where each value comes from that is not the default, by flag; ``cuda_graph_config.decode.bs`` for a phase's."""
+    environment: Environment
+    model: Model
+    decode: Phase = attrs.Factory(lambda: Phase(FULL))
+    prefill: Phase = attrs.Factory(lambda: Phase(BREAKABLE))
+    locked: set[tuple[str, str]] = attrs.Factory(set)
+    """(phase, key) pairs that a flag has set, which the defaults' rules leave alone."""
+    attention: tuple[str, str] = ("", "")
+    """Backends of prefills and decodes."""
+    decisions: Decisions = attrs.Factory(Decisions)
+
+    @property
+    def named(self) -> str | None:
+        """The model as the command names it."""
+        return self.args.model_path if "model_path" in self.sources else None
+
+    def phase(self, name: str) -> Phase:
+        return self.decode if name == DECODE else self.prefill
+
+    def rewrite(self, name: str, value: Any, rule: str, says: str) -> None:
+        """Change a flag's value, and write down why."""
+        before = getattr(self.args, name)
+        setattr(self.args, name, value)
+        self.sources[name] = rule
+        self.decisions.note(rule, before, value, says)
+
+    def put(self, phase: str, key: str, value: Any, source: str) -> None:
+        """Set a phase's value, and where it comes from."""
+        setattr(self.phase(phase), key, value)
+        self.sources[f"cuda_graph_config.{phase}.{key}"] = source
+
+    def disable(self, phase: str, rule: str, says: str) -> None:
+        """Turn a phase's graphs off, and write down why where they were on."""
+        before = self.phase(phase).backend
+        if before != DISABLED:
+            self.decisions.note(rule, before, DISABLED, says)
+            self.put(phase, "backend", DISABLED, rule)
+
+    @property
+    def attention_dp(self) -> bool:
+        return int(self.args.attn_dp_size) > 1
+
+    @property
+    def attention_tp(self) -> int:
+        """Tensor-parallel ranks of attention."""
+        return int(self.args.tp_size) // int(self.args.attn_dp_size)

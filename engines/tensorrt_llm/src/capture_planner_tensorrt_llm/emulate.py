@@ -1,0 +1,252 @@
+"""Flags -> emulation: each rule of ``rules``, with what it made of the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from capture_planner.engines.emulation import Decisions, Emulation, Setting
+from capture_planner.engines.engine import Engine
+from capture_planner.errors import FlagError
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Limits, Parallel
+from capture_planner.records.text import counted
+from capture_planner_tensorrt_llm import rules
+from capture_planner_tensorrt_llm.configuration import resolve
+from capture_planner_tensorrt_llm.export import export_tensorrt_llm
+from capture_planner_tensorrt_llm.flags import FLAGS
+from capture_planner_tensorrt_llm.manager import DecodeGraphs
+from capture_planner_tensorrt_llm.settings import Drafting, Graphs, Resolved
+from capture_planner_tensorrt_llm.values import Problems
+
+NAME = "tensorrt-llm"
+VERSION = "1.3.0rc"
+"""There is no release with all of these rules; ``rules`` names the commits that they were read at."""
+
+
+def emulate(command: Sequence[str], environment: Environment) -> Emulation:
+    """Return what TensorRT-LLM captures with these flags; raises ``FlagError`` with all that is wrong.
+
+    The machine does not matter: no rule asks for it.
+    """
+    del environment
+    resolved = resolve(command)
+    decisions = Decisions()
+    graphs, source = _graphs(resolved, decisions)
+    drafting = resolved.drafting
+    return Emulation(
+        engine=NAME,
+        version=VERSION,
+        command=tuple(command),
+        settings=tuple(_settings(resolved, graphs, source)),
+        sizes=graphs.sizes,
+        asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
+        managers=(graphs,),
+        decisions=tuple(decisions),
+        limits=Limits(max_num_reqs=resolved.max_batch_size, max_num_tokens=resolved.max_num_tokens),
+        speculative=None
+        if drafting is None
+        else drafting.speculative(resolved.max_batch_size, resolved.max_num_tokens),
+        parallel=Parallel(data=resolved.tensor)
+        if resolved.attention_dp
+        else Parallel(tensor=resolved.tensor),
+    )
+
+
+ENGINE = Engine(
+    name=NAME,
+    version=VERSION,
+    emulate=emulate,
+    export=export_tensorrt_llm,
+    flags=FLAGS,
+    programs=("trtllm-serve serve", "trtllm-serve", "serve"),
+    limits=("--max_batch_size", "--max_num_tokens", "--config"),
+    also_called=("trtllm-serve", "trtllm", "trt-llm"),
+)
+
+
+def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str]:
+    """Run the rules, and note what each one did; return with the graphs where their sizes come from."""
+    for name in resolved.overridden:
+        decisions.note(
+            "flag-over-file", "file", "flag", f"{name} is given twice; the flag holds, not the file"
+        )
+    drafting = resolved.drafting
+    if drafting is not None:
+        _note_drafting(drafting, resolved, decisions)
+    if resolved.graphs is None:
+        says = "cuda_graph_config is null: everything runs eager"
+        decisions.note("graphs-off", None, "NONE", says)
+        off = DecodeGraphs(
+            sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False
+        )
+        return off, "file"
+    sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
+    most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
+    admitted = rules.admitted_sizes(sizes, most, padding)
+    if admitted != sizes:
+        dropped = tuple(size for size in sizes if size not in admitted)
+        says = (
+            f"at most {counted(most, 'request')} can decode together, each with up to "
+            f"{counted(resolved.width, 'token')}: larger sizes are dropped"
+        )
+        if most in admitted and most not in sizes:
+            says += f", and as batches are padded, {most} takes the place of the first of them"
+        decisions.note("sizes-admitted", dropped, tuple(s for s in admitted if s not in sizes), says)
+        source = "sizes-admitted"
+    schedule = resolved.schedule
+    if schedule is not None and not admitted:
+        problems = Problems()
+        problems.refused(
+            ("--max_num_tokens",),
+            "start-up asks for the largest of its sizes, and there is none",
+            f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
+            remedy=f"give at least {resolved.width}",
+        )
+        raise FlagError(problems.found)
+    shapes = rules.captured_shapes(
+        admitted,
+        (0,) if drafting is None else drafting.draft_lens,
+        schedule,
+        0 if drafting is None else drafting.max_draft_len,
+    )
+    _note_shapes(admitted, shapes, resolved, decisions)
+    graphs = DecodeGraphs(
+        sizes=tuple(dict.fromkeys(admitted)),
+        shapes=shapes,
+        padding=padding,
+        max_batch_size=resolved.max_batch_size,
+        drafting=drafting,
+        schedule=schedule,
+    )
+    return graphs, source
+
+
+def _note_drafting(drafting: Drafting, resolved: Resolved, decisions: Decisions) -> None:
+    if drafting.decoding_type == "Eagle":
+        says = "this backend knows Eagle3 alone, and takes Eagle for it"
+        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", says)
+    if drafting.algorithm.one_engine:
+        says = (
+            f"the drafter of {drafting.decoding_type} runs inside the target's graphs: no role but the target"
+        )
+        decisions.note("one-engine", drafting.decoding_type, "target", says)
+    schedule = drafting.schedule
+    if schedule is not None and resolved.schedule is None:
+        says = (
+            f"{drafting.decoding_type} pads its drafts to the longest: the schedule changes no graph's length"
+        )
+        decisions.note("schedule-without-effect", _written(schedule), drafting.max_draft_len, says)
+
+
+def _sizes(
+    given: Graphs, drafting: Drafting | None, decisions: Decisions
+) -> tuple[tuple[int, ...], bool, str]:
+    """Return the sizes before any is dropped, whether batches are padded, and where the sizes come from."""
+    padding, source = given.enable_padding, "file"
+    sizes = rules.configured_sizes(given.batch_sizes, given.max_batch_size, padding)
+    if given.batch_sizes is None:
+        top = given.max_batch_size or rules.DEFAULT_MAX_BATCH_SIZE
+        kind = "eights, and 64s above 128" if padding else "all up to 32, then powers of two"
+        whose = "" if given.max_batch_size else ", the default"
+        says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {_onoff(padding)}: {kind}"
+        decisions.note("generated-sizes", None, sizes, says)
+        source = "generated-sizes"
+    elif sizes != given.batch_sizes:
+        decisions.note("sizes-sorted", given.batch_sizes, sizes, "sizes are taken in ascending order")
+        source = "sizes-sorted"
+    schedule = None if drafting is None else drafting.schedule
+    if schedule is None:
+        return sizes, padding, source
+    if not padding:
+        padding = True
+        says = "the draft length has a schedule: batches are padded whatever enable_padding says"
+        decisions.note("schedule-pads", False, True, says)
+    with_thresholds = rules.with_thresholds(sizes, schedule)
+    if with_thresholds != sizes:
+        added = tuple(size for size in with_thresholds if size not in sizes)
+        says = "thresholds of the schedule are captured too, up to the largest size"
+        decisions.note("schedule-sizes", None, added, says)
+        source = "schedule-sizes"
+    return with_thresholds, padding, source
+
+
+def _note_shapes(
+    sizes: Sequence[int], shapes: Sequence[rules.Shape], resolved: Resolved, decisions: Decisions
+) -> None:
+    drafting, schedule = resolved.drafting, resolved.schedule
+    if not shapes:
+        says = "no size is left: everything runs eager"
+        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", says)
+        return
+    if schedule is not None and drafting is not None:
+        says = (
+            "each size is captured at the draft length of its own threshold, and the largest with the longest "
+            "drafts besides, so that no later graph makes the shared workspace grow"
+        )
+        decisions.note("schedule-graphs", _written(schedule), counted(len(shapes), "graph"), says)
+    elif drafting is not None and len(drafting.draft_lens) > 1:
+        says = (
+            f"above {drafting.max_concurrency} requests nothing is drafted: each size is captured with and "
+            "without drafts"
+        )
+        decisions.note("graphs-without-drafts", len(set(sizes)), len(shapes), says)
+    says = "prompts, and batches with one, run eager"
+    decisions.note("decode-only", "any batch", "decodes", says)
+    if drafting is not None and drafting.algorithm.one_engine:
+        says = "each shape is captured twice, for batches that are all greedy and for those that sample"
+        decisions.note("sampling-variants", len(shapes), 2 * len(shapes), says)
+    if resolved.attention_dp and resolved.tensor > 1:
+        says = (
+            f"a graph runs where all {resolved.tensor} ranks decode, and have the same number of requests "
+            "once each is padded for the largest"
+        )
+        decisions.note("ranks-agree", "each rank", "all ranks", says)
+
+
+def _onoff(flag: bool) -> str:
+    return "on" if flag else "off"
+
+
+def _written(schedule: Mapping[int, int]) -> str:
+    return ", ".join(f"{draft_len} to {threshold}" for threshold, draft_len in schedule.items())
+
+
+def _settings(resolved: Resolved, graphs: DecodeGraphs, sizes_source: str) -> Iterator[Setting]:
+    """Yield what the engine ends up with, under its own names."""
+    given, drafting = resolved.graphs, resolved.drafting
+    values: dict[str, Any] = {
+        "max_batch_size": resolved.max_batch_size,
+        "max_num_tokens": resolved.max_num_tokens,
+        "max_seq_len": resolved.max_seq_len,
+        "tensor_parallel_size": resolved.tensor,
+        "pipeline_parallel_size": resolved.pipeline,
+        "moe_expert_parallel_size": resolved.experts,
+        "enable_attention_dp": resolved.attention_dp,
+        "disable_overlap_scheduler": not resolved.overlap,
+    }
+    for name, value in values.items():
+        yield Setting(name=name, value=value, source=resolved.sources.get(name, "default"))
+    source = resolved.sources.get("cuda_graph_config", "default")
+    if given is None:
+        yield Setting(name="cuda_graph_config", value=None, source=source)
+    else:
+        changed = "schedule-pads" if graphs.padding is not given.enable_padding else source
+        yield Setting(name="cuda_graph_config.enable_padding", value=graphs.padding, source=changed)
+        yield Setting(
+            name="cuda_graph_config.batch_sizes",
+            value=list(graphs.sizes),
+            source=sizes_source,
+        )
+    if drafting is None:
+        yield Setting(name="speculative_config", value=None, source="default")
+        return
+    schedule = None if drafting.schedule is None else {str(k): v for k, v in drafting.schedule.items()}
+    for name, value in {
+        "decoding_type": drafting.decoding_type,
+        "max_draft_len": drafting.max_draft_len,
+        "max_total_draft_tokens": drafting.total_draft_tokens,
+        "draft_len_schedule": schedule,
+        "max_concurrency": drafting.max_concurrency,
+    }.items():
+        yield Setting(name=f"speculative_config.{name}", value=value, source="file")

@@ -1,0 +1,117 @@
+"""From a plan to the options file of TensorRT-LLM: decode graphs by batch size, padded."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from capture_planner.engines.export.core import (
+    DRAFT_MODEL,
+    Export,
+    Loss,
+    all_scopes,
+    decode_sizes,
+    drafter_losses,
+    fallback_loss,
+    longest_draft,
+)
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import decode_tiers
+from capture_planner.records.model import Method
+from capture_planner.records.plan import Plan, RolePlan
+
+FILE_NAME = "tensorrt-llm.yaml"
+
+_METHODS = {Method.EAGLE: "Eagle", Method.EAGLE3: "Eagle3", Method.MTP: "MTP"}
+_DECODES, _MIXED = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
+
+
+def export_tensorrt_llm(plan: Plan) -> Export:
+    """Return the options of TensorRT-LLM that come closest; raises ``DispatchError`` without a target.
+
+    Only what is emulated is exported, so that all of it can be proved: graphs of prompts and of
+    adapters are named as losses.
+    """
+    target, drafts = plan.role(Role.TARGET), longest_draft(plan)
+    sizes: tuple[int, ...] = ()
+    if target.mode.decode_mode is GraphMode.FULL:
+        sizes = decode_sizes(plan, target, 1 + drafts)
+    options: dict[str, Any] = {
+        "max_batch_size": plan.limits.max_num_reqs,
+        "max_num_tokens": plan.limits.max_num_tokens,
+        "tensor_parallel_size": plan.parallel.tensor * plan.parallel.data,
+        "enable_attention_dp": plan.parallel.data > 1,
+        "cuda_graph_config": {"enable_padding": True, "batch_sizes": list(sizes)} if sizes else None,
+    }
+    speculative = plan.speculative
+    schedule = draft_len_schedule(plan)
+    if speculative is not None and drafts:
+        options["speculative_config"] = {
+            "decoding_type": _METHODS[speculative.method],
+            "max_draft_len": drafts,
+        }
+        if speculative.method is not Method.MTP:
+            options["speculative_config"]["speculative_model"] = DRAFT_MODEL
+        if schedule is not None:
+            options["speculative_config"]["draft_len_schedule"] = schedule
+    return Export(
+        engine="tensorrt-llm",
+        settings=options,
+        file_name=FILE_NAME,
+        by_file=True,
+        front=(plan.model.name,),
+        sizes=sizes,
+        losses=(*_losses(plan, target, schedule), *fallback_loss(plan, "TensorRT-LLM")),
+    )
+
+
+def draft_len_schedule(plan: Plan) -> dict[int, int] | None:
+    """Return the schedule as the largest batch of each draft length, or None where it has none such.
+
+    The engine drafts nothing above the last key, has the longest drafts at the first one, and looks
+    for graphs as if lengths only fell.
+    """
+    tiers = decode_tiers(plan)
+    lengths = [k for *_, k in tiers]
+    falls = all(before > after for before, after in itertools.pairwise(lengths))
+    if len(tiers) < 2 or not falls:
+        return None
+    return {last: k for _, last, k in tiers if k}
+
+
+def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> list[Loss]:
+    losses, speculative = [], plan.speculative
+    if target.mode.mixed_mode is not GraphMode.NONE:
+        count = sum(entry.query_len is None for entry in target.entries)
+        says = f"graphs of prompts are not emulated, and not exported: the {count} graphs of mixed batches are lost"
+        losses.append(Loss(name="mixed-graphs", says=says, scope=(_MIXED,)))
+    if plan.lora is not None:
+        losses.append(
+            Loss(
+                name="lora",
+                says="graphs with adapters are not emulated, and adapters not exported",
+                scope=(_DECODES, _MIXED),
+            )
+        )
+    losses += drafter_losses(
+        plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone"
+    )
+    if speculative is not None:
+        if len(decode_tiers(plan)) > 1 and schedule is None:
+            says = (
+                "TensorRT-LLM takes a schedule only where it falls from tier to tier; without it every batch drafts "
+                f"{longest_draft(plan)} tokens"
+            )
+            losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
+        elif schedule is not None:
+            added = [last for last in schedule if last not in decode_sizes(plan, target, 1)]
+            if added:
+                says = f"the engine adds the last batch of each draft length to the sizes: {len(added)} more"
+                losses.append(Loss(name="schedule-sizes", says=says, scope=(_DECODES,)))
+    if plan.parallel.data > 1:
+        says = "data-parallel ranks need batches of one size to use a graph (attention DP)"
+        losses.append(Loss(name="data-parallel", says=says, scope=(_DECODES,)))
+    if plan.parallel.decode_context > 1:
+        losses.append(Loss(name="decode-context-parallel", says="decode-context parallelism is not exported"))
+    return losses

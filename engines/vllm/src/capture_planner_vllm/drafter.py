@@ -1,0 +1,148 @@
+"""The drafters of vLLM 0.33, model runner V2: which managers each makes, and how it asks them.
+
+Autoregressive drafters that read the target's state (EAGLE, EAGLE-3, MTP of one module, Gemma 4) have a
+manager for draft position 0, on the target's batch, and one for the positions after it. MTP of several
+modules has only the first, for all positions. Parallel drafters (DFlash, DSpark) have only the second, for
+all positions at once. Drafters of an independent model, n-gram and suffix matching have none.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.engines.emulation import Graph
+from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
+from capture_planner.records.batch import Batch
+from capture_planner_vllm import legacy
+from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.table import Query, TableManager, answered
+
+
+def draft_decode_mode(mode: GraphMode) -> GraphMode:
+    """Return the mode of draft positions from 1 on: never PIECEWISE, which does not pad requests."""
+    return GraphMode.FULL_DECODE_ONLY if mode.decode_mode is GraphMode.FULL else GraphMode.NONE
+
+
+def draft_modes(
+    mode: GraphMode,
+    drafter: Drafter,
+    runner: Runner,
+    *,
+    support: GraphSupport = GraphSupport.ALWAYS,
+    breakable: bool = False,
+    eager: bool = False,
+) -> tuple[GraphMode | None, GraphMode | None]:
+    """Return the modes of a drafter's first position and of its later ones, beside the target's ``mode``.
+
+    None stands for a manager that is not made. ``support`` is what a parallel drafter's own layers report,
+    ``breakable`` says that pieces are cut without torch.compile, ``eager`` that the draft has
+    ``enforce_eager``, which model runner V1 alone heeds. Under V1 any draft with a KV cache is one dispatcher.
+    """
+    if runner is Runner.V1:
+        every = GraphMode.NONE if eager else legacy.draft_mode(mode)
+        return every, every
+    decode = draft_decode_mode(mode)
+    match drafter:
+        case Drafter.CHAIN:
+            return mode, decode
+        case Drafter.MODULES:
+            return (decode if mode.has_piecewise and not breakable else mode), None
+        case Drafter.PARALLEL:
+            return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
+    return None, None
+
+
+@attrs.frozen(kw_only=True)
+class DraftPrefill:
+    """Draft position 0. It is asked with the tokens that the target's answer is padded to."""
+
+    table: TableManager
+    target: TableManager
+    role: Role = attrs.field(default=Role.DRAFT_PREFILL, init=False)
+
+    @property
+    def mode(self) -> GraphMode:
+        return self.table.mode
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        return self.table.graphs
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return the answer for the target's batch; an eager one still has the target's padding."""
+        graph = self.target.find(self.target.query(batch))
+        padded = batch.num_tokens if graph is None else graph.entry.num_tokens
+        return self.at(batch, padded, self.table.query(batch).uniform)
+
+    def at(self, batch: Batch, num_tokens: int, uniform: int | None) -> Dispatch:
+        """Return the answer where the target runs ``num_tokens`` tokens, padding included.
+
+        Drafters take no adapters.
+        """
+        query = Query(num_reqs=batch.num_reqs, num_tokens=num_tokens, uniform=uniform, max_query_len=None)
+        found = self.table.find(query)
+        reason = None if found is not None else self.table.reason(query)
+        return answered(found, batch, reason, tokens=num_tokens)
+
+
+@attrs.frozen(kw_only=True)
+class DraftDecode:
+    """Uniform draft passes: positions from 1 on, as steps or whole chains, or all positions at once.
+
+    A pass has ``table.query_len`` tokens of each request, whatever the batch says of tokens.
+    """
+
+    table: TableManager
+    draft_tokens: tuple[int, ...] = attrs.field(repr=False)
+    """k of each batch size, as ``schedule.draft_tokens`` returns it."""
+    chains: tuple[int, ...] | None = None
+    """The lengths of fused chains, in draft steps and in the order of capture; None: single steps."""
+    least: int = 2
+    """The fewest draft tokens for which the pass runs: 2 for positions from 1 on, 1 for all of them."""
+
+    @property
+    def role(self) -> Role:
+        return self.table.role
+
+    @property
+    def mode(self) -> GraphMode:
+        return self.table.mode
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """In the order of capture: for each size, largest first, its chains, longest first."""
+        if self.chains is None:
+            return self.table.graphs
+        return tuple(_chained(graph, steps) for graph in self.table.graphs for steps in self.chains)
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return the answer for that many requests; a batch that drafts too few tokens has no pass."""
+        return self.at(batch, batch.num_reqs)
+
+    def at(self, batch: Batch, num_reqs: int) -> Dispatch:
+        """Return the answer where rows for ``num_reqs`` requests run, as another rank has that many.
+
+        A chain serves its own length only; a length that is not captured runs eager, padded.
+        """
+        width = self.table.query_len
+        batch = attrs.evolve(batch, num_tokens=batch.num_reqs * width)
+        if not 0 < batch.num_reqs < len(self.draft_tokens):
+            return answered(None, batch, Reason.NOT_ADMISSIBLE)
+        k = self.draft_tokens[batch.num_reqs]
+        if k < self.least:
+            return answered(None, batch, Reason.NOT_ADMISSIBLE)
+        tokens = num_reqs * width
+        query = Query(num_reqs=batch.num_reqs, num_tokens=tokens, uniform=width, max_query_len=None)
+        found = self.table.find(query)
+        if found is None:
+            return answered(None, batch, self.table.reason(query), tokens=tokens)
+        if self.chains is None:
+            return answered(found, batch, None)
+        if k - 1 not in self.chains:
+            return answered(None, batch, Reason.MODE, tokens=found.entry.num_tokens)
+        return answered(_chained(found, k - 1), batch, None)
+
+
+def _chained(graph: Graph, steps: int) -> Graph:
+    return attrs.evolve(graph, entry=attrs.evolve(graph.entry, draft_steps=steps))

@@ -1,0 +1,225 @@
+"""From a plan to the flags of vLLM 0.33: one list of token counts for all roles, widths and modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from capture_planner.analysis.coverage import coverage
+from capture_planner.engines.export.core import (
+    DRAFT_MODEL,
+    Export,
+    Loss,
+    all_scopes,
+    backend_setting,
+    both,
+    drafter_losses,
+    drafters,
+    planned,
+)
+from capture_planner.engines.export.mend import (
+    Decodes,
+    Mend,
+    examine,
+    full_graphs,
+    mend_vllm,
+    nearest,
+    target_decodes,
+)
+from capture_planner.modes import Chain, GraphMode, Pool, Role
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.batch_space import decode_families, decode_tiers
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.text import counted
+from capture_planner_vllm.drafter import draft_decode_mode
+
+FILE_NAME = "vllm.yaml"
+
+BACKENDS = {"flash_attention": "FLASH_ATTN", "flashinfer": "FLASHINFER", "triton": "TRITON_ATTN"}
+"""Our backends' names in vLLM."""
+LATENT_BACKENDS = {
+    "flash_attention": "FLASH_ATTN_MLA",
+    "flashinfer": "FLASHINFER_MLA",
+    "triton": "TRITON_MLA",
+}
+"""The same for models with latent attention."""
+
+_WORST = Fraction(3, 2)
+"""A mended list pads decodes no further than this, however far the plan's own sizes do."""
+
+
+def export_vllm(plan: Plan) -> Export:
+    """Return the flags of vLLM that come closest to ``plan``; raises ``DispatchError`` without a target."""
+    target = plan.role(Role.TARGET)
+    sizes, losses = _sizes(plan, target)
+    sizes = _with_drafts(plan, sizes)
+    mode = target.mode if sizes else GraphMode.NONE
+    compilation: dict[str, Any] = {"cudagraph_mode": mode.value}
+    if sizes:
+        compilation["cudagraph_capture_sizes"] = list(sizes)
+    settings: dict[str, Any] = {
+        "model": plan.model.name,
+        "max-num-seqs": plan.limits.max_num_reqs,
+        "max-num-batched-tokens": plan.limits.max_num_tokens,
+    }
+    named = BACKENDS if plan.model.latent is None else LATENT_BACKENDS
+    backend, unnamed = backend_setting(plan, named, "vLLM")
+    if backend is not None:
+        settings["attention-backend"] = backend
+    for name, count in (
+        ("tensor-parallel-size", plan.parallel.tensor),
+        ("data-parallel-size", plan.parallel.data),
+        ("decode-context-parallel-size", plan.parallel.decode_context),
+    ):
+        if count > 1:
+            settings[name] = count
+    if plan.lora is not None:
+        settings |= {"enable-lora": True, "max-loras": plan.lora.max_active}
+        if plan.lora.specialize:
+            settings["specialize-active-lora"] = True
+    if plan.speculative is not None:
+        settings["speculative-config"] = _speculative_config(plan.speculative)
+    settings["compilation-config"] = compilation
+    return Export(
+        engine="vllm",
+        settings=settings,
+        file_name=FILE_NAME,
+        sizes=sizes,
+        losses=(*losses, *unnamed, *_other_losses(plan, target)),
+    )
+
+
+def _speculative_config(speculative: Speculative) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "method": speculative.method.value,
+        "num_speculative_tokens": speculative.num_tokens,
+    }
+    if speculative.method is not Method.MTP:
+        found["model"] = DRAFT_MODEL
+    if speculative.schedule:
+        found["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in speculative.schedule]
+    return found
+
+
+def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, ...]]:
+    """Return the list of sizes: the plan's own, or where they would hide graphs a mended one."""
+    limit = plan.limits.max_num_tokens
+    own = tuple(sorted({entry.num_tokens for entry in target.entries if entry.num_tokens <= limit}))
+    decodes = target_decodes(plan)
+    if not own or not target.mode.is_separate:
+        return own, ()
+    uniform = [entry for entry in target.entries if entry.query_len is not None]
+    widths = sorted({1 + k for *_, k in decode_tiers(plan)})
+    if not uniform or len(widths) < 2 or plan.parallel.data > 1:
+        return own, _rounded(own, target)
+    covered = _within(decodes, uniform)
+    hidden, _ = examine(covered, nearest(own, widths, plan.limits.max_num_reqs))
+    if not hidden:
+        return own, _rounded(own, target)
+    mixed = [entry.num_tokens for entry in target.entries if entry.query_len is None]
+    mend = _mended(plan, covered, widths, own, mixed)
+    says = (
+        f"with the plan's own {len(own)} sizes {len(hidden)} decode batch sizes would miss their graph, hidden "
+        f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which none "
+        f"does, and which pad decodes at most {float(mend.worst - 1):.1%}"
+    )
+    return mend.sizes, (Loss(name="sizes-mended", says=says, scope=both(Role.TARGET)),)
+
+
+def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Add the size that the widest draft decode needs, where no size serves it.
+
+    A draft decode has one token a request, so that a size serves it as requests; sizes beyond
+    max_num_seqs are captured for wider decodes only. Nothing is added that would hide a target's graph.
+    """
+    drafts, most = planned(plan, Role.DRAFT_DECODE), plan.limits.max_num_reqs
+    families = decode_families(Role.DRAFT_DECODE, plan)
+    if drafts is None or not drafts.entries or not sizes or not families:
+        return sizes
+    widest = max(family.requests.intervals[-1][1] for family in families)
+    if any(widest <= size <= most for size in sizes):
+        return sizes
+    more = tuple(sorted({*sizes, widest}))
+    widths = sorted({1 + k for *_, k in decode_tiers(plan)})
+    before, after = (examine(target_decodes(plan), nearest(some, widths, most))[0] for some in (sizes, more))
+    return more if set(after) <= set(before) else sizes
+
+
+def _mended(
+    plan: Plan, decodes: Sequence[Decodes], widths: Sequence[int], own: Sequence[int], mixed: Sequence[int]
+) -> Mend:
+    """Return the list that pads least with no more graphs than ``own`` gives, or pads as the plan does."""
+    reqs, worst = plan.limits.max_num_reqs, min(_worst(plan), _WORST)
+    graphs = len(full_graphs(own, widths, reqs))
+    mend = mend_vllm(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
+    if mend.worst > worst:
+        mend = mend_vllm(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
+    return mend
+
+
+def _within(decodes: Sequence[Decodes], entries: Sequence[Entry]) -> tuple[Decodes, ...]:
+    """Return the decodes that the plan has full graphs for: those beyond its largest are left eager."""
+    found = []
+    for tier in decodes:
+        most = max((e.num_reqs or 0 for e in entries if e.query_len == tier.query_len), default=0)
+        kept = tuple((first, min(last, most)) for first, last in tier.requests if first <= most)
+        if kept:
+            found.append(Decodes(query_len=tier.query_len, requests=kept))
+    return tuple(found)
+
+
+def _worst(plan: Plan) -> Fraction:
+    """Return the plan's own worst padded/real ratio of target decodes."""
+    cells = [cell for cell in coverage(plan).cells if cell.role is Role.TARGET and cell.kind is Kind.DECODE]
+    return max(
+        (Fraction(c.entry.num_tokens, c.first * (c.query_len or 1)) for c in cells if c.entry is not None),
+        default=Fraction(1),
+    )
+
+
+def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
+    """Say that every size is captured for every width and for mixed batches, where that adds graphs."""
+    uniform = {entry.num_tokens for entry in target.entries if entry.query_len is not None}
+    mixed = {entry.num_tokens for entry in target.entries if entry.query_len is None}
+    widths = {entry.query_len for entry in target.entries if entry.query_len is not None}
+    if len(widths) < 2 and (not mixed or uniform == mixed):
+        return ()
+    says = (
+        f"vLLM has one list: each of its {len(own)} sizes is captured for every query length, rounded up, and "
+        "for mixed batches"
+    )
+    return (Loss(name="one-size-list", says=says, scope=both(Role.TARGET)),)
+
+
+def _other_losses(plan: Plan, target: RolePlan) -> list[Loss]:
+    losses = drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
+    decodes = draft_decode_mode(target.mode)
+    for drafter in drafters(plan):
+        role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
+        if drafter.mode is not mode:
+            says = f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
+            losses.append(Loss(name=f"{role.replace('_', '-')}-mode", says=says, scope=both(drafter.role)))
+    speculative = plan.speculative
+    if speculative is not None:
+        if speculative.schedule and plan.parallel.data > 1:
+            says = f"with data parallelism vLLM drops the schedule and drafts {speculative.num_tokens} tokens always"
+            losses.append(Loss(name="schedule-data-parallel", says=says, scope=all_scopes(plan)))
+        if speculative.chain is Chain.SINGLE:
+            says = "vLLM makes one graph of a draft chain wherever its backend can; no flag asks for single steps"
+            losses.append(Loss(name="draft-chain", says=says, scope=both(Role.DRAFT_DECODE)))
+    if plan.pool is Pool.PER_ROLE:
+        losses.append(Loss(name="pool", says="vLLM has one memory pool for target and drafter"))
+    if plan.parallel.sequence and plan.parallel.tensor > 1:
+        limits = plan.limits
+        beyond = sum(
+            entry.num_tokens > limits.max_num_tokens or (entry.num_reqs or 0) > limits.max_num_reqs
+            for entry in target.entries
+        )
+        says = (
+            "vLLM has no flag for sequence parallelism and aligns no sizes to it; it captures nothing beyond its "
+            f"limits, and {counted(beyond, 'graph')} of the plan are aligned beyond them"
+        )
+        losses.append(Loss(name="sequence-parallel", says=says, scope=all_scopes(plan)))
+    return losses

@@ -1,0 +1,380 @@
+"""From a ``vllm serve`` command line to the values of its flags, read as vLLM reads it.
+
+The names and kinds of all flags are in ``flags.json``, recorded from the release. What vLLM does before
+its parser sees the words is done here too: underscores for dashes, ``-O2``, dotted parts of JSON flags,
+``--config FILE``, the model as ``--model``. Words in front such as ``VLLM_USE_V2_MODEL_RUNNER=0`` are
+environment variables, as in a shell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, ClassVar
+
+import attrs
+
+from capture_planner.engines.parsing import Parser, not_json, refusal
+from capture_planner.engines.yaml_files import as_words, read_flags
+from capture_planner.errors import FlagError
+from capture_planner_vllm.unemulated import not_emulated
+
+__all__ = ["VARIABLES", "Given", "read", "refusal", "short_number", "table"]
+
+VARIABLES = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1 or 0: which model runner drives the graphs",
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1 or 0: piecewise graphs without torch.compile",
+}
+_IRRELEVANT = (
+    *("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX", "VLLM_LOGGING_COLOR", "VLLM_LOGGING_STREAM"),
+    *("VLLM_CONFIGURE_LOGGING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_HOST_IP", "VLLM_PORT", "VLLM_API_KEY"),
+    *("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"),
+    *("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_LOG_STATS_INTERVAL", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
+    *("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_IMAGE_FETCH_TIMEOUT", "VLLM_SERVER_DEV_MODE"),
+    *("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "VLLM_DISABLE_COMPILE_CACHE"),
+    "VLLM_USE_V1",  # 0.33 does not read it
+)
+"""Variables that decide nothing about graphs."""
+_RENAMED = {"VLLM_ATTENTION_BACKEND": "--attention-backend"}
+_SCALE = {
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+}
+_SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Flags that stand for one part of ``--speculative-config``."""
+_SHORT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+
+
+@attrs.frozen(kw_only=True)
+class Given:
+    """The flags that a command line gives, by vLLM's name for each: ``max_num_seqs``."""
+
+    values: Mapping[str, Any]
+    from_file: frozenset[str] = frozenset()
+    """Those that only the file of ``--config`` gives."""
+    overridden: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
+    """Earlier values of JSON flags that are given more than once."""
+    model: str | None = None
+    variables: Mapping[str, str] = attrs.field(factory=dict)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+    def source(self, name: str) -> str:
+        """Return ``flag``, ``file`` or ``default``."""
+        if name not in self.values:
+            return "default"
+        return "file" if name in self.from_file else "flag"
+
+
+def read(command: Sequence[str]) -> Given:
+    """Return what ``vllm serve`` reads from its words; raises ``FlagError`` with the first that it refuses."""
+    variables, words = _variables(list(command))
+    words = _model_first(words)
+    from_file: list[str] = []
+    if "--config" in words:
+        from_file, words = _without_file(words)
+    place = 1 if words and not words[0].startswith("-") else 0
+    found = _parse([*words[:place], *from_file, *words[place:]])
+    only_file = frozenset(_parse(from_file)) - frozenset(_parse(words)) if from_file else frozenset()
+    tag = found.pop("model_tag", None)
+    if tag is not None and tag.startswith("-") and " " in tag:
+        says = "vLLM takes it for the model's name, as there is a space in it, and finds no such model"
+        raise refusal(re.split(r"[\s=]", tag)[0], says, "write flag and value as two words")
+    objects = [name for name in found if table()[name]["kind"].startswith("object")]
+    overridden = {name: found[name][:-1] for name in objects}
+    return Given(
+        values={**found, **{name: found[name][-1] for name in objects}},
+        overridden=overridden,
+        from_file=only_file,
+        model=tag if tag is not None else found.get("model"),
+        variables=variables,
+    )
+
+
+def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    found: dict[str, str] = {}
+    while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        if name in _IRRELEVANT:
+            found[name] = value
+        elif name in _RENAMED:
+            raise refusal(name, "vLLM 0.33 does not read it any more", f"use {_RENAMED[name]}")
+        elif name not in VARIABLES:
+            near = difflib.get_close_matches(name, VARIABLES, n=1)
+            remedy = f"leave it out{f', or set {near[0]}' if near else ''}"
+            raise not_emulated(name, "", remedy, reason="this variable is not emulated")
+        elif name == "VLLM_USE_BREAKABLE_CUDAGRAPH":
+            found[name] = "1" if value == "1" else "0"
+        else:
+            try:
+                found[name] = "1" if int(value) else "0"
+            except ValueError:
+                raise refusal(name, f"vLLM reads a whole number here, not {value!r}", "give 0 or 1") from None
+    return found, words
+
+
+def _model_first(words: list[str]) -> list[str]:
+    """Move the first ``--model`` to the front; without one, a served name needs a model in front."""
+    for index, word in enumerate(words):
+        if word == "--model":
+            if index + 1 == len(words):
+                raise refusal("--model", "vLLM finds no model behind it", "name a model or a folder")
+            return [words[index + 1], *words[:index], *words[index + 2 :]]
+        if word.startswith("--model=") and word != "--model=":
+            return [word.removeprefix("--model="), *words[:index], *words[index + 1 :]]
+    names = [word.partition("=")[0].replace("_", "-") for word in words]
+    config = any(name == "--config" for name in names)
+    if words and words[0].startswith("-") and "--served-model-name" in names and not config:
+        raise refusal(
+            "--served-model-name", "vLLM wants the model as the first word then", "write the model in front"
+        )
+    return words
+
+
+def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words that the file of ``--config`` stands for, and the others."""
+    if words.count("--config") > 1:
+        raise refusal("--config", "vLLM takes one file only", "put all flags into one file")
+    index = words.index("--config")
+    if index + 1 == len(words):
+        raise refusal("--config", "vLLM finds no file behind it", "name a YAML file")
+    path = words[index + 1]
+    if path.rpartition(".")[2] not in ("yaml", "yml"):
+        raise refusal("--config", f"vLLM reads .yaml and .yml only, not {path}", "rename the file")
+    # A false is dropped: vLLM looks for the --no- form among the flags of `vllm`, not of `serve`.
+    content = as_words(read_flags(path, "vLLM", "max-num-seqs: 64"))
+    others = words[:index] + words[index + 2 :]
+    if (not words[0].startswith("-")) or "--model" in content:
+        return content, others
+    raise refusal("--config", "vLLM finds a model neither in front nor in the file", "name a model")
+
+
+def _spelled(words: Sequence[str]) -> list[str]:
+    """Write every flag with dashes up to its first dot, and ``-O2`` as what it stands for."""
+    found: list[str] = []
+    for index, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            head, dot, tail = name.partition(".")
+            found.append(head.replace("_", "-") + dot + tail + equals + value)
+        elif word.startswith("-O") and word != "-O":
+            found += ["--optimization-level", word[3:] if word[2] == "=" else word[2:]]
+        elif word == "-O" and index + 1 < len(words) and words[index + 1] in ("0", "1", "2", "3"):
+            found.append("--optimization-level")
+        else:
+            found.append(word)
+    return found
+
+
+def _undotted(words: Sequence[str]) -> list[str]:
+    """Gather dotted parts, ``-cc.mode=3``, into one JSON value for each flag, after all other words."""
+    plain: list[str] = []
+    gathered: dict[str, dict[str, Any]] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, text = word.partition("=")
+        if not word.startswith("-") or "." not in name:
+            plain.append(word)
+            continue
+        if not equals:
+            following = next(rest, None)
+            if following is None:
+                raise refusal(name.partition(".")[0], f"vLLM finds no value behind {name}", "give one")
+            text = following
+        if name.endswith("+"):
+            name, text = name[:-1], json.dumps(text.split(","))
+        flag, *keys = name.split(".")
+        value: Any = _loose(text)
+        for key in reversed(keys):
+            value = {key: value}
+        _merge(gathered.setdefault(flag, {}), value)
+    for flag, parts in gathered.items():
+        plain += [flag, json.dumps(parts)]
+    return plain
+
+
+def _loose(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        pass
+    try:
+        return short_number(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        return text
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        present = into.get(key)
+        if isinstance(value, dict) and isinstance(present, dict):
+            _merge(present, value)
+        elif isinstance(value, list) and isinstance(present, list):
+            present += value
+        else:
+            into[key] = value
+
+
+def short_number(text: str) -> int:
+    """Read 8192, 8k (thousands) or 8K (1,024s); raises ``ValueError``."""
+    text = text.strip()
+    match = _SHORT.fullmatch(text)
+    if match is None:
+        return int(text)
+    number, suffix = match.groups()
+    if suffix.islower():
+        return int(float(number) * _SCALE[suffix])
+    return int(number) * _SCALE[suffix]
+
+
+def _object(text: str) -> Any:
+    """Read a JSON object in which numbers may be short: {"x": 80m}."""
+    parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
+    parts[::2] = [
+        re.sub(rf"\b{_SHORT.pattern}\b", lambda m: str(short_number(m.group())), p) for p in parts[::2]
+    ]
+    value = json.loads("".join(parts))
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+_READERS: dict[str, Any] = {
+    "text": str,
+    "int": int,
+    "float": float,
+    "json": json.loads,
+    "object": _object,
+    "count": short_number,
+    "length": lambda text: (
+        -1 if text.strip() == "-1" or text.strip().lower() == "auto" else short_number(text)
+    ),
+    "name": lambda text: text.lower().replace("-", "_"),
+}
+
+
+_WANTED = {
+    "text": ("text", "give a text"),
+    "int": ("whole number", "give a whole number, in digits"),
+    "float": ("number", "give a number"),
+    "json": ("JSON", ""),
+    "object": ("JSON object", "give a JSON object, as in '{\"a\": 1}', or dotted parts"),
+    "count": ("count", "give a whole number, or one such as 8k or 8K; fractions go with k only"),
+    "length": ("length", "give auto, a whole number, or one such as 8k or 8K"),
+    "name": ("name", "give one of its names"),
+}
+"""What each kind of value is called, and what to give where one is none."""
+
+
+def _reader(kind: str) -> Any:
+    inner, optional = _READERS[kind.rstrip("?")], kind.endswith("?")
+
+    def read_value(text: str) -> Any:
+        if optional and text in ("", "None"):
+            return None
+        try:
+            return inner(text)
+        except json.JSONDecodeError as error:
+            raise not_json(text, error) from None
+
+    # The parser names the function where a value is none that it takes.
+    read_value.__name__ = _WANTED[kind.rstrip("?")][0]
+    return read_value
+
+
+class _Switch(argparse.Action):
+    """Sets True, or False where one of its negative names was written."""
+
+    negatives: frozenset[str]
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, option_string not in self.negatives)
+
+
+class _Parser(Parser):
+    engine = "vLLM 0.33"
+    wanted: ClassVar = dict(_WANTED.values())
+    renamed: ClassVar = {
+        "--cuda-graph-sizes": "--cudagraph-capture-sizes",
+        "--speculative-model": "--speculative-config, with model in its JSON",
+        "--num-speculative-tokens": "--speculative-config, with num_speculative_tokens in its JSON",
+        # SGLang's names
+        "--max-running-requests": "--max-num-seqs",
+        "--chunked-prefill-size": "--max-num-batched-tokens",
+        "--context-length": "--max-model-len",
+        "--tp-size": "--tensor-parallel-size",
+        "--dp-size": "--data-parallel-size",
+        "--cuda-graph-bs-decode": "--cudagraph-capture-sizes, in tokens",
+        "--cuda-graph-max-bs-decode": "--max-cudagraph-capture-size, in tokens",
+    }
+
+    def _placing(self, word: str) -> str:
+        return "give one model, then flags; a switch takes no value"
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """Return every flag of ``vllm serve`` by its name in vLLM: its spellings, kind, and choices."""
+    text = (resources.files(__package__) / "flags.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+@cache
+def _parser() -> _Parser:
+    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("model_tag", nargs="?")
+    for dest, entry in table().items():
+        kind, names = entry["kind"], entry["names"]
+        if kind == "switch":
+            action = parser.add_argument(*names, *entry["no"], dest=dest, action=_Switch, nargs=0)
+            action.negatives = frozenset(entry["no"])  # type: ignore[attr-defined]
+        elif kind == "on":
+            parser.add_argument(*names, dest=dest, action="store_true")
+        elif entry.get("append"):
+            parser.add_argument(*names, dest=dest, action="append")
+        else:
+            options: dict[str, Any] = {"type": _reader(kind), "nargs": entry.get("nargs")}
+            if "choices" in entry:
+                options["choices"] = [*entry["choices"], *([None] if kind.endswith("?") else [])]
+            if entry.get("nargs") == "?":
+                options["const"] = True
+            if kind.startswith("object"):
+                options["action"] = "append"
+                del options["nargs"]
+            parser.add_argument(*names, dest=dest, **options)
+    return parser
+
+
+def _parse(words: Sequence[str]) -> dict[str, Any]:
+    namespace, unknown = _parser().parse_known_args(_undotted(_spelled(words)))
+    if unknown:
+        raise FlagError(_parser().strangers(unknown))
+    return _folded(dict(vars(namespace)))
+
+
+def _folded(found: dict[str, Any]) -> dict[str, Any]:
+    """Put ``--spec-method`` and its like into ``--speculative-config``, which they are short for."""
+    short = [(flag, key, found.pop(flag, None)) for flag, key in _SPECULATIVE.items()]
+    given = [each for each in short if each[2] is not None]
+    whole = found.get("speculative_config")
+    if given and isinstance(whole, dict | None):
+        found["speculative_config"] = whole = dict(whole or {})
+        for flag, key, value in given:
+            if key in whole:
+                says = f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too"
+                raise refusal("--speculative-config", says, "drop one", key)
+            whole[key] = value
+    return found

@@ -1,0 +1,247 @@
+"""What vLLM's settings take from a model: read from its ``config.json``, or assumed.
+
+A model that is neither a local folder nor a known one counts as a dense decoder of ``ASSUMED_LENGTH`` tokens
+with grouped-query attention; the settings say so with the source ``assumed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from capture_planner.engines import checkpoints
+from capture_planner.engines.checkpoints import ASSUMED, KNOWN, Checkpoint
+from capture_planner.errors import FlagError
+from capture_planner_vllm.flags import refusal
+from capture_planner_vllm.mtp import Modules, modules
+from capture_planner_vllm.parts import names
+
+ASSUMED_LENGTH = 32768
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+COUNTS_AS = f"a dense decoder of {ASSUMED_LENGTH} tokens"
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+_KV_HEADS = (
+    *("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups"),
+)
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
+_MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
+_LENGTH_LEFT_OUT = 2048
+_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of rotary embedding whose factor the stated length has in it."""
+_TABLES = ("default", "linear", "llama3", "ntk", "proportional")
+"""Kinds of rotary embedding that a longer table of positions suffices for."""
+
+
+@attrs.frozen(kw_only=True)
+class Model:
+    """The facts of one model, and where they come from."""
+
+    name: str
+    source: str = ASSUMED
+    architecture: str = ""
+    model_type: str = ""
+    heads: int = 0
+    """Attention heads, or 0 where they are not known."""
+    kv_heads: int = 0
+    head_size: int = 128
+    max_len: int = ASSUMED_LENGTH
+    """Tokens of the longest sequence where no flag says it."""
+    experts: int = 0
+    mla: bool = False
+    encoder_decoder: bool = False
+    vocabulary: int = 0
+    modules: Modules | None = None
+    """What drafts by multi-token prediction where the model is a draft, its own or another's."""
+    dtype: str = "bfloat16"
+    """As the file has it; float32 where it says nothing."""
+    quantization: str | None = None
+    """The method by which the checkpoint is quantized."""
+    cache: str | None = None
+    """The KV cache dtype that the checkpoint asks for."""
+    nope_size: int = 128
+    """Of MLA's heads, the part without positions."""
+    sinks: bool = False
+    """Whether attention has sinks."""
+    soft_cap: bool = False
+    """Whether attention logits are capped."""
+    chunked: bool = False
+    """Whether attention is cut into chunks, which no graph captures."""
+    recurrent: bool = False
+    """Whether some layers keep a state in place of a KV cache (Mamba, gated delta nets)."""
+    varies: bool = False
+    """Whether the layers that keep a state are Mamba 2's, whose graphs take any mix of query lengths."""
+    multimodal: bool = False
+    causal: bool = False
+    """Whether every layer of a parallel draft sees earlier tokens only."""
+    anchored: bool = True
+    """Whether a DSpark draft's first token is drafted too, so that K tokens make a pass."""
+    block: int = 0
+    """The tokens that a DSpark draft is made for."""
+    stretches: bool = True
+    """Whether positions beyond the file's only need a longer table (not so for YaRN)."""
+    limit: int = ASSUMED_LENGTH
+    """The longest ``--max-model-len`` that is taken."""
+    odd: str | None = None
+    """What the model has that is not emulated."""
+
+    @property
+    def known(self) -> bool:
+        return self.source != ASSUMED
+
+    def refusal(self, flag: str, reason: str, remedy: str, *inside: str | int) -> FlagError:
+        """Return the error of a flag that the model's facts rule out; it says so where they are assumed."""
+        if not self.known:
+            reason = f"{checkpoints.assumption(self.name, COUNTS_AS)}; {reason}"
+            remedy = f"name a folder with its config.json{f', or {remedy}' if remedy else ''}"
+        return refusal(flag, reason, remedy, *inside)
+
+
+def read_model(flag: str, name: str) -> Model:
+    """Return the facts of a model by folder or name; raises ``FlagError`` for a broken ``config.json``."""
+    try:
+        checkpoint = checkpoints.find(name)
+        return _from_config(checkpoint) if checkpoint.source != ASSUMED else Model(name=name)
+    except FileNotFoundError as error:
+        raise refusal(
+            flag,
+            f"vLLM finds no config.json in {name}",
+            "name the folder of a model; a plan is checked without --engine",
+        ) from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        file = Path(name) / "config.json"
+        raise refusal(flag, f"vLLM cannot read {file}: {error}", "give a model's own config.json") from error
+
+
+def _from_config(checkpoint: Checkpoint) -> Model:
+    config, text = checkpoint.config, checkpoint.text
+    heads = int(text.get("num_attention_heads") or text.get("encoder_attention_heads") or 0)
+    width = int(text.get("hidden_size") or text.get("d_model") or 0)
+    mla = text.get("kv_lora_rank") is not None and str(text.get("model_type") or "") in names()["mla_types"]
+    quantized = config.get("quantization_config") or text.get("quantization_config") or {}
+    size = int(text.get("head_dim") or (width // heads if heads else 0) or 128)
+    if mla:
+        size = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+    architecture = str((config.get("architectures") or [""])[0])
+    max_len, limit = _lengths(checkpoint)
+    # The list of known models has no dtypes: all of them are served in 16 bits.
+    unstated = "bfloat16" if checkpoint.source == KNOWN else "float32"
+    return Model(
+        name=checkpoint.name,
+        source=checkpoint.source,
+        architecture=architecture,
+        model_type=str(config.get("model_type") or ""),
+        heads=heads,
+        kv_heads=1 if mla else next((int(text[key]) for key in _KV_HEADS if text.get(key)), heads),
+        head_size=size,
+        max_len=max_len,
+        limit=limit,
+        experts=next((int(text[key]) for key in _EXPERTS if text.get(key)), 0),
+        mla=mla,
+        encoder_decoder=bool(config.get("is_encoder_decoder")),
+        vocabulary=int(text.get("vocab_size") or 0),
+        modules=modules(config, text),
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or unstated).removeprefix("torch."),
+        quantization=quantized.get("quant_method"),
+        cache=_cache(quantized),
+        nope_size=int(text.get("qk_nope_head_dim") or 1),
+        sinks=_sinks(architecture, text),
+        soft_cap=bool(text.get("attn_logit_softcapping")),
+        chunked=text.get("attention_chunk_size") is not None,
+        recurrent=architecture in names()["hybrids"] and _has_state(config),
+        varies=architecture.startswith(_MAMBA2),
+        odd=_odd(checkpoint, architecture),
+        multimodal=architecture in names()["multimodal"],
+        causal=_causal(text),
+        anchored=bool(text.get("sample_from_anchor", True)),
+        block=int(text.get("block_size") or text.get("dspark_block_size") or 0),
+        stretches=all(rope["rope_type"] in _TABLES for rope in checkpoint.rope),
+    )
+
+
+def _lengths(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Return the longest sequence by default, and the longest that may be asked for."""
+    text = checkpoint.text
+    stated = [text[key] for key in _LENGTHS if text.get(key) is not None]
+    longest = text.get("model_max_length") or min(stated, default=_LENGTH_LEFT_OUT)
+    kinds = [rope["rope_type"] for rope in checkpoint.rope]
+    if "gemma3" not in str(text.get("model_type")):
+        factors = [
+            rope.get("factor", 1) for rope in checkpoint.rope if rope["rope_type"] not in _SCALED_ALREADY
+        ]
+        longest = int(longest * ((factors or [1])[-1] or 1))
+    limit = max(int(longest), int(text.get("model_max_length") or 0))
+    if "longrope" in kinds or "su" in kinds:
+        return int(text.get("original_max_position_embeddings") or longest), limit
+    return int(longest), limit
+
+
+def _cache(quantized: Mapping[str, Any]) -> str | None:
+    """Return the KV cache dtype of a quantized checkpoint."""
+    scheme = quantized.get("kv_cache_scheme")
+    if not str(quantized.get("quant_method") or "").startswith("modelopt"):
+        return "fp8" if scheme is not None and quantized.get("quant_method") == "compressed-tensors" else None
+    inner = quantized.get("quantization") or quantized
+    asked = inner.get("kv_cache_scheme") or scheme
+    asked = asked or inner.get("kv_cache_quant_algo") or quantized.get("kv_cache_quant_algo")
+    if isinstance(asked, dict):
+        is_float, bits = asked.get("type") == "float", asked.get("num_bits")
+        if is_float and bits == 8 and asked.get("dynamic") is False:
+            return "fp8_e4m3"
+        return "nvfp4" if is_float and bits == 4 else None
+    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(asked).lower())
+
+
+def _sinks(architecture: str, text: Mapping[str, Any]) -> bool:
+    if architecture not in (*names()["sinks"], "GraniteMoeSWAForCausalLM"):
+        return False
+    granite = architecture.startswith("Granite")
+    return not granite or bool(text.get("attention_sinks", text.get("layer_types") is not None))
+
+
+def _has_state(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types")
+    return kinds is None or not all(kind in ("attention", "full_attention") for kind in kinds)
+
+
+def _causal(text: Mapping[str, Any]) -> bool:
+    """Say whether every layer of a DFlash draft sees earlier tokens only."""
+    asked = text.get("is_causal")
+    if asked is None:
+        asked = (text.get("dflash_config") or {}).get("causal")
+    if asked is not None:
+        return bool(asked)
+    kinds = text.get("layer_types") or [""]
+    return all(kind == "sliding_attention" for kind in kinds)
+
+
+def _odd(checkpoint: Checkpoint, architecture: str) -> str | None:
+    """Return what is not emulated of a model, or None where it counts as a decoder."""
+    config, text = checkpoint.config, checkpoint.text
+    inner = str((text.get("architectures") or [""])[0]) if text is not config else ""
+    known = (*names()["decoders"], *names()["hybrids"], *names()["multimodal"], "")
+    for each in (architecture, inner):
+        if each not in known:
+            return f"the architecture {each}"
+    if config.get("model_type") in names()["prefix_types"] and architecture in names()["multimodal"]:
+        return "attention that sees images in both directions"
+    keys = {
+        "index_topk": "sparse attention",
+        "dual_chunk_attention_config": "dual chunk attention",
+        "block_configs": "layers of different shapes",
+        "rswa_window": "a window over generated tokens",
+    }
+    for key, what in keys.items():
+        if text.get(key) is not None:
+            return what
+    if text.get("is_causal") is False:
+        return "attention in both directions"
+    told = text.get("num_attention_heads") or text.get("encoder_attention_heads")
+    if architecture in names()["multimodal"] and not told:
+        return "a text model that config.json does not describe as text_config"
+    return "pooling by modules.json" if (Path(checkpoint.name) / "modules.json").is_file() else None

@@ -1,0 +1,207 @@
+"""vLLM 0.33's graph manager, model runner V2: what one manager captures, and its candidate table.
+
+The rules are those of ``CudaGraphManager`` in ``vllm/v1/worker/gpu/cudagraph_utils.py``. Microbatched
+twins (dual batch overlap) and the narrower mixed sizes of recoverSSM are not emulated.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.engines.emulation import Graph
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Batch, Entry
+
+
+@attrs.frozen(kw_only=True)
+class Query:
+    """What the engine's dispatcher is asked. All counts as the engine pads them before it asks."""
+
+    num_reqs: int
+    num_tokens: int
+    uniform: int | None
+    """Tokens of every request, where the batch is a uniform decode."""
+    max_query_len: int | None
+    """Most tokens of a request; None where prompts are among the rows, or nobody says."""
+    loras: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch, widest: int) -> Query:
+        """Return what the model runner asks for a batch; ``widest`` is the largest decode, 1 + K.
+
+        A prompt of one token over existing context runs as a decode in the engine; a Batch says so
+        by ``past_prompt``. Where the query lengths differ, decodes have at most ``widest`` tokens.
+        """
+        most = batch.query_len if batch.query_len is not None else widest
+        return cls(
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            uniform=batch.uniform_query_len if batch.num_reqs > 0 else None,
+            max_query_len=most if batch.past_prompt else None,
+            loras=batch.active_loras,
+        )
+
+
+def serves(graph: Graph, query: Query, loras: int) -> bool:
+    """Say whether a captured graph can replay the batch at that LoRA case."""
+    entry = graph.entry
+    return (
+        (entry.query_len is None or entry.query_len == query.uniform)
+        and (
+            graph.max_query_len is None
+            or (query.max_query_len is not None and graph.max_query_len >= query.max_query_len)
+        )
+        and (entry.num_reqs is None or entry.num_reqs >= query.num_reqs)
+        and entry.num_tokens >= query.num_tokens
+        and entry.active_loras == loras
+    )
+
+
+def answered(graph: Graph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0) -> Dispatch:
+    """Return the answer in terms of the real batch; ``tokens`` is what an eager batch is padded to."""
+    if graph is None:
+        return Dispatch(None, padded_tokens=max(tokens - batch.num_tokens, 0), reason=reason)
+    entry = graph.entry
+    reqs = 0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs
+    return Dispatch(entry, padded_tokens=entry.num_tokens - batch.num_tokens, padded_reqs=reqs)
+
+
+@attrs.frozen(kw_only=True)
+class TableManager:
+    """One role's captured graphs, and the table that leads to them.
+
+    For a number of tokens each mode offers only the graphs of its smallest captured size that holds
+    them, FULL before PIECEWISE; the first one that can replay the batch wins. A compatible graph of a
+    larger size is not looked for.
+    """
+
+    role: Role
+    mode: GraphMode
+    """As resolved."""
+    sizes: tuple[int, ...]
+    """The capture sizes in tokens, ascending."""
+    max_size: int
+    """The largest size allowed; a decode that is rounded up beyond it is not captured."""
+    max_num_reqs: int
+    query_len: int
+    """The largest decode, 1 + K."""
+    query_lens: tuple[int, ...]
+    """The decodes of a dynamic schedule, ascending; (query_len,) without one."""
+    lora_cases: tuple[int, ...] = (0,)
+    """The adapter counts captured for, ascending, 0 first."""
+    varlen: bool = False
+    """Whether decode graphs take any mix of 1 to query_len tokens (adaptive verification)."""
+    graphs: tuple[Graph, ...] = attrs.field(init=False, repr=False, eq=False)
+    """In the order of capture: PIECEWISE before FULL, each largest first."""
+    _groups: dict[tuple[GraphMode, int], tuple[list[int], dict[int, list[Graph]]]] = attrs.field(
+        init=False, repr=False, eq=False
+    )
+
+    def __attrs_post_init__(self) -> None:
+        graphs = tuple(sorted(self._captured(), key=_order))
+        groups: dict[tuple[GraphMode, int], dict[int, list[Graph]]] = {}
+        for graph in reversed(graphs):
+            entry = graph.entry
+            by_tokens = groups.setdefault((entry.mode, entry.active_loras), {})
+            by_tokens.setdefault(entry.num_tokens, []).append(graph)
+        object.__setattr__(self, "graphs", graphs)
+        object.__setattr__(self, "_groups", {key: (sorted(found), found) for key, found in groups.items()})
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return what the engine's dispatcher answers, once everything is captured."""
+        query = self.query(batch)
+        graph = self.find(query)
+        return answered(graph, batch, None if graph is not None else self.reason(query))
+
+    def query(self, batch: Batch) -> Query:
+        """Return what the engine asks the target's manager for a batch."""
+        return Query.of(batch, self.query_len)
+
+    def find(self, query: Query) -> Graph | None:
+        """Return the graph that the table leads to, or None."""
+        if query.num_tokens <= 0:
+            return None
+        loras = self._case(query.loras)
+        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
+            sizes, groups = self._groups.get((mode, loras), ([], {}))
+            index = bisect_left(sizes, query.num_tokens)
+            for graph in groups[sizes[index]] if index < len(sizes) else ():
+                if serves(graph, query, loras):
+                    return graph
+        return None
+
+    def compatible(self, query: Query) -> tuple[Graph, ...]:
+        """Return every captured graph that could replay the batch, whether the table leads to it or not."""
+        loras = self._case(query.loras)
+        return tuple(graph for graph in self.graphs if serves(graph, query, loras))
+
+    def reason(self, query: Query) -> Reason:
+        """Return why the table leads to no graph."""
+        if query.num_tokens <= 0 or not 0 < query.num_reqs <= self.max_num_reqs:
+            return Reason.NOT_ADMISSIBLE
+        if self.mode is not GraphMode.NONE and self._case(query.loras) not in self.lora_cases:
+            return Reason.NOT_ADMISSIBLE
+        if self.compatible(query):
+            return Reason.SHADOWED
+        return Reason.SIZES if self._has_kind(query) else Reason.MODE
+
+    def _has_kind(self, query: Query) -> bool:
+        """Say whether the mode has graphs for such a batch at any size."""
+        if self.mode.mixed_mode is not GraphMode.NONE:
+            return True
+        if not self.mode.is_separate:
+            return False
+        if self.varlen:
+            return query.max_query_len is not None and query.max_query_len <= self.query_len
+        return query.uniform in self.query_lens
+
+    def _case(self, active: int) -> int:
+        """Return the captured adapter count for an actual one: the next larger, at most the largest."""
+        cases = [case for case in self.lora_cases if case > 0]
+        if active <= 0 or not cases:
+            return active
+        return next((case for case in cases if case >= active), cases[-1])
+
+    def _captured(self) -> list[Graph]:
+        """Return every graph once, in the order in which the engine comes upon it."""
+        if self.mode is GraphMode.NONE:
+            return []
+        found: dict[Graph, None] = {}
+        for size in self.sizes:
+            for case in self.lora_cases:
+                if self.mode.is_separate:
+                    for graph in self._decodes(size, case):
+                        found[graph] = None
+                mixed = self.mode.mixed_mode
+                if mixed is not GraphMode.NONE:
+                    reqs = min(size, self.max_num_reqs) if mixed is GraphMode.FULL else None
+                    found[self._graph(mode=mixed, num_tokens=size, num_reqs=reqs, active_loras=case)] = None
+        return list(found)
+
+    def _decodes(self, size: int, case: int) -> Iterable[Graph]:
+        mode = self.mode.decode_mode
+        if self.varlen:
+            if size <= self.max_num_reqs * self.query_len:
+                reqs = min(size, self.max_num_reqs)
+                graph = self._graph(mode=mode, num_tokens=size, num_reqs=reqs, active_loras=case)
+                yield attrs.evolve(graph, max_query_len=self.query_len)
+            return
+        for query_len in self.query_lens:
+            reqs = -(-size // query_len)
+            tokens = reqs * query_len
+            if tokens <= self.max_size and reqs <= self.max_num_reqs:
+                yield self._graph(
+                    mode=mode, num_tokens=tokens, num_reqs=reqs, query_len=query_len, active_loras=case
+                )
+
+    def _graph(self, **entry: Any) -> Graph:
+        return Graph(role=self.role, entry=Entry(**entry))
+
+
+def _order(graph: Graph) -> tuple[bool, int]:
+    return graph.entry.mode is GraphMode.FULL, -graph.entry.num_tokens

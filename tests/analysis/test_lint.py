@@ -1,0 +1,194 @@
+"""The lint: for each rule a plan that has its bug, and the smallest mend that removes it."""
+
+import re
+
+import attrs
+import pytest
+from hypothesis import given
+
+from capture_planner.analysis.lint import RULES, Severity, lint
+from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Reason, Refresh, Role
+from capture_planner.planning.planner import plan
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records._base import replace
+from capture_planner.records.backend import Support
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import Method, Model, Speculative
+from capture_planner.records.plan import Decision, Plan, Waiver
+from capture_planner.records.spec import Budget, Limits, Lora, Parallel, Policy, Sizes, Spec
+from capture_planner.testing import FakeBackend, plans
+
+GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)
+MACHINE = Environment(name="h100", device=GPU)
+MODEL = Model(name="m", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=4096)
+EAGLE = Speculative(method=Method.EAGLE, num_tokens=3)
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+
+
+def made(level=GraphSupport.ALWAYS, *, reqs=16, tokens=512, refresh=Refresh.HOST, **changes):
+    """Plan for a backend of one level."""
+    told = dict.fromkeys(Role, Support(level=level, reason="told"))
+    backend = FakeBackend(name="alpha", supports=told, refreshes=refresh)
+    registry = Registry([Registered(backend=backend, distribution="d", version="1")])
+    limits = Limits(max_num_reqs=reqs, max_num_tokens=tokens)
+    return plan(Spec(model=MODEL, limits=limits, backend="alpha", **changes), MACHINE, registry)
+
+
+def with_role(whole: Plan, index=0, **changes):
+    """Change one role of a plan."""
+    roles = list(whole.roles)
+    roles[index] = replace(roles[index], **changes)
+    return replace(whole, roles=tuple(roles))
+
+
+def entry(**changes):
+    """A full graph of 16 single tokens, or another."""
+    return Entry(**{"mode": FULL, "num_tokens": 16, "num_reqs": 16, "query_len": 1} | changes)
+
+
+def plus(whole, *entries, index=0):
+    """Add graphs to a role."""
+    return with_role(whole, index, entries=(*whole.roles[index].entries, *entries))
+
+
+PLAIN, DRAFTED = made(), made(speculative=EAGLE)
+FUSED = made(speculative=EAGLE, refresh=Refresh.IN_GRAPH)
+SUPPORT = PLAIN.roles[0].groups[0].support
+WAIVER = Waiver(kind=Kind.MIXED, first=600, last=700, reason=Reason.SIZES, says="so decided")
+STEP = Decision(rule="r", before="FULL", after="NONE", role=Role.DRAFT_DECODE, backend="x", says="s")
+
+
+def on_groups(whole, index=0, **changes):
+    """Change the support of a role's group."""
+    group = whole.roles[index].groups[0]
+    return with_role(whole, index, groups=(replace(group, support=replace(group.support, **changes)),))
+
+
+# code: (a plan that has the finding, the least mend of it that has not)
+CASES = {
+    "CP001": (with_role(PLAIN, entries=()), PLAIN),
+    "CP002": (made(sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=(4,), num_tokens=(16,))), PLAIN),
+    "CP003": (made(tokens=8), PLAIN),
+    "CP004": (replace(PLAIN, speculative=EAGLE), PLAIN),
+    "CP010": (plus(PLAIN, entry(num_tokens=17)), PLAIN),
+    "CP011": (plus(PLAIN, entry(num_tokens=32, query_len=2)), PLAIN),
+    "CP012": (DRAFTED, replace(DRAFTED, speculative=None)),
+    "CP013": (replace(PLAIN, parallel=Parallel(tensor=2, sequence=True)), PLAIN),
+    "CP014": (replace(DRAFTED, speculative=replace(EAGLE, schedule=((1, 16, 4),))), DRAFTED),
+    "CP020": (plus(PLAIN, entry(num_tokens=99, num_reqs=99)), PLAIN),
+    "CP021": (
+        made(
+            reqs=256,
+            tokens=4096,
+            speculative=replace(EAGLE, schedule=((1, 16, 2), (17, 256, 1))),
+            sizes=Sizes(policy=Policy.VLLM),
+        ),
+        PLAIN,
+    ),
+    "CP022": (plus(PLAIN, PLAIN.roles[0].entries[-1]), PLAIN),
+    "CP023": (made(tokens=8192, sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(1, 4096))), PLAIN),
+    "CP024": (plus(PLAIN, entry(mode=PIECEWISE, query_len=None)), PLAIN),
+    "CP030": (
+        with_role(DRAFTED, 2, mode=PIECEWISE, entries=()),
+        with_role(DRAFTED, 2, mode=GraphMode.NONE, entries=()),
+    ),
+    "CP031": (with_role(PLAIN, requested=GraphMode.NONE), PLAIN),
+    "CP032": (with_role(made(GraphSupport.NEVER), decisions=()), made(GraphSupport.NEVER)),
+    "CP033": (with_role(DRAFTED, decisions=(STEP,)), DRAFTED),
+    "CP034": (on_groups(PLAIN, level=GraphSupport.NEVER), PLAIN),
+    "CP035": (made(GraphSupport.NEVER), PLAIN),
+    "CP036": (with_role(DRAFTED, 0, mode=GraphMode.NONE), DRAFTED),
+    "CP037": (plus(PLAIN, entry(query_len=None)), PLAIN),
+    "CP040": (replace(PLAIN, budget=Budget(max_graphs=1)), PLAIN),
+    "CP041": (on_groups(PLAIN, max_graphs=1), PLAIN),
+    "CP042": (
+        made(reqs=64, tokens=512, lora=Lora(max_active=32, specialize=True)),
+        made(reqs=64, tokens=512, lora=Lora(max_active=32)),
+    ),
+    "CP043": (replace(PLAIN, environment=replace(MACHINE, device=replace(GPU, memory=1 << 30))), PLAIN),
+    "CP044": (replace(DRAFTED, pool=Pool.PER_ROLE), DRAFTED),
+    "CP045": (
+        made(reqs=256, sizes=Sizes(policy=Policy.POWERS_OF_TWO)),
+        made(reqs=256, sizes=Sizes(policy=Policy.TENSORRT_LLM, padding=True, max_reqs=256)),
+    ),
+    "CP050": (with_role(PLAIN, waivers=(replace(WAIVER, says=" "),)), with_role(PLAIN, waivers=(WAIVER,))),
+    "CP051": (with_role(PLAIN, waivers=(WAIVER, *PLAIN.roles[0].waivers)), PLAIN),
+    "CP052": (with_role(PLAIN, entries=()), PLAIN),
+}
+
+
+def codes(whole):
+    """The codes of all findings."""
+    return {finding.rule.code for finding in lint(whole)}
+
+
+def test_every_rule_has_a_case():
+    """A new rule comes with its bug and its mend."""
+    assert set(CASES) == set(RULES)
+
+
+@pytest.mark.parametrize("code", sorted(CASES))
+def test_a_rule_finds_its_bug_and_accepts_its_mend(code):
+    """Found before, not found after."""
+    broken, mended = CASES[code]
+    assert code in codes(broken)
+    assert code not in codes(mended)
+
+
+def test_a_chain_that_was_not_asked_for_is_an_error():
+    """More than was asked is CP031, as a higher mode is."""
+    assert any(entry.draft_steps for entry in FUSED.role(Role.DRAFT_DECODE).entries)
+    single = replace(FUSED, speculative=replace(EAGLE, chain=Chain.SINGLE))
+    assert "CP031" in codes(single)
+    assert "CP031" not in codes(FUSED)
+
+
+def test_coarse_sizes_are_said_only_where_there_is_room_for_more():
+    """CP045 asks for graphs, so it is silent where budget or backend allow none."""
+    broken, _ = CASES["CP045"]
+    for graphs, found in ((broken.num_graphs, False), (broken.num_graphs + 1, True)):
+        assert ("CP045" in codes(replace(broken, budget=Budget(max_graphs=graphs)))) == found
+    full = sum(entry.mode is FULL for entry in broken.roles[0].entries)
+    for graphs, found in ((full, False), (full + 1, True)):
+        assert ("CP045" in codes(on_groups(broken, max_graphs=graphs))) == found
+
+
+@pytest.mark.parametrize("broken", [case[0] for case in CASES.values()], ids=list(CASES))
+def test_a_finding_says_what_where_and_what_to_do(broken):
+    """Every finding has a sentence, a remedy, and a path that leads into the plan."""
+    for finding in lint(broken):
+        assert finding.found.says
+        assert finding.rule.remedy
+        assert str(finding).startswith(f"{finding.rule.code} {finding.rule.name}: ")
+        value = broken
+        for part in finding.found.path:
+            value = value[part] if isinstance(part, int) else getattr(value, part)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_a_rule_explains_itself(rule):
+    """A stable code, a name, an explanation, and threads in which the bug was seen."""
+    assert re.fullmatch(r"CP0\d\d", rule.code)
+    assert re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name)
+    assert rule.explanation
+    assert rule.threads
+    assert all(re.fullmatch(r"[A-Za-z-]+#\d+", thread) for thread in rule.threads)
+    assert all(part in {f.name for f in attrs.fields(Spec)} for part in rule.mend[:1])
+
+
+def test_codes_and_names_are_unique():
+    """Neither is given twice."""
+    assert len({rule.name for rule in RULES.values()}) == len(RULES)
+    assert [rule.code for rule in RULES.values()] == list(RULES)
+
+
+@given(plans(max_reqs=64))
+def test_a_planned_plan_has_no_error(whole):
+    """What the planner makes is never wrong by its own lint, and has neither idle graphs nor waivers."""
+    errors = [
+        str(finding)
+        for finding in lint(whole)
+        if finding.rule.severity is Severity.ERROR or finding.rule.code in ("CP020", "CP051")
+    ]
+    assert not errors

@@ -1,0 +1,182 @@
+"""``check`` and ``diff``: findings in every format, and drift."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from capture_planner.analysis import lint
+from support.commands import PLAN, SPEC, TINY, TINY_PLAN, Run, edited
+
+# check -------------------------------------------------------------------------------------------
+
+
+def test_check_of_sound_plans(run: Run) -> None:
+    ran = run("check", *sorted(str(path) for path in Path("plans/locked").glob("*.yaml")))
+    assert ran.code == 0
+    assert " warning" not in ran.out
+    assert " error" not in ran.out
+
+
+def test_notes_count_only_when_strict(run: Run) -> None:
+    plan = "plans/locked/llama-3.2-3b-eagle-t4.t4.yaml"
+    assert run("check", plan).code == 0
+    ran = run("check", plan, "--strict")
+    assert ran.code == 2
+    assert ": note: CP" in ran.out
+
+
+def test_check_of_a_spec_points_into_the_spec(run: Run) -> None:
+    few = edited("few.yaml", "plans/specs/llama-3.1-8b.yaml", ("num_tokens: 8192", "num_tokens: 128"))
+    ran = run("check", few, "-e", "h100")
+    line = next(n for n, text in enumerate(Path(few).read_text().splitlines(), 1) if "limits:" in text)
+    assert ran.code == 2
+    assert f"few.yaml:{line}:" in ran.out
+    assert "warning: CP003 tokens-limit-requests" in ran.out
+    assert "1 file checked: 1 warning" in ran.out.splitlines()[-1]
+
+
+@pytest.fixture
+def unsound(folder: Path) -> str:
+    """Return a plan that lost its waivers and gained a graph that nothing reaches."""
+    text = Path(TINY_PLAN).read_text("utf-8")
+    old = "num_reqs: [8, 7,"
+    assert old in text
+    Path("unsound.yaml").write_text(text.replace(old, "num_reqs: [9, 8, 7,", 1), "utf-8")
+    return "unsound.yaml"
+
+
+def test_findings_exit_with_2(run: Run, unsound: str) -> None:
+    ran = run("check", unsound)
+    assert ran.code == 2
+    assert ": warning: CP020 unreachable-entry: target: 1 of" in ran.out
+
+
+def test_findings_as_json(run: Run, unsound: str) -> None:
+    data = run("check", unsound, "--format", "json").document(2)
+    assert set(data) == {"findings", "drift"}
+    for finding in data["findings"]:
+        assert set(finding) == {
+            "code", "name", "severity", "class", "role", "message", "remedy", "threads", "file", "line",
+            "column",
+        }  # fmt: skip
+        assert finding["code"] in lint.RULES
+        assert finding["file"] == unsound
+        assert finding["line"] > 1
+
+
+def test_findings_for_github(run: Run, unsound: str) -> None:
+    ran = run("check", unsound, "--format", "github")
+    assert ran.code == 2
+    for line in ran.out.splitlines():
+        command, properties, _message = line.split(" ", 1)[0], *line.split(" ", 1)[1].split("::", 1)
+        assert command in ("::error", "::warning", "::notice")
+        assert properties.startswith("file=unsound.yaml,line=")
+        assert ",title=CP" in properties
+
+
+def test_nothing_to_say_is_nothing_for_github(run: Run) -> None:
+    ran = run("check", "plans/locked/llama-3.1-8b.h100.yaml", "--format", "github")
+    assert (ran.code, ran.out) == (0, "")
+
+
+def test_names_are_escaped_for_github(run: Run, unsound: str) -> None:
+    shutil.copy(unsound, "a:b,c%d.yaml")
+    out = run("check", "a:b,c%d.yaml", "--format", "github").out
+    assert "file=a%3Ab%2Cc%25d.yaml,line=" in out
+
+
+def test_sarif(run: Run, unsound: str) -> None:
+    data = run("check", unsound, "--spec", SPEC, "--format", "sarif").document(2)
+    assert data["version"] == "2.1.0"
+    assert data["$schema"].endswith("sarif-2.1.0.json")
+    (once,) = data["runs"]
+    driver = once["tool"]["driver"]
+    assert driver["name"] == "capture-planner"
+    ids = [rule["id"] for rule in driver["rules"]]
+    assert set(ids) == {*lint.RULES, "CP099"}
+    assert len(ids) == len(set(ids))
+    for rule in driver["rules"]:
+        assert rule["shortDescription"]["text"]
+    assert {result["ruleId"] for result in once["results"]} >= {"CP020", "CP099"}
+    for result in once["results"]:
+        assert result["ruleId"] in ids
+        assert result["level"] in ("error", "warning", "note")
+        assert result["message"]["text"]
+        (location,) = result["locations"]
+        place = location["physicalLocation"]
+        assert place["artifactLocation"]["uri"] == unsound
+        assert place["region"]["startLine"] >= 1
+        assert place["region"]["startColumn"] >= 1
+
+
+def test_no_drift(run: Run) -> None:
+    ran = run("check", PLAN, "--spec", SPEC)
+    assert ran.code == 0
+    assert "CP099" not in ran.out
+
+
+@pytest.fixture
+def drifted(folder: Path) -> str:
+    """Return a spec that moved on after its plan was made."""
+    return edited("moved.yaml", TINY, ("max_num_reqs: 8", "max_num_reqs: 12"))
+
+
+@pytest.mark.parametrize("form", ["text", "github", "sarif", "json"])
+def test_drift_is_found(run: Run, drifted: str, form: str) -> None:
+    ran = run("check", TINY_PLAN, "--spec", drifted, "--format", form)
+    assert ran.code == 2
+    assert f"{drifted} gives another plan: limits: max_num_reqs 8 became 12" in ran.out
+
+
+def test_drift_as_json(run: Run, drifted: str) -> None:
+    drift = run("check", TINY_PLAN, "--spec", drifted, "--format", "json").document(2)["drift"]
+    assert drift
+    for difference in drift:
+        assert set(difference) == {"file", "message"}
+
+
+def test_drift_goes_away_by_planning_again(run: Run, drifted: str) -> None:
+    assert run("plan", drifted, "-o", TINY_PLAN).code == 0
+    assert run("check", TINY_PLAN, "--spec", drifted).code == 0
+
+
+# diff --------------------------------------------------------------------------------------------
+
+
+def test_diff_of_equal_plans(run: Run) -> None:
+    ran = run("diff", PLAN, SPEC, "-e", "h100")
+    assert (ran.code, ran.out) == (0, "the plans are the same\n")
+    assert run("diff", PLAN, PLAN, "--format", "json").data == {"changes": []}
+
+
+def test_diff_in_words(run: Run, drifted: str) -> None:
+    ran = run("diff", TINY_PLAN, drifted, "-e", "cpu")
+    assert ran.code == 2
+    lines = ran.out.splitlines()
+    assert lines[0] == "limits: max_num_reqs 8 became 12"
+    assert "target captures in addition 2 graphs: FULL decodes of 3 at 12, 10 requests" in lines
+
+
+def test_diff_is_the_other_way_round(run: Run, drifted: str) -> None:
+    run("plan", drifted, "-o", "moved.cpu.yaml")
+    out = run("diff", "moved.cpu.yaml", TINY_PLAN).out
+    assert "target no longer captures 2 graphs: FULL decodes of 3 at 12, 10 requests" in out
+
+
+def test_diff_as_json(run: Run, drifted: str) -> None:
+    changes = run("diff", TINY_PLAN, drifted, "-e", "cpu", "--format", "json").document(2)["changes"]
+    for change in changes:
+        assert set(change) == {"role", "what", "says", "entries"}
+    (added,) = [c for c in changes if c["what"] == "added" and c["role"] == "target"]
+    assert [entry["num_reqs"] for entry in added["entries"]] == [12, 10]
+
+
+def test_diff_says_when_a_mode_changes(run: Run) -> None:
+    spec = "plans/specs/llama-3.2-3b-eagle-t4.yaml"
+    run("plan", spec, "-o", "new.h100.yaml")
+    out = run("diff", "plans/locked/llama-3.2-3b-eagle-t4.t4.yaml", "new.h100.yaml").out
+    assert "target runs FULL_AND_PIECEWISE, it ran PIECEWISE" in out
+    assert "environment: name t4 became h100" in out

@@ -1,0 +1,337 @@
+"""engine, check --engine, compare and export: what people type, what they read, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner import codec
+from capture_planner.cli.common import split_words
+from capture_planner.codec import shipped as catalog
+from capture_planner.engines import ENGINES, emulate, find_engine
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
+from support.commands import Run
+
+ROOT = Path(__file__).parent.parent.parent
+PLAN = str(ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
+SPEC = str(ROOT / "plans" / "specs" / "llama-3.1-8b.yaml")
+TIERS = (
+    '{"method":"eagle3","model":"x/y","num_speculative_tokens":2,'
+    '"num_speculative_tokens_per_batch_size":[[1,16,2],[17,256,1]]}'
+)
+H100 = ("--environment", "h100")
+FLAGS = {
+    "vllm": ("--max-num-seqs", "64"),
+    "sglang": ("--max-running-requests", "64"),
+    "tensorrt-llm": ("--max_batch_size", "64"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_help_lists_the_flags_of_the_engine_that_is_named(call: Run, name: str) -> None:
+    """Each flag that graphs can depend on, and none of another engine's; without a name, how to ask."""
+    ran = call("engine", name, "--help")
+    assert ran.code == 0
+    assert f"Flags of {name} " in ran.out
+    listed = {line.split()[0] for line in ran.out.partition("Flags of ")[2].splitlines() if line[2:3].strip()}
+    assert set(find_engine(name).flags) <= listed
+    assert f"engine {ENGINES[0]} --help" in call("engine", "--help").out
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_document_has_what_it_promises(call: Run, name: str) -> None:
+    """Sizes, graphs with their six keys, modes by role, decisions; the same as the library says."""
+    data = call("engine", name, *FLAGS[name], *H100, "--format", "json").data
+    emulated = emulate(name, FLAGS[name], catalog.find_environment("h100"))
+    assert data["sizes"] == list(emulated.sizes)
+    assert len(data["graphs"]) == len(emulated.graphs) > 0
+    keys = {"role", "mode", "num_tokens", "num_reqs", "query_len", "active_loras"}
+    assert all(keys <= set(graph) for graph in data["graphs"])
+    assert data["mode"] == {role.value: mode.value for role, mode in emulated.modes.items()}
+    assert all({"rule", "before", "after", "says"} <= set(decision) for decision in data["decisions"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_table_has_every_role_and_setting(call: Run, name: str) -> None:
+    """For people: each role with its mode, what serves which batches, and the settings behind it."""
+    ran = call("engine", name, *FLAGS[name], *H100)
+    emulated = emulate(name, FLAGS[name], catalog.find_environment("h100"))
+    assert ran.code == 0
+    for role, mode in emulated.modes.items():
+        assert f"{role} {mode.value}" in ran.out
+    for setting in emulated.settings:
+        assert setting.name in ran.out
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_lines_are_answered_as_the_dispatcher_would(call: Run, name: str, tmp_path: Path) -> None:
+    """A line for each line, in order."""
+    emulated = emulate(name, FLAGS[name], catalog.find_environment("h100"))
+    batches = [
+        Batch(role=Role.TARGET, num_reqs=n, num_tokens=n * q, query_len=q, past_prompt=past)
+        for n in (1, 5, 33, 64, 65, 300)
+        for q in (1, 2)
+        for past in (True, False)
+    ]
+    keys = ("num_reqs", "num_tokens", "query_len", "past_prompt")
+    lines = [json.dumps({"role": "target"} | {key: getattr(b, key) for key in keys}) for b in batches]
+    file = tmp_path / "batches.jsonl"
+    file.write_text("\n".join(lines), "utf-8")
+    ran = call("engine", name, *FLAGS[name], *H100, "--batches", str(file))
+    answers = [json.loads(line) for line in ran.out.splitlines()]
+    for batch, answer in zip(batches, answers, strict=True):
+        expected = emulated.dispatch(batch)
+        assert answer["mode"] == expected.mode.value
+        assert answer["reason"] == expected.reason
+        if expected.entry is not None:
+            assert answer["num_tokens"] == expected.entry.num_tokens
+
+
+def test_short_flags_of_the_engine_are_left_as_they_are(call: Run) -> None:
+    """-cc.x=y and -O0 are vLLM's, whatever letters ours begin with; ours may stand anywhere."""
+    flags = ("--format", "json", "-cc.cudagraph_mode=FULL_DECODE_ONLY", "--max-num-seqs=16")
+    data = call("engine", "vllm", *flags, *H100).data
+    assert data["mode"] == {"target": "FULL_DECODE_ONLY"}
+    assert call("engine", "vllm", "-O0", "--format=json", *H100).data["graphs"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "front"),
+    [
+        ("vllm", "CUDA_VISIBLE_DEVICES=0,1 vllm serve"),
+        ("vllm", "serve"),
+        ("vllm", "/opt/bin/python3.12 -m vllm.entrypoints.openai.api_server"),
+        ("sglang", "SGLANG_X=1 python3 -m sglang.launch_server"),
+        ("sglang", "sglang serve"),
+        ("tensorrt-llm", "TLLM_LOG_LEVEL=INFO trtllm-serve"),
+        ("tensorrt-llm", "trtllm-serve serve"),
+    ],
+)
+def test_a_whole_command_line_will_do(call: Run, name: str, front: str) -> None:
+    """Variables and the program in front of the flags change nothing."""
+    bare = call("engine", name, *FLAGS[name], *H100, "--format", "json").data
+    assert call("engine", name, *front.split(), *FLAGS[name], *H100, "--format", "json").data == bare
+
+
+def test_the_own_variables_of_an_engine_decide() -> None:
+    """Those in front of its program count, others do not."""
+    machine = catalog.find_environment("h100")
+    words = ["CUDA_VISIBLE_DEVICES=1", "VLLM_USE_V2_MODEL_RUNNER=0", "vllm", "serve", "m"]
+    assert emulate("vllm", words, machine).command == ("VLLM_USE_V2_MODEL_RUNNER=0", "m")
+    for name in ENGINES:
+        assert set(find_engine(name).limits) <= set(find_engine(name).flags)
+
+
+OWN = {"--format": True, "--flag": False}
+WORDS = st.sampled_from(
+    ["-e", "--x", "v", "-cc.mode=3", "--format", "--flag", "--format=a", "-O0", "--xy=--flag"]
+)
+
+
+@given(st.lists(WORDS), st.lists(WORDS))
+def test_words_are_parted_and_none_is_lost(words: list[str], behind: list[str]) -> None:
+    """Read from the left: an option of ours takes its value along, all else is theirs, and all behind --."""
+    expected: tuple[list[str], list[str]] = ([], [])
+    waits = False
+    for word in words:
+        ours = waits or word.partition("=")[0] in OWN
+        expected[not ours].append(word)
+        waits = not waits and word == "--format"
+    if waits:
+        words, expected[0][:] = [*words, "text"], [*expected[0], "text"]
+    assert split_words([*words, "--", *behind], OWN) == (expected[0], [*expected[1], *behind])
+
+
+def test_the_lint_of_flags_has_findings_and_an_exit_code(call: Run) -> None:
+    """20 batches miss their graph; the flag that mends it is named, and mends it."""
+    flags = ("--max-num-seqs", "256", "--speculative-config", TIERS)
+    data = call("check", "--engine", "vllm", *flags, *H100, "--format", "json").document(2)
+    missed = [f for f in data["findings"] if f["code"] == "EN002" and f["role"] == "target"]
+    assert [finding["count"] for finding in missed] == [20]
+    sizes = missed[0]["mend"].partition("--cudagraph-capture-sizes ")[2].partition(",")[0].split()
+    mended = call("check", "--engine", "vllm", *flags, "--cudagraph-capture-sizes", *sizes, *H100)
+    assert "EN002 compatible-graph-missed: target" not in mended.out
+    assert "nothing to report" in call("check", "--engine", "vllm", *FLAGS["vllm"], *H100).out
+
+
+def test_files_are_checked_as_before(call: Run) -> None:
+    """Without --engine the words are files, and short options are ours."""
+    assert call("check", PLAN).code == 0
+    assert call("check", SPEC, "-e", "h100").code == 0
+    assert "Missing argument" in call("check").err
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_plan_is_exported_and_the_engine_reads_it(call: Run, name: str, tmp_path: Path) -> None:
+    """The flags that are printed are those that were emulated; the file is written where it is wanted."""
+    file = tmp_path / "engine.yaml"
+    data = call("export", PLAN, "--to", name, "--format", "json", "--output", str(file)).data
+    assert file.read_text("utf-8") == data["file"]
+    assert data["proof"]["batches"] > 0
+    said = call("export", PLAN, "--to", name)
+    assert said.code == 0
+    for loss in data["losses"]:
+        assert loss["name"] in said.out
+    assert call("export", PLAN, "--to", name, "--strict").code == (0 if data["proof"]["exact"] else 2)
+
+
+T4 = str(ROOT / "plans" / "locked" / "llama-3.2-3b-eagle-t4.t4.yaml")
+TINY = str(ROOT / "plans" / "locked" / "tiny-reference-cpu.cpu.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("vllm", "it does not run on compute capability 7.5"), ("sglang", "needs SM80 to SM90")],
+)
+def test_a_backend_that_the_machine_cannot_run_is_not_exported(call: Run, name: str, reason: str) -> None:
+    """The flags are without it, are proved, and are those that the engine takes on that machine."""
+    data = call("export", T4, "--to", name, "--format", "json").data
+    assert "--attention-backend" not in data["flags"]
+    assert reason in {loss["name"]: loss["says"] for loss in data["losses"]}["backend"]
+    assert data["proof"]["batches"] > 0
+    assert data["unproved"] is None
+    assert call("engine", name, *data["flags"], "--environment", "t4").code == 0
+    said = call("export", T4, "--to", name)
+    assert said.code == 0
+    assert said.out.startswith("--model")
+    assert "not proved" not in said.out
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("strict", [(), ("--strict",)])
+def test_flags_are_written_where_nothing_can_be_proved(
+    call: Run, name: str, strict: tuple[str, ...], tmp_path: Path
+) -> None:
+    """No GPU, no proof: flags and file all the same, the reason in text and JSON, and exit code 2."""
+    file = tmp_path / "engine.yaml"
+    data = call("export", TINY, "--to", name, "--format", "json", "-o", str(file), *strict).document(2)
+    assert "--max" in " ".join(data["flags"])
+    assert data["proof"] is None
+    assert "cpu has no CUDA device" in data["unproved"]
+    assert file.read_text("utf-8") == data["file"]
+    said = call("export", TINY, "--to", name, *strict)
+    assert said.code == 2
+    assert said.out.startswith("--model")
+    assert "not proved" in said.out
+    assert "nothing of the plan is lost" not in said.out
+
+
+CAN_BE = (
+    "a plan or spec file, or an engine's command line in quotes, beginning with one of vllm, sglang, tensorrt"
+)
+
+
+@pytest.mark.parametrize(
+    ("sides", "which", "says"),
+    [
+        (("foo --a", "vllm"), "A: foo --a", CAN_BE),
+        (("", "vllm"), "A: ''", CAN_BE),
+        (("vllm", " "), "B: ' '", CAN_BE),
+        (("vllm", "vLLM --max-num-seqs 3"), "B: vLLM --max-num-seqs 3", "did you mean vllm?"),
+        (("trtllm-serve", "vllm"), "A: trtllm-serve", "did you mean tensorrt-llm?"),
+        (("vllm", "vllm --max-num-seqs x"), "B.--max-num-seqs", "give a whole number"),
+        (("vllm 'open", "vllm"), 'A: "vllm \'open"', "quote it as a shell would"),
+    ],
+)
+def test_a_side_that_is_none_is_named(call: Run, sides: tuple[str, str], which: str, says: str) -> None:
+    """Which of both it was, and what it can be."""
+    ran = call("compare", *sides, *H100)
+    assert ran.code == 1
+    assert f"{which}: " in ran.err
+    assert says in " ".join(ran.err.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("engine", "vllm"), ("check", "--engine", "sglang"), ("compare", "vllm", "vllm"), ("plan", SPEC)],
+)
+def test_an_empty_environment_is_none(call: Run, command: tuple[str, ...]) -> None:
+    """It is not the default one."""
+    ran = call(*command, "--environment", "")
+    assert ran.code == 1
+    assert "names no machine; shipped are a100" in ran.err
+
+
+def test_deployments_are_put_side_by_side(call: Run) -> None:
+    """A plan and an engine; the engine runs on the plan's machine where no other is named."""
+    ran = call("compare", PLAN, "vllm --max-num-seqs 256")
+    assert (ran.code, ran.err) == (0, "")
+    data = call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
+    assert data == call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
+    same = call("compare", PLAN, PLAN, "--format", "json").data
+    assert not same["holes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("engine", "lmdeploy"), "'lmdeploy' is not one of 'vllm', 'sglang', 'tensorrt-llm'"),
+        (("engine", "vllm", "--max-num-sequences", "3"), "--max-num-sequences"),
+        (("engine", "vllm", "--max-num-seqs", "many"), "--max-num-seqs"),
+        (("engine", "vllm", "-cc.cudagraph_capture_sizes=[1,2]", "-cc.max_cudagraph_capture_size=8"), "8"),
+        (("engine", "sglang", "--cuda-graph-max-bs", "64"), "ambiguous"),
+        (("engine", "tensorrt-llm", "--max_batch", "64"), "--max_batch"),
+        (("engine", "vllm", "--environment", "h9000"), "no environment is named 'h9000'"),
+        (("engine", "vllm", "--format"), "'--format' requires an argument"),
+        (("engine", "vllm", "VLLM_NO=1"), "VLLM_NO: this variable is not emulated; leave it out"),
+        (
+            ("engine", "vllm", "--cudagraph-capture-sizes", "0", "8"),
+            "a graph of 0 tokens; give sizes from 1 on",
+        ),
+        (
+            ("engine", "sglang", "--cuda-graph-bs-decode", "0", "8"),
+            "every decode size to be positive, and has 0",
+        ),
+        (
+            ("engine", "vllm", "--max-num-seqs", "100000", "--max-num-batched-tokens", "1000000"),
+            "--max-num-seqs: vllm may take it, and capture-planner does not: must be at most 65536",
+        ),
+        (("check", "--engine", "vllm", "--format", "sarif"), "give text or json"),
+        (("check", "--engine", "vllm", "--spec", SPEC), "--spec is for plans"),
+        (("compare", PLAN, "vllm --nope"), "--nope"),
+        (("compare", PLAN, "vllm 'open"), "quote it as a shell would"),
+        (("compare", PLAN, "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("compare", PLAN, PLAN, "--traffic", "nowhere.csv"), "nowhere.csv"),
+        (("export", PLAN, "--to", "vllm", "-o", "nowhere/x.yaml"), "there is no such folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(call: Run, arguments: tuple[str, ...], says: str) -> None:
+    """In a sentence, with exit code 1, and no traceback."""
+    ran = call(*arguments)
+    assert ran.code == 1
+    assert says in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err
+
+
+def test_a_locked_plan_is_not_written_over(call: Run, tmp_path: Path) -> None:
+    """The file of --output is not the plan's."""
+    file = tmp_path / "plan.yaml"
+    file.write_text(Path(PLAN).read_text("utf-8"), "utf-8")
+    assert call("export", str(file), "--to", "vllm", "-o", str(file)).code == 1
+    assert codec.load_plan(file) == codec.load_plan(PLAN)
+
+
+@pytest.mark.parametrize(("name", "flag"), [("vllm", "--model"), ("sglang", "--model-path")])
+def test_what_is_assumed_of_a_model_goes_to_standard_error(call: Run, name: str, flag: str) -> None:
+    """One line on what rests on it and what to do, in every command; documents stay documents."""
+    command = (name, flag, "some/model")
+    shown = call("engine", *command, *H100, "--format", "json")
+    (note,) = shown.data["notes"]
+    assert shown.err == f"note: {note}\n"
+    assert "folder with its config.json" in note
+    checked = call("check", "--engine", *command, *H100, "--format", "json")
+    assert (checked.err, list(json.loads(checked.out))) == (shown.err, ["findings"])
+    assert f"note: {note}" not in call("engine", *command, *H100).out
+    sides = call("compare", " ".join(command), f"{name} {flag} Qwen/Qwen3-8B", *H100, "--format", "json")
+    assert sides.err == shown.err
+    assert sides.data
+
+
+@pytest.mark.parametrize("command", [("vllm", "Qwen/Qwen3-8B"), ("vllm",), ("tensorrt-llm", "some/model")])
+def test_nothing_is_said_where_nothing_is_assumed(call: Run, command: tuple[str, ...]) -> None:
+    """A known model, the one that vLLM takes by itself, and an engine whose graphs no model decides."""
+    ran = call("engine", *command, *H100, "--format", "json")
+    assert (ran.err, ran.data["notes"]) == ("", [])

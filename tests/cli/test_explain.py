@@ -1,0 +1,147 @@
+"""``explain``: one batch, all of them, and those of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.commands import PLAN, Run
+
+
+def test_explain_a_batch(run: Run) -> None:
+    ran = run("explain", PLAN, "--num-reqs", "100", "--query-len", "4")
+    assert ran.code == 0
+    assert ran.out.startswith("target: 100 requests, 400 tokens, 4 each -> FULL\n")
+    assert "has room for" in ran.out
+
+
+def test_explain_as_json(run: Run) -> None:
+    data = run("explain", PLAN, "--num-reqs", "100", "--query-len", "4", "--format", "json").data
+    assert set(data) == {
+        "batch",
+        "mode",
+        "entry",
+        "padded_tokens",
+        "padded_reqs",
+        "reason",
+        "says",
+        "rejected",
+    }
+    assert data["batch"]["num_tokens"] == 400
+    assert data["mode"] == "FULL"
+    assert data["entry"]["num_tokens"] == 400 + data["padded_tokens"]
+    assert data["entry"]["num_reqs"] == 100 + data["padded_reqs"]
+    assert data["reason"] is None
+    assert data["rejected"]
+    for rejected in data["rejected"]:
+        assert set(rejected) == {"entry", "rejection", "says"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "reason"),
+    [
+        (["--num-reqs", "8", "--query-len", "4", "--prompt"], "PIECEWISE", None),
+        (["--num-reqs", "8", "--num-tokens", "40"], "PIECEWISE", None),
+        (["--num-reqs", "8", "--num-tokens", "8000"], "NONE", "sizes"),
+        (["--num-reqs", "300", "--query-len", "4"], "NONE", "not_admissible"),
+        (["--num-reqs", "8", "--query-len", "1", "--role", "draft_decode"], "FULL", None),
+        (["--num-reqs", "8", "--query-len", "4", "--active-loras", "2"], "NONE", "not_admissible"),
+    ],
+)
+def test_explain_says_the_mode_or_the_reason(
+    run: Run, arguments: list[str], mode: str, reason: str | None
+) -> None:
+    data = run("explain", PLAN, *arguments, "--format", "json").data
+    assert (data["mode"], data["reason"]) == (mode, reason)
+    assert mode in run("explain", PLAN, *arguments).out
+
+
+def test_explain_names_prompts_and_adapters(run: Run) -> None:
+    plan = "plans/locked/llama-3.1-8b-lora8.a100.yaml"
+    out = run("explain", plan, "--num-reqs", "8", "--query-len", "1", "--prompt", "--active-loras", "3").out
+    assert "prompts among them, 3 active LoRA" in out
+
+
+def test_coverage(run: Run) -> None:
+    ran = run("explain", PLAN, "--coverage")
+    assert ran.code == 0
+    assert ran.out.split()[:2] == ["role", "batches"]
+    assert "1 to 256 requests of 4" in ran.out
+    assert "NONE (sizes)" in ran.out
+
+
+def test_coverage_as_json(run: Run) -> None:
+    data = run("explain", PLAN, "--coverage", "--format", "json").data
+    assert data["covered"] is True
+    for cell in data["cells"]:
+        assert set(cell) == {
+            "role", "kind", "query_len", "first", "last", "min_reqs", "max_reqs", "min_loras", "max_loras",
+            "mode", "entry", "reason", "share_padded", "worst_ratio",
+        }  # fmt: skip
+        assert (cell["entry"] is None) == (cell["reason"] is not None)
+
+
+BATCHES = [
+    {"role": "target", "num_reqs": 3, "num_tokens": 12, "query_len": 4, "past_prompt": True},
+    {"role": "target", "num_reqs": 3, "num_tokens": 12, "query_len": None, "past_prompt": False},
+    {"role": "draft_decode", "num_reqs": 3, "num_tokens": 3, "query_len": 1, "active_loras": 0},
+    {"role": "target", "num_reqs": 300, "num_tokens": 8000},
+]
+
+
+def test_batches_answer_a_line_for_a_line(run: Run) -> None:
+    lines = "\n".join(json.dumps(batch) for batch in BATCHES).encode()
+    Path("batches.jsonl").write_bytes(lines)
+    ran = run("explain", PLAN, "--batches", "batches.jsonl")
+    answers = [json.loads(line) for line in ran.out.splitlines()]
+    assert ran.code == 0
+    assert [answer["mode"] for answer in answers] == ["FULL", "PIECEWISE", "FULL", "NONE"]
+    for answer in answers:
+        assert list(answer) == ["mode", "num_tokens", "num_reqs", "query_len", "active_loras", "reason"]
+    assert answers[-1] == {
+        "mode": "NONE",
+        "num_tokens": 8000,
+        "num_reqs": 300,
+        "query_len": None,
+        "active_loras": 0,
+        "reason": "not_admissible",
+    }
+    assert run("explain", PLAN, "--batches", "-", stdin=lines).out == ran.out
+
+
+def test_empty_lines_are_left_out(run: Run) -> None:
+    lines = f"\n{json.dumps(BATCHES[0])}\n  \n".encode()
+    assert len(run("explain", PLAN, "--batches", "-", stdin=lines).out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object"),
+        ('{"role": "target", "num_reqs": 1}', "num_tokens: is missing"),
+        ('{"role": "drafter", "num_reqs": 1, "num_tokens": 1}', "role: expected one of target"),
+        ('{"role": "target", "num_reqs": "1", "num_tokens": 1}', "num_reqs: expected a whole number"),
+        ('{"role": "target", "num_reqs": 1, "num_tokens": -1}', "num_tokens: expected a whole number"),
+        ('{"role": "target", "num_reqs": true, "num_tokens": 1}', "num_reqs: expected a whole number"),
+        ('{"role": "target", "num_reqs": 1, "num_tokens": 1, "past_prompt": 1}', "past_prompt: expected"),
+        ('{"role": "target", "num_reqs": 1, "num_tokens": 1, "lora": 1}', "lora: unknown key"),
+        ("[" * 5000, "not JSON"),
+    ],
+)
+def test_a_wrong_line_is_named_and_nothing_is_answered(run: Run, line: str, says: str) -> None:
+    good = json.dumps(BATCHES[0])
+    Path("batches.jsonl").write_text(f"{good}\n\n{line}\n{good}\n{line}\n", "utf-8")
+    ran = run("explain", PLAN, "--batches", "batches.jsonl")
+    assert (ran.code, ran.out) == (1, "")
+    first, second = ran.err.splitlines()
+    assert first.startswith(f"error: batches.jsonl:3: {says}")
+    assert second.startswith(f"error: batches.jsonl:5: {says}")
+
+
+def test_bytes_that_are_not_text(run: Run) -> None:
+    ran = run("explain", PLAN, "--batches", "-", stdin=b'{"role": "\xff"}\n')
+    assert ran.code == 1
+    assert ":1: not JSON" in ran.err

@@ -1,0 +1,479 @@
+"""The command ``run``: every option, what it refuses, and what a report is when it was interrupted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture_planner import cli, codec
+from capture_planner.records._base import replace
+from support.commands import Run, spec_for
+
+torch = pytest.importorskip("torch")
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parent.parent.parent
+SPEC = spec_for(3)
+FEW = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
+
+
+@pytest.fixture
+def run(executing: Callable[[str, str], Run]) -> Run:
+    """Return a function that calls ``run``, in a folder with the plan of ``SPEC``."""
+    return executing("run", SPEC)
+
+
+def run_json(run: Run, *arguments: str) -> Any:
+    """Run the plan, and return its report as data."""
+    return run("plan.yaml", "--format", "json", *arguments).data
+
+
+# Reports ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_runs(run: Run) -> None:
+    """Everything is captured and served, and the sections of the report come in their order."""
+    ran = run("plan.yaml", *FEW)
+    assert (ran.code, ran.err) == (0, "")
+    titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)*)$", ran.out, re.M)
+    assert titles == [
+        "Captured",
+        "Served from",
+        "Fallbacks",
+        "Graphs used",
+        "Memory",
+        "Memory by graph",
+        "Steps",
+        "Acceptance",
+        "Latency",
+    ]
+    assert "requests: 3 finished, 0 cut off" in ran.out
+
+
+def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
+    """docs/running.md lists the keys; nothing else is on the standard output."""
+    page = (ROOT / "docs" / "running.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page.partition("| key |")[2], re.M)
+    documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    data = run_json(run, *FEW, "--verify")
+    assert set(data) == documented
+    assert data["differing"] == []
+    assert len(data["captured"]["entries"]) == data["captured"]["planned"] == data["captured"]["graphs"]
+    assert {request["name"] for request in data["requests"]} == {f"request-{i}" for i in range(3)}
+
+
+def test_html_is_a_page_of_the_same_run(run: Run) -> None:
+    """``--html`` writes beside what is printed."""
+    ran = run("plan.yaml", *FEW, "--html", "run.html", "--format", "json")
+    assert ran.data["throughput"]["finished"] == 3
+    assert ran.err == "written to run.html\n"
+    page = Path("run.html").read_text("utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "Served from" in page
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("nowhere/run.html", "--html nowhere/run.html: there is no such folder"),
+        (".", "--html . is a folder; name a file"),
+        ("/proc/x", "--html /proc/x cannot be written: "),
+        ("dangling", "--html dangling cannot be written: "),
+        ("loop", "--html loop cannot be written: "),
+        ("plan.yaml", "--html plan.yaml is the file of the plan too; name another"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(
+    run: Run, file: str, says: str
+) -> None:
+    """What ran for an hour would else have nowhere to go; the plan itself is not overwritten."""
+    Path("dangling").symlink_to("nowhere/run.html")
+    Path("loop").symlink_to("loop")
+    before = Path("plan.yaml").read_text("utf-8")
+    refused = run("plan.yaml", "--html", file)
+    assert (refused.code, refused.out) == (1, "")
+    assert says in refused.err
+    assert Path("plan.yaml").read_text("utf-8") == before
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_is_shown_where_it_is_wanted(run: Run, shown: bool) -> None:
+    """Bars stand on the standard error stream; without a terminal they must be asked for."""
+    ran = run("plan.yaml", *FEW, "--progress" if shown else "--no-progress")
+    assert ("capture" in ran.err) == ("serve" in ran.err) == shown
+    assert "capture " not in ran.out
+
+
+def test_a_spec_is_planned_for_this_machine(run: Run) -> None:
+    """Without ``--environment`` that is a CPU, and a note says so; with one nothing needs saying."""
+    alone = run("spec.yaml", *FEW, "--format", "json")
+    named = run("spec.yaml", *FEW, "--format", "json", "--environment", "cpu")
+    assert alone.err == "note: no --environment was named, so this is for cpu\n"
+    assert named.err == ""
+    assert alone.data["spec"] == named.data["spec"]
+    assert alone.data["environment"] == named.data["environment"] == "cpu"
+
+
+# Requests --------------------------------------------------------------------------------------
+
+
+def test_generated_requests_follow_their_options(run: Run) -> None:
+    """Lengths are within their ranges, and a seed decides them and the answers."""
+    options = ("--requests", "4", "--prompt-tokens", "2:5", "--output-tokens", "3", "--rate", "50")
+    first, again, other = (
+        run_json(run, *options, "--step-time", "0.5", "--seed", seed)["requests"] for seed in "778"
+    )
+    assert [request["tokens"] for request in first] == [request["tokens"] for request in again]
+    assert [request["tokens"] for request in first] != [request["tokens"] for request in other]
+    for request in first + other:
+        assert 2 <= request["prompt_tokens"] <= 5
+        assert request["output_tokens"] == len(request["tokens"]) == 3
+
+
+@pytest.mark.parametrize("speed", ["1", "1000"])
+def test_a_trace_is_played(run: Run, speed: str) -> None:
+    """The shipped trace, cut to the model: names are lines; played fast, its requests meet."""
+    shutil.copytree(ROOT / "plans" / "traffic", "traffic")
+    trace = ("--trace", "traffic/short_chat.csv", "--requests", "4", "--clip")
+    data = run_json(run, *trace, "--speed", speed, "--drafter", "copy")
+    assert {r["name"].partition(":")[0] for r in data["requests"]} == {"short_chat.csv"}
+    assert data["throughput"]["finished"] == 4
+    together = max(step["num_reqs"] for step in data["steps"])
+    assert together == 3 if speed == "1000" else together < 3
+
+
+def test_prompts_are_read_and_answered_as_text(run: Run) -> None:
+    """Each answer is as long as was asked for, by the option or by the line."""
+    words = [f"w{index}" for index in range(64)]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    Path("tokenizer").mkdir()
+    made.save("tokenizer/tokenizer.json")
+    Path("tokenizer/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    Path("prompts.jsonl").write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4", "max_new_tokens": 2}\n')
+    prompts = ("--prompts", "prompts.jsonl", "--tokenizer", "tokenizer", "--output-tokens", "5")
+    found = {r["name"]: r for r in run_json(run, *prompts)["requests"]}
+    assert [found[f"prompts.jsonl:{n}"]["prompt_tokens"] for n in (1, 2)] == [3, 1]
+    assert [found[f"prompts.jsonl:{n}"]["output_tokens"] for n in (1, 2)] == [5, 2]
+    for request in found.values():
+        assert request["text"].split() == [words[token] for token in request["tokens"]]
+
+
+def test_a_request_that_is_too_long_is_refused_or_cut(run: Run) -> None:
+    """``--clip`` serves what is refused without it."""
+    long = ("--requests", "2", "--prompt-tokens", "80", "--output-tokens", "4")
+    refused = run("plan.yaml", *long)
+    assert (refused.code, refused.out) == (1, "")
+    assert "request-0: 80 prompt tokens and 4 output tokens are more than max_model_len, 64" in refused.err
+    assert "--clip" in refused.err
+    for request in run_json(run, *long, "--clip")["requests"]:
+        assert request["prompt_tokens"] + request["output_tokens"] == 64
+
+
+# Models and drafters ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafter", "accepted"),
+    [(("copy",), "all"), (("miss",), "none"), (("chance", "--chance", "0.5"), "some"), (("random",), None)],
+)
+def test_what_a_drafter_proposes_changes_no_token(run: Run, drafter: tuple[str, ...], accepted: str) -> None:
+    """Each is verified; how many drafts are right is what its name says."""
+    lengths = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "16")
+    ran = run("plan.yaml", *lengths, "--verify", "--format", "json", "--drafter", *drafter)
+    assert ran.err == "verified: 3 requests, each the same as plain greedy decoding\n"
+    # What is drafted past the end of an answer is no answer of the target.
+    rate = ran.data["acceptance"]["rate"]
+    assert {"all": rate > 0.8, "none": rate == 0, "some": 0 < rate < 0.8, None: True}[accepted]
+
+
+def test_a_model_and_a_drafter_are_configurations(run: Run) -> None:
+    """Both get random weights; a model with other numbers than the plan's is refused, by each number."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "num_hidden_layers": 1,
+    }
+    for name, layers in (("model", 1), ("head", 1), ("deep", 2)):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    ran = run("plan.yaml", *FEW, "--model", "model", "--drafter", "head", "--verify", "--format", "json")
+    assert ran.data["differing"] == []
+    assert "of model, random weights" in ran.data["model"]
+    assert "of head, random weights" in ran.data["model"]
+    refused = run("plan.yaml", *FEW, "--model", "deep")
+    assert refused.code == 1
+    assert "model.num_layers: the plan says 1" in refused.err
+
+
+# Memory, checks and exit codes -----------------------------------------------------------------
+
+
+def test_the_cache_has_the_pages_that_were_asked_for(run: Run) -> None:
+    """Keys and values of both layers, with the null page; too few pages are refused."""
+    data = run_json(run, *FEW, "--pages", "20", "--page-size", "4", "--threads", "2")
+    assert data["captured"]["kv_cache"] == 2 * 2 * (20 + 1) * 4 * 16 * 4
+    assert data["host"]["threads"] == "2"
+    refused = run("plan.yaml", "--requests", "1", "--pages", "1")
+    assert refused.code == 1
+    assert "the KV cache has 1; give it more (--pages)" in refused.err
+
+
+def test_a_graph_that_does_not_fit_is_left_out_and_listed(run: Run) -> None:
+    """Every batch is served all the same, eager, with the reason; enough memory leaves nothing out."""
+    data = run_json(run, *FEW, "--graph-memory", "1KiB")
+    assert data["captured"]["graphs"] == 0
+    assert data["captured"]["dropped"] == data["captured"]["planned"]
+    assert {(entry["reason"], bool(entry["says"])) for entry in data["captured"]["entries"]} == {
+        ("memory", True)
+    }
+    assert {fallback["reason"] for fallback in data["fallbacks"]} == {"memory"}
+    assert data["throughput"]["finished"] == 3
+    shown = run("plan.yaml", *FEW, "--graph-memory", "1KiB").out
+    for kind in ("target PIECEWISE", "target FULL", "draft_prefill PIECEWISE", "draft_decode FULL"):
+        assert f"not captured: {kind}" in shown
+    assert run_json(run, *FEW, "--graph-memory", "1GiB", "--strict")["captured"]["dropped"] == 0
+
+
+def test_strict_stops_where_a_graph_does_not_fit(run: Run) -> None:
+    """The largest PIECEWISE graph of the target is the first, and is named."""
+    ran = run("plan.yaml", *FEW, "--graph-memory", "1KiB", "--strict")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith("error: target: PIECEWISE 12 tokens does not fit into memory: ")
+
+
+def test_eager_captures_nothing(run: Run) -> None:
+    """All forwards are eager because of their mode, and the answers are those of the graphs."""
+    eager, captured = (run_json(run, *FEW, *option) for option in (("--eager",), ()))
+    assert eager["captured"]["entries"] == []
+    assert {forward["reason"] for forward in eager["forwards"]} == {"mode"}
+    assert {forward["reason"] for forward in captured["forwards"]} == {None}
+    assert {r["name"]: r["tokens"] for r in eager["requests"]} == {
+        r["name"]: r["tokens"] for r in captured["requests"]
+    }
+
+
+@pytest.mark.parametrize("options", [("--poison", "--debug"), ("--poison", "--trust"), ("--trust",)])
+def test_answers_survive_every_check(run: Run, options: tuple[str, ...]) -> None:
+    """Spoiled, checked or trusted: the tokens are those of plain decoding, and the exit code is 0."""
+    ran = run("plan.yaml", *FEW, *options, "--verify")
+    assert ran.code == 0
+    assert ran.out.endswith("verified: 3 requests, each the same as plain greedy decoding\n")
+
+
+def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that replays nothing leaves old outputs, and verification sees it."""
+    from capture_planner.runtime.graphs.recorded import RecordedGraph
+
+    monkeypatch.setattr(RecordedGraph, "replay", lambda self: None)
+    ran = run("plan.yaml", *FEW, "--verify", "--format", "json")
+    data = ran.document(2)
+    assert data["differing"]
+    assert "of 3 requests differ from plain greedy decoding: request-" in ran.err
+    assert set(data["differing"]) <= {request["name"] for request in data["requests"]}
+
+
+# Refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "Missing argument 'PLAN|SPEC'"),
+        (("nowhere.yaml",), "nowhere.yaml: cannot be read"),
+        (("plan.yaml", "-e", "cpu"), "is a plan, for cpu; --environment goes with a spec"),
+        (("plan.yaml", "--requests", "0"), "there are no requests to serve"),
+        (("plan.yaml", "--requests", "-1"), "-1 is not in the range"),
+        (("plan.yaml", "--drafter", "coppy"), "copy, miss, chance, random or a folder"),
+        (("plan.yaml", *FEW, "--drafter", "."), "no config.json here"),
+        (("plan.yaml", "--model", "nowhere"), "nowhere: no config.json here"),
+        (("plan.yaml", "--prompts", "prompts.txt"), "--prompts and --tokenizer go together"),
+        (("plan.yaml", "--tokenizer", "."), "--prompts and --tokenizer go together"),
+        (("plan.yaml", "--prompts", "nowhere.txt", "--tokenizer", "."), "nowhere.txt: cannot be read"),
+        (("plan.yaml", "--prompts", "spec.yaml", "--tokenizer", "nowhere"), "nowhere: no such folder"),
+        (("plan.yaml", "--prompts", "spec.yaml", "--tokenizer", "."), "holds no tokenizer"),
+        (("plan.yaml", "--trace", "nowhere.csv"), "nowhere.csv: cannot be read"),
+        (("plan.yaml", "--trace", "spec.yaml"), "spec.yaml:1:1: no column of the"),
+        (("plan.yaml", "--trace", "a", "--prompts", "b", "--tokenizer", "c"), "one of --trace and --prompts"),
+        (("plan.yaml", "--prompt-tokens", "many"), "neither a whole number nor LOW:HIGH"),
+        (("plan.yaml", "--prompt-tokens", "0"), "must be at least 1"),
+        (("plan.yaml", "--output-tokens", "5:2"), "LOW no more than HIGH"),
+        (("plan.yaml", "--output-tokens", "9999999"), "output_tokens: expected a range within"),
+        (("plan.yaml", "--graph-memory", "much"), "expected a size, got 'much'"),
+        (("plan.yaml", "--page-size", "0"), "0 is not in the range"),
+        (("plan.yaml", "--rate", "0"), "0.0 is not in the range"),
+        (("plan.yaml", "--rate", "nan"), "nan"),
+        (("plan.yaml", "--chance", "2", "--drafter", "chance"), "2.0 is not in the range"),
+        (("plan.yaml", "--trust", "--debug"), "give one"),
+        (("plan.yaml", "--chance", "0.5"), "--chance goes with --drafter chance"),
+        (("plan.yaml", "--speed", "2"), "--speed goes with --trace"),
+        (("plan.yaml", "--trace", "a", "--rate", "2"), "--rate goes with generated requests"),
+        (("plan.yaml", "--eager", "--strict"), "--strict goes with"),
+        (("plan.yaml", "--eager", "--compare"), "--compare goes with"),
+        (("h100.yaml",), "the plan is for NVIDIA H100 80GB HBM3"),
+        (("h100.yaml", "--any-environment"), "the plan is for NVIDIA H100 80GB HBM3"),
+        (("unreadable.yaml",), "not YAML"),
+        (("tensor.yaml",), "parallel.tensor is 2"),
+    ],
+)
+def test_what_cannot_run_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:
+    """Text on the standard error stream, exit code 1, and nothing else is printed."""
+    shutil.copy(ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml", "h100.yaml")
+    Path("unreadable.yaml").write_text("version: [", "utf-8")
+    split = SPEC.replace("num_heads: 2, num_kv_heads: 1", "num_heads: 2, num_kv_heads: 2")
+    Path("tensor.yaml").write_text(f"{split}parallel: {{tensor: 2}}\n", "utf-8")
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (1, "")
+    assert says in " ".join(ran.err.split())
+
+
+def test_a_refusal_is_json_where_that_was_asked_for(run: Run) -> None:
+    """A program gets a document either way; the text stays on the standard error stream."""
+    ran = run("plan.yaml", "--requests", "0", "--format", "json")
+    assert ran.document(1) == {"errors": [{"message": "there are no requests to serve"}]}
+    assert ran.err == "error: there are no requests to serve\n"
+
+
+def test_missing_packages_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every package that is missing, and how to get them; not the modules."""
+    find = importlib.util.find_spec
+    gone = ("torch", "safetensors")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else find(name))
+    ran = run("plan.yaml")
+    assert (ran.code, ran.out) == (1, "")
+    assert "executing a plan needs torch, safetensors; install" in ran.err
+    assert "pip install '.[run]'" in ran.err
+
+
+def test_a_plan_for_other_packages_runs_only_where_it_is_wanted(run: Run) -> None:
+    """``--any-environment`` runs what is refused without it."""
+    plan = codec.load_plan("plan.yaml")
+    codec.write("plan.yaml", codec.dumps(_for_torch(plan, "1.0")))
+    refused = run("plan.yaml", *FEW)
+    assert refused.code == 1
+    assert "torch 1.0 was planned for" in refused.err
+    assert "--any-environment" in refused.err
+    assert run("plan.yaml", *FEW, "--any-environment").code == 0
+
+
+def _for_torch(plan: Any, version: str) -> Any:
+    return replace(plan, environment=replace(plan.environment, packages={"torch": version}))
+
+
+def test_a_plan_with_holes_runs_only_where_it_is_wanted(run: Run) -> None:
+    """Without each role's first graph, batches are uncovered: an error, or eager forwards that say so."""
+    plan = codec.load_plan("plan.yaml")
+    roles = tuple(replace(role, entries=role.entries[1:], waivers=()) for role in plan.roles)
+    codec.write("plan.yaml", codec.dumps(replace(plan, roles=roles)))
+    refused = run("plan.yaml", *FEW)
+    assert refused.code == 1
+    assert "CP001" in refused.err
+    assert "--any-plan" in refused.err
+    data = run_json(run, *FEW, "--any-plan")
+    assert "uncovered" in {fallback["reason"] for fallback in data["fallbacks"]}
+
+
+# Interruption ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "calls"), [("capture", 1), ("capture", 4), ("run", 1), ("run", 9)])
+def test_an_interruption_anywhere_ends_in_a_report(
+    run: Run, monkeypatch: pytest.MonkeyPatch, method: str, calls: int
+) -> None:
+    """While graphs are captured or requests served: what was done so far is reported, exit code 130."""
+    from capture_planner.runtime.execution.role import RoleRun
+
+    left, inner = calls, getattr(RoleRun, method)
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return inner(*arguments, **options)
+
+    monkeypatch.setattr(RoleRun, method, interrupted)
+    data = run("plan.yaml", *FEW, "--format", "json").document(130)
+    assert data["interrupted"]
+    if method == "capture":
+        assert data["captured"]["graphs"] == calls - 1
+    else:
+        assert len(data["forwards"]) == calls - 1
+        assert data["throughput"]["finished"] + data["throughput"]["cut_off"] == 3
+
+
+def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
+    """The signal itself, in a process of its own, once it serves."""
+    # A shell that starts this in the background has it ignore the signal.
+    start = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from capture_planner.cli import main; main()"
+    )
+    many = ("--requests", "100000", "--prompt-tokens", "1", "--progress", "--format", "json")
+    with subprocess.Popen(
+        [sys.executable, "-c", start, "run", "plan.yaml", *many],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        seen = ""
+        while "capture" not in seen:
+            line = process.stderr.readline()
+            assert line, seen
+            seen += line
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in seen + err
+    data = json.loads(out)
+    assert data["interrupted"]
+    assert data["captured"]["graphs"] == data["captured"]["planned"]
+
+
+# Options ---------------------------------------------------------------------------------------
+
+
+def test_every_option_is_tried_here() -> None:
+    """A new option needs a test."""
+    text = Path(__file__).read_text("utf-8")
+    options = [name for param in cli.run.params for name in (*param.opts, *param.secondary_opts)]
+    tried = set(re.findall(r'"(--?[\w-]+)"', text))
+    assert {name for name in options if name.startswith("--")} <= tried
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--threads", "100000"), "--threads"),
+        (("--seed", str(1 << 64)), "--seed"),
+        (("--step-time", "nan"), "--step-time is nan; give a finite number"),
+        (("--rate", "inf"), "--rate is inf; give a finite number"),
+        (("--html", "."), "is a folder; name a file"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_at_once(run: Run, arguments: tuple[str, ...], says: str) -> None:
+    """Before torch or the operating system is asked."""
+    ran = run("spec.yaml", *arguments)
+    assert ran.code == 1
+    assert says in ran.err

@@ -1,0 +1,71 @@
+"""Rows: entries as a file lists them."""
+
+import pytest
+from hypothesis import given
+
+from capture_planner.codec.entry_rows import Row, pack, unpack
+from capture_planner.errors import InvalidValue
+from capture_planner.modes import GraphMode
+from capture_planner.records.batch import Entry
+from capture_planner.testing import arbitrary_plans, plans
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+
+
+def _sorted(entries):
+    return sorted(entries, key=lambda entry: entry.capture_order)
+
+
+@given(plans(max_reqs=64) | arbitrary_plans())
+def test_packing_loses_nothing(plan):
+    """Entries -> rows -> entries are the same entries, duplicates included."""
+    for role in plan.roles:
+        assert _sorted(unpack(pack(role.entries))) == list(role.entries)
+
+
+@given(plans(max_reqs=512))
+def test_planned_rows_are_compact(plan):
+    """Uniform decodes list requests only, piecewise graphs tokens only."""
+    for role in plan.roles:
+        for row in pack(role.entries):
+            assert (row.num_tokens is None) == (row.query_len is not None)
+            assert (row.num_reqs is None) == (row.mode is PIECEWISE)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"mode": GraphMode.NONE, "num_tokens": (1,)}, "mode: a graph is PIECEWISE or FULL, not NONE"),
+        ({"mode": FULL, "query_len": 2}, "num_tokens: needed unless both query_len and num_reqs are given"),
+        (
+            {"mode": FULL, "num_tokens": (1, 2), "num_reqs": (1,)},
+            "num_reqs: 1 request counts for 2 token counts; list one of each for every graph",
+        ),
+    ],
+)
+def test_a_row_that_means_nothing_is_refused(row, message):
+    """With the field to look at."""
+    with pytest.raises(InvalidValue) as caught:
+        Row(**row)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("num_tokens", "num_reqs"), [((1,), ()), ((), (1, 2))])
+def test_an_empty_list_is_not_one_left_out(num_tokens, num_reqs):
+    """Lists of different lengths are refused, an empty one included."""
+    with pytest.raises(InvalidValue):
+        Row(mode=FULL, num_tokens=num_tokens, num_reqs=num_reqs)
+
+
+def test_tokens_follow_from_requests():
+    """R * q, for each adapter count."""
+    row = Row(mode=FULL, query_len=3, num_reqs=(4, 2), active_loras=(1, 0))
+    assert {(e.num_tokens, e.active_loras) for e in row.entries()} == {(12, 0), (12, 1), (6, 0), (6, 1)}
+
+
+def test_shapes_of_different_adapter_counts_get_rows_of_their_own():
+    """What differs is not merged."""
+    entries = tuple(
+        Entry(mode=PIECEWISE, num_tokens=t, active_loras=loras) for t, loras in ((8, 0), (8, 1), (4, 0))
+    )
+    assert [(row.num_tokens, row.active_loras) for row in pack(entries)] == [((8,), (1, 0)), ((4,), (0,))]

@@ -1,0 +1,1 @@
+"""Makes the backends of these tests importable."""

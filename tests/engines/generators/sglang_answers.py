@@ -1,0 +1,119 @@
+"""What the emulation of SGLang answers, as the plain data in which SGLang's own functions are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from capture_planner.engines.emulation import Emulation
+from capture_planner.errors import FlagError
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.environment import Environment
+from capture_planner_sglang import ENGINE, ranks_bucket, resolve
+
+
+def emulated(
+    command: list[str], machine: Environment, asked: list[Batch], counts: Sequence[Sequence[int]] = ()
+) -> dict[str, Any]:
+    """Return what the emulation says, in the plain form in which the oracle answers."""
+    try:
+        r = resolve(command, machine)
+        emulation = ENGINE.emulate(command, machine)
+    except FlagError as error:
+        return {"refused": str(error)}
+    args = r.args
+    settings = {setting.name: setting.value for setting in emulation.settings}
+    speculative = args.speculative_algorithm is not None
+    padding = not args.disable_cuda_graph_padding
+    shared = args.attn_dp_size > 1 and bool(emulation.sizes)
+    return {
+        "decode": [r.decode.backend, r.decode.max_bs, r.decode.bs],
+        "prefill": [r.prefill.backend, r.prefill.max_bs],
+        "chunk": args.chunked_prefill_size,
+        "requests": args.max_running_requests,
+        "pool": settings["request_pool"],
+        "page": args.page_size,
+        "attention": args.attention_backend,
+        "draft": [
+            args.speculative_num_steps,
+            args.speculative_eagle_topk,
+            args.speculative_num_draft_tokens,
+        ]
+        if speculative
+        else None,
+        "graphs": {
+            manager.role.value: [_row(graph.entry) for graph in manager.graphs]
+            for manager in emulation.managers
+        },
+        "answers": [_answer(emulation, batch) for batch in asked],
+        "buckets": [ranks_bucket(emulation.sizes, row, padding=padding) for row in counts]
+        if shared
+        else None,
+    }
+
+
+def _row(entry: Entry) -> list[Any]:
+    return [entry.mode.value, entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras]
+
+
+def _answer(emulation: Emulation, batch: Batch) -> list[Any] | str | None:
+    if batch.role not in emulation.modes:
+        return "no role"
+    entry = emulation.dispatch(batch).entry
+    return None if entry is None else _row(entry)
+
+
+def shortened(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer whose graphs of one kind are one row, with their token counts as runs."""
+    graphs: dict[str, list[list[Any]]] = {}
+    for role, rows in answer["graphs"].items():
+        kept = graphs.setdefault(role, [])
+        for mode, tokens, reqs, width, loras in rows:
+            kind = [mode, reqs if width is None else None, width, loras]
+            if not kept or kept[-1][:4] != kind:
+                kept.append([*kind, []])
+            kept[-1][4].append(tokens)
+    for rows in graphs.values():
+        for row in rows:
+            row[4] = _runs(row[4])
+    backend, most, sizes = answer["decode"]
+    return {**answer, "graphs": graphs, "decode": [backend, most, _runs(sizes)]}
+
+
+def _runs(sizes: list[int]) -> list[list[int]]:
+    """Return a list of numbers as runs of one step: ``[first, step, count]``."""
+    found: list[list[int]] = []
+    for size in sizes:
+        if found and found[-1][2] == 1:
+            found[-1][1:] = [size - found[-1][0], 2]
+        elif found and size == found[-1][0] + found[-1][1] * found[-1][2]:
+            found[-1][2] += 1
+        else:
+            found.append([size, 0, 1])
+    return found
+
+
+def batch_row(batch: Batch) -> list[Any]:
+    """Return a batch as plain data."""
+    return [
+        batch.role.value,
+        batch.num_reqs,
+        batch.num_tokens,
+        batch.query_len,
+        batch.past_prompt,
+        batch.active_loras,
+    ]
+
+
+def batch_of(row: list[Any]) -> Batch:
+    """Return the batch of ``batch_row``."""
+    role, reqs, tokens, width, past_prompt, loras = row
+    return Batch(
+        role=Role(role),
+        num_reqs=reqs,
+        num_tokens=tokens,
+        query_len=width,
+        past_prompt=past_prompt,
+        active_loras=loras,
+    )

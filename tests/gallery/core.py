@@ -1,0 +1,92 @@
+"""What a mutant is, and how it is caught: by the very suite and lint that everybody runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import attrs
+
+from capture_planner.analysis.lint import Severity, lint
+from capture_planner.analysis.lint.core import BugClass
+from capture_planner.conformance import DEFAULT, Choices, Finding, Profile, conform, under_test
+from capture_planner.records.backend import Backend
+from capture_planner.records.plan import Plan
+
+
+@attrs.frozen(kw_only=True)
+class Mutant:
+    """One public bug, planted: in a backend, in the runner, in a plan, or in how ranks agree.
+
+    Exactly one of ``backend``, ``patch``, ``plan`` and ``agreement`` is given. Everything else of it is healthy.
+    """
+
+    name: str
+    """Lower-case words with hyphens."""
+    threads: tuple[str, ...]
+    """Public threads of the bug; none where only a backend's list of what it leaves unchecked names it."""
+    bug_class: BugClass
+    says: str
+    """What it does wrong, in a sentence."""
+    backend: Callable[[], Backend] | None = None
+    """Makes a backend that has the bug."""
+    patch: Callable[[], AbstractContextManager[Any]] | None = None
+    """While this is entered, the runner (or the planner, or the dispatcher) has the bug."""
+    base: Callable[[], Backend] | None = None
+    """The healthy backend that a patched runner runs; None: the reference."""
+    plan: Callable[[], Plan] | None = None
+    """Makes a plan that has the bug."""
+    agreement: Callable[[int], str | None] | None = None
+    """Has the agreement of ranks checked, with the bug in it, from a seed; returns what was found."""
+
+    @property
+    def kind(self) -> str:
+        """Where it is planted."""
+        kinds = {"backend": self.backend, "runner": self.patch, "plan": self.plan, "ranks": self.agreement}
+        return next(kind for kind, given in kinds.items() if given is not None)
+
+
+@attrs.frozen(kw_only=True)
+class Caught:
+    """How a mutant was found."""
+
+    mutant: Mutant
+    by: str
+    """The check of the suite, or the code of the lint's rule."""
+    says: str
+    case: str = ""
+    """The smallest case, as it is printed; empty for what the lint found."""
+    finding: Finding | None = None
+
+
+def catch(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, small: bool = True) -> Caught | None:
+    """Let the suite, or the lint, look for the mutant; None where nothing is found.
+
+    ``small``: make the failing case small, and say which garbage it needs.
+    """
+    if mutant.plan is not None:
+        wrong = [found for found in lint(mutant.plan()) if found.rule.severity is not Severity.NOTE]
+        return Caught(mutant=mutant, by=wrong[0].rule.code, says=str(wrong[0])) if wrong else None
+    if mutant.agreement is not None:
+        says = mutant.agreement(seed)
+        return Caught(mutant=mutant, by="agreed", says=says) if says else None
+    patch = mutant.patch() if mutant.patch is not None else nullcontext()
+    with patch:
+        brought = mutant.backend or mutant.base
+        outcome = conform(
+            under_test("reference" if brought is None else brought()),
+            Choices(profile=profile, seed=seed, shrink=small, blame=small, audits=False),
+        )
+    if outcome.passed:
+        return None
+    found = outcome.findings[0]
+    return Caught(mutant=mutant, by=found.check.value, says=str(found), case=found.case, finding=found)
+
+
+@contextmanager
+def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put ``make(original)`` in the place of an attribute for a while."""
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        yield

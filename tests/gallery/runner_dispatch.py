@@ -1,0 +1,237 @@
+"""Runners that send batches to the wrong graph: shape algebra (B), dispatch (C), observability (J)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import attrs
+
+from capture_planner.analysis.lint.core import BugClass
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.modes import Reason, Role
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import draft_steps
+from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.execution.role import Ran, RoleRun
+from capture_planner.runtime.serving.serving import Serving
+from gallery.core import Mutant
+from gallery.patching import Patch, patched
+
+Ask = Callable[[RoleRun, Batch], Dispatch]
+
+
+def _asked(change: Callable[[RoleRun, Batch], Batch]) -> Patch:
+    """Return a patch with which dispatch is asked about another batch than runs."""
+
+    def make(original: Ask) -> Ask:
+        return lambda run, batch: original(run, change(run, batch))
+
+    return patched((RoleRun, "dispatch", make))
+
+
+def _chosen(choose: Callable[[RoleRun, Batch, list[Entry]], Entry | None]) -> Patch:
+    """Return a patch with which the entry is chosen otherwise, of those that serve the batch."""
+
+    def make(original: Ask) -> Ask:
+        def dispatch(run: RoleRun, batch: Batch) -> Dispatch:
+            answer = original(run, batch)
+            if answer.entry is None:
+                return answer
+            entry = choose(run, batch, list(_serving(run, batch)))
+            if entry is None:
+                return Dispatch(None, reason=Reason.SIZES)
+            padded_reqs = max((entry.num_reqs or 0) - batch.num_reqs, 0)
+            return Dispatch(entry, entry.num_tokens - batch.num_tokens, padded_reqs)
+
+        return dispatch
+
+    return patched((RoleRun, "dispatch", make))
+
+
+def _entries(run: RoleRun) -> tuple[Entry, ...]:
+    return run.dispatcher.plan.role(run.role).entries
+
+
+def _steps(run: RoleRun, batch: Batch) -> int | None:
+    return draft_steps(batch.role, batch.num_reqs, run.dispatcher.plan.speculative)
+
+
+def _serving(run: RoleRun, batch: Batch) -> Iterator[Entry]:
+    steps = _steps(run, batch)
+    return (entry for entry in _entries(run) if entry.rejection(batch, steps) is None)
+
+
+def _cheapest(entries: list[Entry]) -> Entry | None:
+    return min(entries, key=lambda entry: entry.cost, default=None)
+
+
+def _draft_tokens(run: RoleRun, batch: Batch) -> int:
+    """Return k, as the schedule has it for the batch."""
+    speculative = run.dispatcher.plan.speculative
+    return 0 if speculative is None else speculative.draft_tokens(batch.num_reqs)
+
+
+# B: shape algebra.
+
+
+def _rounded(run: RoleRun, batch: Batch) -> Batch:
+    query_len = 1 + _draft_tokens(run, batch)
+    if batch.role is Role.DRAFT_DECODE or not batch.past_prompt:
+        return batch
+    if -(-batch.num_tokens // query_len) != batch.num_reqs:
+        return batch
+    return attrs.evolve(batch, query_len=query_len, num_tokens=batch.num_reqs * query_len)
+
+
+def _past_any_prompt(run: RoleRun, batch: Batch) -> Batch:
+    return attrs.evolve(batch, past_prompt=True)
+
+
+def _by_the_targets_formula(run: RoleRun, batch: Batch) -> Batch:
+    speculative = run.dispatcher.plan.speculative
+    if batch.role is not Role.DRAFT_DECODE or speculative is None:
+        return batch
+    query_len = 1 + (_draft_tokens(run, batch) - speculative.num_tokens)
+    return attrs.evolve(batch, query_len=query_len)
+
+
+def _one_step_more(original: Callable[..., None]) -> Callable[..., None]:
+    def forward(run: RoleRun, extents: Extents, entry: Entry | None) -> None:
+        if entry is not None and entry.draft_steps is not None:
+            entry = attrs.evolve(entry, draft_steps=entry.draft_steps + 1)
+        original(run, extents, entry)
+
+    return forward
+
+
+# C: dispatch.
+
+
+def _nearest_of_any_mode(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+    return min(serving, key=lambda entry: (entry.num_tokens, entry.cost), default=None)
+
+
+def _nearest_of_any_tier(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+    uniform = [e for e in _entries(run) if e.query_len is not None and e.num_tokens >= batch.num_tokens]
+    nearest = min(uniform, key=lambda entry: entry.num_tokens, default=None)
+    if nearest is None or nearest in serving:
+        return _cheapest(serving)
+    return _cheapest([entry for entry in serving if entry.query_len is None])
+
+
+def _within_twice(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+    best = _cheapest(serving)
+    return best if best is None or best.num_tokens <= 2 * batch.num_tokens else None
+
+
+def _of_as_many_requests(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+    return _cheapest([entry for entry in serving if entry.num_reqs in (None, batch.num_reqs)])
+
+
+# J: observability.
+
+
+def _never_for_drafts(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+    return None if batch.role.is_drafter else _cheapest(serving)
+
+
+def _graphs_noted(original: Callable[..., None]) -> Callable[..., None]:
+    def note(serving: Serving, index: int, batch: Batch, ran: Ran, repeats: int = 1) -> None:
+        if ran.dispatch.entry is not None:
+            original(serving, index, batch, ran, repeats)
+
+    return note
+
+
+def _without_reason(original: Ask) -> Ask:
+    def dispatch(run: RoleRun, batch: Batch) -> Dispatch:
+        answer = original(run, batch)
+        return answer if answer.entry is not None else Dispatch(None)
+
+    return dispatch
+
+
+DISPATCH_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="requests-from-rounded-tokens",
+        threads=("vllm#28207",),
+        bug_class=BugClass.B,
+        says="A batch whose last request is short is taken for a uniform decode, because its tokens, rounded "
+        "up to a multiple of 1 + K, give its number of requests",
+        patch=_asked(_rounded),
+    ),
+    Mutant(
+        name="prompt-taken-for-a-decode",
+        threads=("vllm#28207",),
+        bug_class=BugClass.B,
+        says="A prompt of exactly 1 + K tokens has the shape of a decode and is sent to a decode's graph",
+        patch=_asked(_past_any_prompt),
+    ),
+    Mutant(
+        name="targets-formula-for-the-drafter",
+        threads=("vllm#48494", "vllm#48329"),
+        bug_class=BugClass.B,
+        says="The query length of a draft decode is worked out as the target's is, as 1 + (k - K), so that no "
+        "graph fits where the schedule lowers k",
+        patch=_asked(_by_the_targets_formula),
+    ),
+    Mutant(
+        name="chain-one-step-too-long",
+        threads=("vllm#48494",),
+        bug_class=BugClass.B,
+        says="A fused chain is captured with K draft decodes, though the first draft is the draft prefill's",
+        patch=patched((RoleRun, "_forward", _one_step_more)),
+    ),
+    Mutant(
+        name="full-shadowed-by-piecewise",
+        threads=("vllm#53407",),
+        bug_class=BugClass.C,
+        says="The captured size that is nearest decides, so that a PIECEWISE graph hides a compatible FULL "
+        "graph which is a little larger",
+        patch=_chosen(_nearest_of_any_mode),
+    ),
+    Mutant(
+        name="tiers-shadow-each-other",
+        threads=("vllm#56136",),
+        bug_class=BugClass.C,
+        says="With dynamic K the nearest uniform size decides, and where it belongs to another query length "
+        "the batch falls back to what is not uniform",
+        patch=_chosen(_nearest_of_any_tier),
+    ),
+    Mutant(
+        name="padding-capped-at-twice",
+        threads=("sglang#31487", "sglang#40253"),
+        bug_class=BugClass.C,
+        says="A graph of more than twice the batch's tokens is refused, also where it is small and cheap",
+        patch=_chosen(_within_twice),
+    ),
+    Mutant(
+        name="full-key-of-real-requests",
+        threads=("vllm#36165",),
+        bug_class=BugClass.C,
+        says="The key of a FULL graph has padded requests at capture and real ones at dispatch, so that only "
+        "batches without padding find it",
+        patch=_chosen(_of_as_many_requests),
+    ),
+    Mutant(
+        name="draft-graphs-never-dispatched",
+        threads=("vllm#47460",),
+        bug_class=BugClass.J,
+        says="The drafter's graphs are captured, and every batch of it runs eager",
+        patch=_chosen(_never_for_drafts),
+    ),
+    Mutant(
+        name="eager-without-a-reason",
+        threads=("vllm#47460", "vllm#36165"),
+        bug_class=BugClass.J,
+        says="A batch for which there is no graph runs eager, and nothing says why",
+        patch=patched((RoleRun, "dispatch", _without_reason)),
+    ),
+    Mutant(
+        name="eager-steps-not-counted",
+        threads=("vllm#47460",),
+        bug_class=BugClass.J,
+        says="Steps that run from a graph are written down, and those that run eager are not",
+        patch=patched((Serving, "_note", _graphs_noted)),
+    ),
+)

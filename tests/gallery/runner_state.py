@@ -1,0 +1,258 @@
+"""Runners whose graphs hold what is no longer so, or too little room: baked state (F), capacity (E)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.analysis.lint.core import BugClass
+from capture_planner.conformance.probe import Tables
+from capture_planner.modes import Refresh, Role
+from capture_planner.plugins.registry import load_backends
+from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
+from capture_planner.records.spec import Limits
+from capture_planner.runtime.execution import capture as capture_module
+from capture_planner.runtime.execution.bodies import TargetBody
+from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.updates import Moving, TorchUpdates
+from capture_planner.runtime.executor import Executor, Metadata, Reservation, Runnable, Scoring
+from capture_planner.runtime.graphs import pool as pool_module
+from capture_planner.runtime.graphs.pool import Block, Layout
+from gallery.core import Mutant
+from gallery.patching import GUARDS_OFF, patched
+
+
+class Planning:
+    """A healthy backend that plans on the host, as FlashInfer's wrappers do: the reference beneath it.
+
+    Each ``prepare`` copies the step's lengths into a buffer of its own, and graphs read them there.
+    """
+
+    name = "planning"
+
+    def __init__(self) -> None:
+        beneath = load_backends()["reference"].backend
+        assert isinstance(beneath, Runnable), "the reference runs"
+        self._beneath = beneath
+
+    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        """As the reference."""
+        return self._beneath.support(role, model, environment)
+
+    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
+        """As the reference."""
+        return self._beneath.padding(role, model, environment)
+
+    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
+        """On the host: what it plans is copied from there."""
+        return Refresh.HOST
+
+    def workspace(
+        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
+    ) -> Workspace:
+        """As the reference."""
+        return self._beneath.workspace(role, model, environment, entries, limits)
+
+    def reserve(self, reservation: Reservation) -> Executor:
+        """Reserve the reference, and a length for each row."""
+        return _Planned(self._beneath.reserve(reservation), torch.zeros_like(reservation.fields["seq_lens"]))
+
+
+@attrs.frozen(eq=False)
+class _Planned:
+    """The executor of one group."""
+
+    beneath: Executor
+    lengths: torch.Tensor
+
+    def prepare(self, metadata: Metadata) -> None:
+        """Plan: take the lengths over."""
+        rows = metadata.num_reqs
+        self.lengths[:rows] = torch.from_numpy(np.ascontiguousarray(metadata.host["seq_lens"][:rows])).to(
+            self.lengths.device
+        )
+        self.beneath.prepare(metadata)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
+    ) -> None:
+        """Attend to as many keys as were planned."""
+        fields = {**metadata.fields, "seq_lens": self.lengths[: metadata.num_reqs]}
+        self.beneath.attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+
+    def layout(self) -> tuple[int, ...] | None:
+        """None: no number of a plan is baked in."""
+        return None
+
+    def release(self) -> None:
+        """Release the reference."""
+        self.beneath.release()
+
+
+# E: capacity.
+
+
+def _one_long_request(original: Callable[[RoleRun, Entry], Made]) -> Callable[[RoleRun, Entry], Made]:
+    """Capture any batch's graph with one request of all its tokens, whatever the model's longest is."""
+
+    def warm_values(run: RoleRun, entry: Entry) -> Made:
+        values = original(run, entry)
+        if entry.query_len is not None:
+            return values
+        tokens = entry.num_tokens
+        return {
+            "input_ids": np.zeros(tokens, dtype=np.int32),
+            "positions": np.arange(tokens),
+            "slot_mapping": np.zeros(tokens, dtype=np.int64),
+            "query_start_loc": np.array([0, tokens], dtype=np.int32),
+            "seq_lens": np.array([tokens], dtype=np.int32),
+            "block_table": np.zeros((1, -(-tokens // run.page_size)), dtype=np.int32),
+            "last_token_indices": np.array([tokens - 1], dtype=np.int32),
+            "idx_mapping": np.zeros(1, dtype=np.int32),
+            "cu_num_draft_tokens": np.zeros(1, dtype=np.int32),
+        }
+
+    return warm_values
+
+
+def _unclamped(original: Callable[..., None]) -> Callable[..., None]:
+    def move_on(updates: TorchUpdates, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
+        original(updates, attrs.evolve(moving, max_model_len=1 << 30), rows, tokens)
+
+    return move_on
+
+
+# F: baked state.
+
+
+def _fresh_outputs(original: Callable[..., None]) -> Callable[..., None]:
+    def per_token(body: TargetBody, extents: Extents, attend: Any) -> None:
+        original(body, extents, attend)
+        body.hidden = body.hidden.clone()
+
+    return per_token
+
+
+def _replaced_weights(original: Callable[[Tables, int], None]) -> Callable[[Tables, int], None]:
+    def load(tables: Tables, seed: int) -> None:
+        tables.by_token = torch.empty_like(tables.by_token)
+        tables.by_position = torch.empty_like(tables.by_position)
+        original(tables, seed)
+
+    return load
+
+
+def _planned_at_capture(original: Callable[..., None]) -> Callable[..., None]:
+    def prepare(run: RoleRun, entry: Entry | None, real: Extents, extents: Extents, values: Made) -> None:
+        if entry is None or entry.num_reqs is None or entry not in run.graphs:
+            original(run, entry, real, extents, values)
+
+    return prepare
+
+
+def _planned_once_a_chain(original: Callable[..., None]) -> Callable[..., None]:
+    last: WeakKeyDictionary[RoleRun, Made] = WeakKeyDictionary()
+
+    def prepare(run: RoleRun, entry: Entry | None, real: Extents, extents: Extents, values: Made) -> None:
+        is_next = run.role is Role.DRAFT_DECODE and last.get(run) is values
+        last[run] = values
+        if not is_next:
+            original(run, entry, real, extents, values)
+
+    return prepare
+
+
+def _described_once(original: Callable[..., None]) -> Callable[..., None]:
+    described: WeakKeyDictionary[RoleRun, tuple[Entry | None, Extents, Extents]] = WeakKeyDictionary()
+
+    def describe(
+        run: RoleRun, entry: Entry | None, real: Extents, seen: Extents, values: Made, full: bool
+    ) -> None:
+        step = entry, real, seen
+        if described.get(run) != step:
+            original(run, entry, real, seen, values, full)
+        described[run] = step
+
+    return describe
+
+
+def _freed_early(original: Callable[..., Layout]) -> Callable[..., Layout]:
+    def lay_out(blocks: Sequence[Block], chunks: Sequence[int] = ()) -> Layout:
+        return original([attrs.evolve(b, last=max(b.first, b.last - 1)) for b in blocks], chunks)
+
+    return lay_out
+
+
+STATE_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="captured-beyond-the-limits",
+        threads=("vllm#40023",),
+        bug_class=BugClass.E,
+        says="Graphs of any batch are captured with one request of all their tokens, which is longer than the "
+        "model, so that capture needs more room than any step",
+        patch=patched((capture_module, "warm_values", _one_long_request)),
+    ),
+    Mutant(
+        name="drafts-past-the-model",
+        threads=("vllm#48894", "vllm#32628"),
+        bug_class=BugClass.E,
+        says="Draft positions are not held at max_model_len, and go on past the last row of what is read by "
+        "position",
+        patch=patched((TorchUpdates, "move_on", _unclamped)),
+    ),
+    Mutant(
+        name="outputs-made-anew",
+        threads=("vllm#37363",),
+        bug_class=BugClass.F,
+        says="The hidden states of a step are kept as a fresh tensor instead of being copied into the one that "
+        "graphs know",
+        patch=patched((TargetBody, "per_token", _fresh_outputs), GUARDS_OFF),
+    ),
+    Mutant(
+        name="weights-replaced",
+        threads=("vllm#53915",),
+        bug_class=BugClass.F,
+        says="Weights are reloaded into new tensors, without guards, and graphs go on with the old ones",
+        patch=patched((Tables, "load", _replaced_weights), GUARDS_OFF),
+    ),
+    Mutant(
+        name="planned-at-capture-alone",
+        threads=("TRT-LLM#18769", "vllm#38311"),
+        bug_class=BugClass.F,
+        says="A backend that plans on the host is not asked to before a replay, which runs with the plan of "
+        "the capture",
+        patch=patched((RoleRun, "prepare", _planned_at_capture), GUARDS_OFF),
+        base=Planning,
+    ),
+    Mutant(
+        name="planned-once-a-chain",
+        threads=("TRT-LLM#18769",),
+        bug_class=BugClass.F,
+        says="A backend that plans on the host plans the first draft decode of a chain and none of the others",
+        patch=patched((RoleRun, "prepare", _planned_once_a_chain)),
+        base=Planning,
+    ),
+    Mutant(
+        name="metadata-of-the-step-before",
+        threads=("vllm#38311",),
+        bug_class=BugClass.F,
+        says="Metadata is kept as long as extents are the same, whoever is in the batch",
+        patch=patched((RoleRun, "_describe", _described_once)),
+    ),
+    Mutant(
+        name="memory-freed-early",
+        threads=("flashinfer#4399",),
+        bug_class=BugClass.F,
+        says="An intermediate gives up its place in the pool to the operator that reads it last",
+        patch=patched((pool_module, "lay_out", _freed_early)),
+    ),
+)

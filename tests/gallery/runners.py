@@ -1,0 +1,10 @@
+"""Mutants of the runner and of dispatch: each has one public bug, under a backend that is healthy."""
+
+from __future__ import annotations
+
+from gallery.core import Mutant
+from gallery.runner_dispatch import DISPATCH_MUTANTS
+from gallery.runner_padding import PADDING_MUTANTS
+from gallery.runner_state import STATE_MUTANTS
+
+MUTANTS: tuple[Mutant, ...] = DISPATCH_MUTANTS + PADDING_MUTANTS + STATE_MUTANTS

@@ -1,0 +1,122 @@
+"""Mutants of the runner: each is caught, by a law that is not about it alone, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+import pytest
+
+pytest.importorskip("torch")
+
+from capture_planner.conformance import (
+    Case,
+    Choices,
+    Profile,
+    Scene,
+    Shape,
+    conform,
+    play,
+    under_test,
+)
+from capture_planner.conformance.scene import Arrive, Forward, Serve, Step
+from capture_planner.modes import GraphMode
+from gallery import patching
+from gallery.core import Mutant, catch
+from gallery.runner_state import Planning
+from gallery.runners import MUTANTS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPE = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, longest=24)
+PAST = Arrive(prompt=4, computed=4)
+
+
+def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
+    """Requests that are past their prompt, and what is done with them."""
+    return Case(scene=Scene(shape=SHAPE, **scene), steps=(*(PAST,) * requests, *steps))  # type: ignore[arg-type]
+
+
+ALONE = Forward(rows=((0, 4, 0),))
+CASES = {
+    # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
+    "targets-formula-for-the-drafter": case(
+        Forward(rows=((0, 3, 0), (1, 3, 0))),
+        requests=2,
+        num_reqs=2,
+        drafts=3,
+        schedule=((1, 1, 3), (2, 2, 2)),
+    ),
+    # 4 tokens fit 2 requests of 4, and 3 requests of 2 are nearer.
+    "tiers-shadow-each-other": case(
+        ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))
+    ),
+    # A PIECEWISE graph of 5 tokens is nearer than the FULL one of 12.
+    "full-shadowed-by-piecewise": case(
+        ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3
+    ),
+    # Two draft decodes of one request, one after the other, in graphs for three.
+    "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
+    "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),
+    "chain-one-step-too-long": case(ALONE, drafts=3),
+    # One request is served where three have room, and its drafts are verified on the device.
+    "padded-rows-verified": case(Serve(requests=((5, 4, 0),)), requests=0, drafts=1, ahead=True),
+}
+"""What random scenes come to late: the smallest case of it."""
+
+
+def name_of(mutant: Mutant) -> str:
+    """Name a test by its mutant."""
+    return mutant.name
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in CASES], ids=name_of)
+def test_it_is_caught(mutant: Mutant) -> None:
+    """The suite, which knows nothing of mutants, finds it with its default profile."""
+    assert catch(mutant, small=False) is not None
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name in CASES], ids=name_of)
+def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
+    """The case is caught with the bug, and it is in order without."""
+    assert mutant.patch is not None
+    there = under_test("reference")
+    with mutant.patch():
+        assert play(there, CASES[mutant.name]) is not None
+    assert play(there, CASES[mutant.name]) is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
+def test_it_leaves_nothing_behind(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is there something is replaced, and afterwards every original is back, after an error too."""
+    seen: list[tuple[object, str, object]] = []
+    replaced = patching.replaced
+
+    def noted(owner: object, name: str, make: object) -> object:
+        seen.append((owner, name, inspect.getattr_static(owner, name)))
+        return replaced(owner, name, make)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(patching, "replaced", noted)
+    assert mutant.patch is not None
+    with contextlib.suppress(KeyboardInterrupt), mutant.patch():
+        assert all(inspect.getattr_static(owner, name) is not was for owner, name, was in seen)
+        raise KeyboardInterrupt
+    assert seen
+    assert all(inspect.getattr_static(owner, name) is was for owner, name, was in seen)
+
+
+def test_names_are_unique_and_each_says_what_it_does() -> None:
+    """A name is what a table and a command line know it by; a bug has a public thread and a sentence."""
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert all(mutant.threads and mutant.says and mutant.kind == "runner" for mutant in MUTANTS)
+
+
+def test_the_base_that_plans_on_the_host_is_healthy() -> None:
+    """Nothing is found in it, and its draft decodes are single steps: what is caught above is the runner's."""
+    outcome = conform(
+        under_test(Planning()), Choices(profile=Profile(name="x", examples=8, steps=12), audits=False)
+    )
+    assert outcome.passed
+    assert {mode.value for mode in (GraphMode.FULL, GraphMode.PIECEWISE)} <= {
+        key.split()[1] for key in outcome.log.forwards
+    }

@@ -1,0 +1,223 @@
+"""Planning: the decisions that single settings lead to."""
+
+import pytest
+from hypothesis import assume, given, reject
+
+from capture_planner.analysis.explain import explain
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.errors import PlanningError
+from capture_planner.modes import Chain, GraphMode, GraphSupport, Reason, Refresh, Role
+from capture_planner.planning.planner import plan
+from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.records._base import digest, replace
+from capture_planner.records.backend import Support
+from capture_planner.records.batch import Batch
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import DraftModel, Method, Model, Speculative
+from capture_planner.records.spec import (
+    Budget,
+    GroupSpec,
+    Limits,
+    Lora,
+    Parallel,
+    Policy,
+    Roles,
+    RoleSpec,
+    Sizes,
+    Spec,
+)
+from capture_planner.testing import FakeBackend, deployments
+
+GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)
+MACHINE = Environment(name="h100", device=GPU)
+MODEL = Model(name="m", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=4096)
+EAGLE = Speculative(method=Method.EAGLE, num_tokens=3)
+SPEC = Spec(model=MODEL, limits=Limits(max_num_reqs=16, max_num_tokens=512), backend="alpha")
+
+
+def made(level=GraphSupport.ALWAYS, refresh=Refresh.IN_GRAPH, caps=(None, None), spec=SPEC, **changes):
+    """The plan of a changed spec on a backend of one level."""
+    support = Support(level=level, reason="told", max_num_reqs=caps[0], max_graphs=caps[1])
+    told = dict.fromkeys(Role, support)
+    backend = FakeBackend(name="alpha", supports=told, refreshes=refresh, windowed=GraphSupport.UNIFORM_BATCH)
+    registry = Registry([Registered(backend=backend, distribution="d", version="1")])
+    return plan(replace(spec, **changes), MACHINE, registry)
+
+
+def rules(role):
+    """The rules of a role's decisions."""
+    return [decision.rule for decision in role.decisions]
+
+
+def test_a_plan_names_the_spec_that_it_was_made_from():
+    """By its digest."""
+    assert made().spec == digest(SPEC)
+
+
+def test_an_unknown_backend_is_an_error():
+    """At its place in the spec, with the names there are."""
+    with pytest.raises(
+        PlanningError, match="backend: no backend named 'alhpa' is installed; did you mean 'alpha'"
+    ):
+        made(backend="alhpa")
+
+
+@pytest.mark.parametrize(("refresh", "chain"), [(Refresh.IN_GRAPH, 2), (Refresh.HOST, None)])
+def test_a_draft_chain_is_one_graph_where_the_backend_can(refresh, chain):
+    """K - 1 steps fused, or one step replayed."""
+    role = made(refresh=refresh, speculative=EAGLE).role(Role.DRAFT_DECODE)
+    assert {entry.draft_steps for entry in role.entries} == {chain}
+    assert "draft-chain" in rules(role)
+
+
+@pytest.mark.parametrize("refresh", list(Refresh))
+def test_single_draft_steps_are_planned_where_they_are_asked_for(refresh):
+    """Whatever the backend could do, and the decision says who wanted it."""
+    role = made(refresh=refresh, speculative=replace(EAGLE, chain=Chain.SINGLE)).role(Role.DRAFT_DECODE)
+    assert {entry.draft_steps for entry in role.entries} == {None}
+    (decision,) = [decision for decision in role.decisions if decision.rule == "draft-chain"]
+    assert (decision.before, decision.after, decision.backend) == ("2", "1", None)
+    assert "speculative.chain asks for single steps" in decision.says
+
+
+@pytest.mark.parametrize(
+    ("chain", "says"),
+    [
+        (Chain.FUSED, "which holds all 2 draft steps"),
+        (Chain.SINGLE, "which is replayed for each of 2 draft steps"),
+    ],
+)
+def test_an_explanation_says_how_draft_decodes_run(chain, says):
+    """One graph that holds them, or one that is replayed; other roles have no word of it."""
+    dispatcher = Dispatcher(made(speculative=replace(EAGLE, chain=chain)))
+    for role, query_len in ((Role.DRAFT_DECODE, 1), (Role.DRAFT_PREFILL, 4)):
+        batch = Batch(role=role, num_reqs=3, num_tokens=3 * query_len, query_len=query_len)
+        assert (says in explain(dispatcher, batch).says) == (role is Role.DRAFT_DECODE)
+
+
+@given(deployments(max_reqs=64))
+def test_the_chain_changes_nothing_but_draft_decodes(deployment):
+    """Single steps leave the other roles as they were, and serve each batch that a chain would."""
+    speculative = deployment.spec.speculative
+    assume(speculative is not None)
+    spec = replace(deployment.spec, budget=Budget())
+    try:
+        fused, single = (
+            plan(
+                replace(spec, speculative=replace(speculative, chain=chain)),
+                deployment.environment,
+                deployment.registry,
+            )
+            for chain in Chain
+        )
+    except PlanningError:
+        reject()
+    assert all(entry.draft_steps is None for role in single.roles for entry in role.entries)
+    for left, right in zip(fused.roles, single.roles, strict=True):
+        assert left.mode is right.mode
+        if left.role is not Role.DRAFT_DECODE:
+            assert left == right
+
+
+def test_a_single_draft_decode_is_no_chain():
+    """K = 2 has one draft decode, K = 1 none."""
+    two = made(speculative=replace(EAGLE, num_tokens=2)).role(Role.DRAFT_DECODE)
+    one = made(speculative=replace(EAGLE, num_tokens=1)).role(Role.DRAFT_DECODE)
+    assert {entry.draft_steps for entry in two.entries} == {None}
+    assert one.entries == ()
+
+
+def test_a_schedule_gives_chains_of_each_length():
+    """K = 3 up to 8 requests, k = 2 above."""
+    schedule = replace(EAGLE, schedule=((1, 8, 3), (9, 16, 2)))
+    role = made(speculative=schedule).role(Role.DRAFT_DECODE)
+    assert {entry.draft_steps for entry in role.entries} == {2, None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"limits": Limits(max_num_reqs=16, max_num_tokens=8)}, "tokens-limit-requests"),
+        ({"parallel": Parallel(tensor=2, sequence=True)}, "sequence-parallel-alignment"),
+        ({"parallel": Parallel(data=8)}, "data-parallel-largest"),
+        ({"speculative": replace(EAGLE, schedule=((1, 4, 9),))}, "schedule-clamped"),
+        ({"budget": Budget(max_graphs=5)}, "budget"),
+    ],
+)
+def test_what_a_deployment_fixes_is_a_decision(changes, rule):
+    """Each with its rule."""
+    assert rule in rules(made(**changes).role(Role.TARGET))
+
+
+def test_a_budget_of_nothing_waives_everything():
+    """And says that the budget did it."""
+    role = made(budget=Budget(seconds=0.1)).role(Role.TARGET)
+    assert role.entries == ()
+    assert {waiver.reason for waiver in role.waivers} == {Reason.BUDGET}
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY])
+def test_a_backend_cap_is_the_reason_of_what_it_leaves_eager(mode):
+    """Requests above it are waived."""
+    role = made(caps=(5, None), mode=mode).role(Role.TARGET)
+    assert max(entry.num_reqs for entry in role.entries) <= 5
+    assert Reason.BACKEND_CAP in {waiver.reason for waiver in role.waivers}
+
+
+def test_a_backend_holds_no_more_full_graphs_than_it_can():
+    """Piecewise graphs do not count."""
+    role = made(caps=(None, 3)).role(Role.TARGET)
+    assert sum(entry.mode is GraphMode.FULL for entry in role.entries) == 3
+    assert "backend-max-graphs" in rules(role)
+
+
+def test_the_weakest_group_decides():
+    """A sliding window that supports less lowers its role, and is named."""
+    groups = (GroupSpec(name="full", layers=2), GroupSpec(name="sliding", layers=2, window=128))
+    role = made(mode=GraphMode.FULL, roles=Roles(target=RoleSpec(groups=groups))).role(Role.TARGET)
+    assert role.mode is GraphMode.FULL_AND_PIECEWISE
+    assert role.decisions[0].group == "sliding"
+    assert [group.layers for group in role.groups] == [2, 2]
+
+
+def test_a_role_may_have_sizes_of_its_own():
+    """The others keep the spec's."""
+    sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=(3, 16), num_tokens=(7,))
+    found = made(speculative=EAGLE, roles=Roles(draft_prefill=RoleSpec(sizes=sizes)))
+    uniform = [e.num_reqs for e in found.role(Role.DRAFT_PREFILL).entries if e.query_len]
+    assert sorted(uniform) == [3, 16]
+    assert len(found.role(Role.TARGET).entries) > 3
+
+
+def test_a_drafter_of_its_own_shape():
+    """Its layers are those that its group has."""
+    found = made(speculative=replace(EAGLE, model=DraftModel(num_layers=2, num_heads=4, num_kv_heads=2)))
+    assert found.role(Role.DRAFT_DECODE).groups[0].layers == 2
+
+
+def test_adapters_that_no_real_batch_can_have_get_no_graph():
+    """One request has one adapter, though alignment pads it to four (law 4)."""
+    role = made(
+        limits=Limits(max_num_reqs=1, max_num_tokens=8),
+        parallel=Parallel(tensor=2, sequence=True),
+        lora=Lora(max_active=4, specialize=True),
+    ).role(Role.TARGET)
+    uniform = [entry for entry in role.entries if entry.query_len == 1]
+    assert {entry.active_loras for entry in uniform} == {0, 1}
+
+
+@given(deployments(max_reqs=64))
+def test_the_budget_bounds_the_whole_plan(deployment):
+    """All roles together, and every cap of a backend, whatever the policy."""
+    try:
+        found = deployment.plan()
+    except PlanningError:
+        reject()
+    bound = found.budget.allowed_graphs()
+    assert bound is None or found.num_graphs <= bound[0]
+    for role in found.roles:
+        full = [entry for entry in role.entries if entry.mode is GraphMode.FULL]
+        for group in role.groups:
+            assert len(full) <= (group.support.max_graphs or len(full))
+            widest = max((entry.num_reqs for entry in full), default=0)
+            assert widest <= (group.support.max_num_reqs or widest)

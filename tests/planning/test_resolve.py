@@ -1,0 +1,99 @@
+"""What a resolution says; the ladder itself is in property/test_law6_resolution.py."""
+
+import pytest
+
+from capture_planner.errors import PlanningError
+from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.planning.resolve import (
+    GroupSupport,
+    resolve,
+    resolve_draft_decode,
+    resolve_draft_prefill,
+    weakest,
+)
+from capture_planner.records.backend import Support
+from capture_planner.records.spec import Piecewise
+
+
+def group(level, name="all"):
+    """A group on the backend alpha."""
+    return GroupSupport(group=name, backend="alpha", support=Support(level=level, reason="SM75"))
+
+
+def test_full_on_a_backend_without_graphs_is_an_error_with_a_remedy():
+    """As in vLLM."""
+    with pytest.raises(PlanningError) as caught:
+        resolve(
+            Role.TARGET, GraphMode.FULL, [group(GraphSupport.NEVER)], max_query_len=1, piecewise=Piecewise()
+        )
+    assert str(caught.value) == (
+        "mode: FULL is out of reach, alpha has NEVER: SM75; "
+        "ask for PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
+    )
+
+
+def test_the_first_of_equally_weak_groups_is_blamed():
+    """So that the answer does not depend on anything else."""
+    groups = [group(GraphSupport.ALWAYS, "a"), group(GraphSupport.NEVER, "b"), group(GraphSupport.NEVER, "c")]
+    assert weakest(groups).group == "b"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rule", "after", "why"),
+    [
+        (GraphMode.PIECEWISE, "role-asks-for-less", "PIECEWISE", "the lesser holds"),
+        (GraphMode.FULL, "role-asks-for-more", "FULL_AND_PIECEWISE", "does not go beyond its target"),
+    ],
+)
+def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after, why):
+    """Less holds, more does not; both are decisions."""
+    found = resolve_draft_prefill(
+        GraphMode.FULL_AND_PIECEWISE,
+        wanted,
+        [group(GraphSupport.ALWAYS)],
+        max_query_len=4,
+        piecewise=Piecewise(),
+    )
+    assert [(d.rule, d.after) for d in found.decisions] == [(rule, after)]
+    assert why in found.decisions[0].says
+
+
+def test_what_no_backend_decided_names_none():
+    """Neither the pieces of a model nor the nature of a draft decode is a backend's doing."""
+    pieces = resolve(
+        Role.TARGET,
+        GraphMode.FULL_AND_PIECEWISE,
+        [group(GraphSupport.ALWAYS)],
+        max_query_len=1,
+        piecewise=Piecewise(capturable=False),
+    )
+    none = resolve_draft_decode(GraphMode.PIECEWISE, None, [group(GraphSupport.ALWAYS)])
+    full = resolve_draft_decode(GraphMode.FULL, None, [group(GraphSupport.ALWAYS)])
+    for found, rule in (
+        (pieces, "piecewise-not-capturable"),
+        (none, "draft-decode-never-piecewise"),
+        (full, "draft-decode-only"),
+    ):
+        assert [(d.rule, d.backend, d.group) for d in found.decisions] == [(rule, None, None)]
+
+
+@pytest.mark.parametrize(("query_len", "mode"), [(1, GraphMode.FULL_DECODE_ONLY), (2, GraphMode.PIECEWISE)])
+def test_two_tokens_are_already_more_than_one(query_len, mode):
+    """K = 1 is speculation: a backend for single tokens cannot run it in a full graph."""
+    groups = [group(GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)]
+    found = resolve(
+        Role.TARGET,
+        GraphMode.FULL_DECODE_ONLY,
+        groups,
+        max_query_len=query_len,
+        piecewise=Piecewise(),
+    )
+    assert found.mode is mode
+
+
+def test_a_draft_decode_names_the_backend_that_cannot():
+    """And its reason."""
+    found = resolve_draft_decode(GraphMode.FULL, None, [group(GraphSupport.NEVER)])
+    assert [d.rule for d in found.decisions] == ["draft-decode-only", "decode-full-unsupported"]
+    assert found.decisions[-1].backend == "alpha"
+    assert "SM75" in found.decisions[-1].says

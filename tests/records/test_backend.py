@@ -1,0 +1,64 @@
+"""Contracts: what a backend may declare."""
+
+import pytest
+
+from capture_planner.errors import InvalidValue
+from capture_planner.modes import GraphSupport
+from capture_planner.records.backend import (
+    COMMON_FIELDS,
+    SPECULATIVE_FIELDS,
+    Axis,
+    Backend,
+    Fill,
+    MetadataField,
+    PaddingContract,
+    Support,
+)
+
+
+def a_field(**changes):
+    """A valid field."""
+    return MetadataField(**{"name": "kv_indptr", "axis": Axis.REQUEST, "fill": Fill.REPEAT_LAST} | changes)
+
+
+@pytest.mark.parametrize("changes", [{"value": 0}, {"fill": Fill.CONSTANT}])
+def test_a_value_goes_with_a_constant(changes):
+    """Neither without the other."""
+    with pytest.raises(InvalidValue, match="value: a value goes with the fill constant"):
+        a_field(**changes)
+
+
+def test_a_field_is_declared_once():
+    """Under its own name."""
+    with pytest.raises(InvalidValue, match=r"fields\[1\].name: 'kv_indptr' is declared twice"):
+        PaddingContract(fields=(a_field(), a_field()))
+
+
+def test_fields_are_found_by_name():
+    """Whatever their order."""
+    contract = PaddingContract(fields=(a_field(name="a"), a_field(name="b")))
+    assert contract["b"].name == "b"
+
+
+@pytest.mark.parametrize("changes", [{"name": "Kv"}, {"dtype": "int16"}, {"scale": 0}, {"offset": 4097}])
+def test_a_field_out_of_bounds_is_refused(changes):
+    """Names, types and sizes have limits."""
+    with pytest.raises(InvalidValue):
+        a_field(**changes)
+
+
+def test_a_reason_is_a_sentence_not_a_novel():
+    """At least a character, at most 500."""
+    for reason in ("", "a" * 501):
+        with pytest.raises(InvalidValue):
+            Support(level=GraphSupport.ALWAYS, reason=reason)
+
+
+def test_the_runners_fields_form_a_contract():
+    """No name is given twice."""
+    assert len(PaddingContract(fields=COMMON_FIELDS + SPECULATIVE_FIELDS).fields) == 9
+
+
+def test_an_object_without_the_methods_is_no_backend():
+    """The protocol tells."""
+    assert not isinstance(object(), Backend)

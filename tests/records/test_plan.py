@@ -1,0 +1,72 @@
+"""Plans: values that hold no decision twice."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.errors import DispatchError, InvalidValue
+from capture_planner.modes import Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.plan import Waiver
+from capture_planner.testing import arbitrary_plans
+
+
+@given(arbitrary_plans())
+def test_roles_are_found_by_member_and_by_name(plan):
+    """What is not planned is an error that lists what is."""
+    planned = {role.role for role in plan.roles}
+    for role in Role:
+        if role in planned:
+            assert plan.role(role) is plan.role(role.value)
+        else:
+            with pytest.raises(DispatchError, match=f"the plan has no role {role}; it has "):
+                plan.role(role)
+    assert plan.num_graphs == sum(len(role.entries) for role in plan.roles)
+
+
+@given(arbitrary_plans())
+def test_a_role_is_planned_once(plan):
+    """A second plan of it is refused, with its place."""
+    with pytest.raises(InvalidValue, match=rf"roles\[{len(plan.roles)}\].role: the role .* is planned twice"):
+        replace(plan, roles=(*plan.roles, plan.roles[0]))
+
+
+@given(arbitrary_plans(), st.data())
+def test_the_order_in_which_entries_are_listed_changes_nothing(plan, data):
+    """They are kept in capture order."""
+    role = data.draw(st.sampled_from(plan.roles))
+    assert replace(role, entries=tuple(data.draw(st.permutations(role.entries)))) == role
+
+
+COUNT = st.integers(1, 6)
+
+
+@given(
+    st.sampled_from(Kind),
+    st.none() | COUNT,
+    COUNT,
+    COUNT,
+    COUNT,
+    COUNT,
+    st.integers(0, 3),
+    st.sampled_from(Kind),
+)
+def test_a_waiver_covers_its_kind_and_extent(kind, query_len, first, last, num_reqs, each, loras, asked):
+    """Requests of decodes, tokens of mixed batches, and adapters in between."""
+    waiver = Waiver(
+        kind=kind,
+        query_len=query_len,
+        first=first,
+        last=last,
+        min_loras=1,
+        max_loras=2,
+        reason=Reason.MODE,
+        says="s",
+    )
+    batch = Batch(
+        role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_reqs * each, query_len=each, active_loras=loras
+    )
+    extent = num_reqs if asked is Kind.DECODE else num_reqs * each
+    inside = first <= extent <= last and loras in (1, 2) and query_len in (None, each)
+    assert waiver.covers(batch, asked) == (inside and kind is asked)

@@ -1,0 +1,156 @@
+"""Specs: what is refused where, and what a schedule means."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.errors import InvalidValue
+from capture_planner.modes import Role
+from capture_planner.records._base import replace
+from capture_planner.records.model import Method, Model, Speculative
+from capture_planner.records.spec import (
+    Budget,
+    GroupSpec,
+    Limits,
+    Lora,
+    Parallel,
+    Policy,
+    Roles,
+    RoleSpec,
+    Sizes,
+    Spec,
+)
+from capture_planner.testing import specs
+
+MODEL = Model(name="m", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=1024)
+SPEC = Spec(model=MODEL, limits=Limits(max_num_reqs=8, max_num_tokens=64), backend="alpha")
+
+
+def eagle(num_tokens=3, schedule=()):
+    """An EAGLE drafter."""
+    return Speculative(method=Method.EAGLE, num_tokens=num_tokens, schedule=schedule)
+
+
+def groups(*layers):
+    """A target of groups with so many layers."""
+    found = tuple(GroupSpec(name=f"g{i}", layers=n) for i, n in enumerate(layers))
+    return Roles(target=RoleSpec(groups=found))
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "message"),
+    [
+        (lambda: replace(MODEL, num_heads=3), "num_heads", "3 query heads do not divide into 2 KV heads"),
+        (lambda: eagle(3, ((4, 2, 1),)), "schedule[0]", "the range 4 to 2 is empty"),
+        (lambda: eagle(3, ((2, 4, 1),)), "schedule[0]", "the first range must start at 1, got 2"),
+        (
+            lambda: eagle(3, ((1, 4, 1), (4, 6, 1))),
+            "schedule[1]",
+            "starts at 4, but the range before it ends at 4",
+        ),
+        (lambda: Sizes(graphs=3), "graphs", "the policy default takes no graphs"),
+        (lambda: Sizes(policy=Policy.MINIMAX), "graphs", "the policy minimax needs a number of graphs"),
+        (lambda: Sizes(policy=Policy.EXPLICIT), "", "the policy explicit needs sizes"),
+        (lambda: Sizes(policy=Policy.VLLM, num_reqs=(1,)), "num_reqs", "the policy vllm takes no num_reqs"),
+        (lambda: Sizes(padding=True), "padding", "the policy default takes no padding"),
+        (
+            lambda: RoleSpec(groups=(GroupSpec(name="g", layers=1),) * 2),
+            "groups[1].name",
+            "a second group is named 'g'",
+        ),
+        (
+            lambda: replace(SPEC, parallel=Parallel(tensor=3)),
+            "parallel.tensor",
+            "8 query heads do not divide over 3 ranks",
+        ),
+        (
+            lambda: replace(SPEC, roles=Roles(draft_decode=RoleSpec(backend="beta"))),
+            "roles.draft_decode",
+            "the spec has no speculative decoding, so this role never runs",
+        ),
+        (
+            lambda: replace(SPEC, roles=groups(1, 2)),
+            "roles.target.groups",
+            "the groups have 3 layers, the model 4",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_place(make, path, message):
+    """Each rule that spans fields names the field to look at."""
+    with pytest.raises(InvalidValue) as caught:
+        make()
+    problem = caught.value.problems[0]
+    assert str(problem).startswith(f"{path}: {message}" if path else message)
+
+
+def test_all_problems_of_a_spec_come_at_once():
+    """Heads, KV heads and groups are wrong; three problems."""
+    with pytest.raises(InvalidValue) as caught:
+        replace(SPEC, parallel=Parallel(tensor=3), roles=groups(1))
+    assert len(caught.value.problems) == 3
+
+
+def test_groups_that_fill_the_model_are_fine():
+    """Layers add up."""
+    assert replace(SPEC, roles=groups(1, 3)).roles.of(Role.TARGET).groups[1].layers == 3
+
+
+SCHEDULED = specs().filter(lambda spec: spec.speculative is not None)
+
+
+@given(SCHEDULED)
+def test_tiers_are_dense_clamped_and_merged(spec):
+    """Each batch size is in one tier, with the k of the last range that starts at or before it."""
+    most, speculative = spec.limits.max_num_reqs, spec.speculative
+    tiers = speculative.tiers(most)
+    for num_reqs in range(1, most + 1):
+        inside = [k for first, last, k in tiers if first <= num_reqs <= last]
+        started = [k for first, _, k in speculative.schedule if first <= num_reqs]
+        k = min((started or [speculative.num_tokens])[-1], speculative.num_tokens)
+        assert inside == [k] == [speculative.draft_tokens(num_reqs)]
+    assert all(one[2] != other[2] for one, other in itertools.pairwise(tiers))
+
+
+@given(st.integers(1, 300), st.booleans())
+def test_lora_cases_are_vllms(most, specialize):
+    """0, the powers of two up to max_active where specialised, and one more than max_active."""
+    powers = {2**i for i in range(20) if 2**i <= most} if specialize else set()
+    assert Lora(max_active=most, specialize=specialize).cases() == tuple(sorted({0, most + 1} | powers))
+
+
+@pytest.mark.parametrize(
+    ("budget", "graphs", "rule"),
+    [
+        (Budget(max_graphs=9), 9, "max_graphs 9"),
+        (Budget(memory=100 << 20), 4, "memory"),
+        (Budget(memory=5, memory_per_graph=0), 5, "memory"),
+        (Budget(seconds=1.0, seconds_per_graph=0.1), 10, "1 s"),
+        (Budget(seconds=0.1), 0, "0.1 s"),
+        (Budget(max_graphs=9, memory=100 << 20, seconds=100), 4, "memory"),
+    ],
+)
+def test_the_tightest_bound_of_a_budget_holds(budget, graphs, rule):
+    """And it is named."""
+    allowed = budget.allowed_graphs()
+    assert allowed[0] == graphs
+    assert allowed[1].startswith(rule)
+
+
+def test_no_budget_allows_anything():
+    """None, not a large number."""
+    assert Budget().allowed_graphs() is None
+
+
+@given(st.floats(1e-300, 1e300), st.floats(1e-300, 1e300))
+def test_any_budget_of_seconds_is_a_number_of_graphs(seconds, each):
+    """No two legal numbers overflow."""
+    allowed = Budget(seconds=seconds, seconds_per_graph=each).allowed_graphs()
+    assert allowed is None or allowed[0] >= 0
+
+
+def test_without_speculation_there_is_a_target_only():
+    """With it, all three roles run."""
+    assert SPEC.active_roles == (Role.TARGET,)
+    assert replace(SPEC, speculative=eagle()).active_roles == tuple(Role)

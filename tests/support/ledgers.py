@@ -1,0 +1,245 @@
+"""Strategies for the reports of runs: of any plan, of any length, also of runs that were stopped."""
+
+from pathlib import Path
+
+import attrs
+from hypothesis import strategies as st
+
+from capture_planner import codec
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.plan import Waiver
+from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSeen, Largest
+from capture_planner.runtime.ledger import Captured, Forward, Reading, RunReport, Served, Step
+from capture_planner.testing import arbitrary_plans, batches, plans
+
+LOCKED = {
+    path.stem: codec.load_plan(path)
+    for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
+}
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "[/bold]",
+    "$\\frac{1}{0}$",
+    "\udc80",
+)
+
+names = st.sampled_from(HOSTILE) | st.text(min_size=1, max_size=12)
+# A clock ticks in nanoseconds.
+times = st.sampled_from((0.0, 1e-9, 0.5)) | st.floats(1e-9, 1e4)
+counts = st.sampled_from((0, 1)) | st.integers(0, 1 << 40)
+
+
+@st.composite
+def readings(draw):
+    """A device at one moment: what is gone is what the allocator holds and more."""
+    mine = draw(st.integers(0, 1 << 36))
+    return Reading(used=mine + draw(st.integers(0, 1 << 30)), held=mine)
+
+
+@st.composite
+def captures(draw, plan):
+    """What was captured of a plan: a part of it, in capture order, some graphs dropped."""
+    planned = [(role.role, entry) for role in plan.roles for entry in role.entries]
+    reasons = st.none() | st.none() | st.sampled_from((Reason.MEMORY, Reason.BUDGET))
+    # A few draws for all graphs in turn: a plan may have more than a hundred.
+    kinds = draw(st.lists(st.tuples(times, counts, counts, reasons, names), min_size=1, max_size=3))
+    # One device for all graphs, or none; a few moments of it in turn. At a stride of 2 each capture
+    # begins where the one before ended, and the ledger explains all.
+    moments = draw(st.none() | st.lists(readings(), min_size=1, max_size=4))
+    stride = draw(st.sampled_from((2, 3)))
+    found = []
+    for index, (role, entry) in enumerate(
+        planned[: draw(st.just(len(planned)) | st.integers(0, len(planned)))]
+    ):
+        taken, memory, alone, reason, says = kinds[index % len(kinds)]
+        waiver = None
+        if reason is not None:
+            waiver = Waiver(kind=Kind.MIXED, first=1, last=entry.num_tokens, reason=reason, says=says)
+        seen = None
+        if moments:
+            seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
+        found.append(
+            Captured(
+                role=role,
+                entry=entry,
+                seconds=taken,
+                memory=memory,
+                alone=alone,
+                readings=seen,
+                waiver=waiver,
+            )
+        )
+    return tuple(found)
+
+
+@st.composite
+def fits(draw, role, entry):
+    """A batch that an entry can serve, with little padding."""
+    num_reqs = num_tokens = max(1, entry.num_tokens - draw(st.integers(0, 3)))
+    query_len = None
+    if entry.query_len is not None:
+        query_len, num_reqs = entry.query_len, max(1, (entry.num_reqs or 1) - draw(st.integers(0, 3)))
+        num_tokens = num_reqs * query_len
+    elif entry.num_reqs is None or entry.num_reqs < num_reqs:
+        num_reqs = draw(st.integers(1, entry.num_reqs or num_reqs))
+    return Batch(role=role, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len)
+
+
+@st.composite
+def forwards(draw, dispatcher, captured, step):
+    """One forward, served by what was captured, as the dispatcher answers for the whole plan."""
+    fitting = [fits(role, entry) for role, entry in captured]
+    anything = batches(dispatcher.plan).filter(lambda batch: min(batch.num_reqs, batch.num_tokens) >= 0)
+    batch = draw(draw(st.sampled_from(fitting)) if fitting and draw(st.integers(0, 3)) else anything)
+    answer = dispatcher.answer(batch)
+    there = (batch.role, answer.entry) in captured
+    return Forward(
+        step=step,
+        role=batch.role,
+        num_reqs=batch.num_reqs,
+        num_tokens=batch.num_tokens,
+        query_len=batch.uniform_query_len,
+        entry=answer.entry if there else None,
+        reason=None if there else answer.reason or Reason.MEMORY,
+        padded_tokens=answer.padded_tokens if there else 0,
+        padded_reqs=answer.padded_reqs if there else 0,
+        repeats=draw(st.sampled_from((1, 1, 2, 7))),
+        host_seconds=draw(times),
+        seconds=draw(times),
+    )
+
+
+@st.composite
+def steps(draw, index):
+    """One step of any load."""
+    num_reqs = draw(st.integers(0, 300))
+    drafted = draw(st.just(0) | st.integers(0, 500))
+    return Step(
+        index=index,
+        num_reqs=num_reqs,
+        num_tokens=num_reqs + draw(st.integers(0, 5000)),
+        prompts=draw(st.integers(0, num_reqs)),
+        drafted=drafted,
+        accepted=draw(st.integers(0, drafted)),
+        seconds=draw(times),
+        waiting=draw(st.integers(0, 9)),
+    )
+
+
+@st.composite
+def served(draw):
+    """One request: finished, cut off, or never begun."""
+    tokens = draw(st.lists(st.integers(0, 1 << 17), max_size=4))
+    first = draw(times) if tokens else None
+    return Served(
+        name=draw(names),
+        prompt_tokens=draw(st.integers(1, 100)),
+        output_tokens=len(tokens),
+        first_token=first,
+        finished=draw(st.none() | times.map(lambda more: first + more)) if tokens else None,
+        tokens=tuple(tokens),
+        text=draw(st.none() | names),
+    )
+
+
+@st.composite
+def differences(draw):
+    """Anything that a graph can have wrong, with any names."""
+    tables = st.lists(st.lists(st.integers(-(1 << 63), 1 << 31), max_size=9), max_size=9)
+    maybe = st.none() | st.integers(0, 1 << 20)
+    numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.integers()
+    mode = draw(st.sampled_from((GraphMode.FULL, GraphMode.PIECEWISE)))
+    seen = FieldSeen(name=draw(names), real=draw(tables | maybe), padding=draw(st.none() | tables))
+    return Difference(
+        step=draw(counts),
+        role=draw(st.sampled_from(Role)),
+        entry=Entry(mode=mode, num_tokens=draw(st.integers(1, 99))),
+        draft_step=draw(maybe),
+        layer=draw(maybe),
+        tensor=draw(names),
+        row=draw(counts),
+        request=draw(st.none() | names),
+        token=draw(maybe),
+        graph=draw(numbers),
+        eager=draw(numbers),
+        error=draw(st.none() | times),
+        tolerance=draw(st.sampled_from((0.0, 1e-9))),
+        rows=draw(counts),
+        after=draw(st.none() | names),
+        num_tokens=draw(counts),
+        num_reqs=draw(counts),
+        padded_tokens=draw(counts),
+        padded_reqs=draw(counts),
+        requests=tuple(draw(st.lists(names, max_size=20))),
+        fields=(seen,) * draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def comparisons(draw):
+    """What was compared: nothing, something, up to a difference or to the end."""
+    compared, eager = (draw(st.dictionaries(st.sampled_from(Role), counts, max_size=3)) for _ in range(2))
+    largest = [
+        Largest(
+            tensor=draw(names),
+            error=draw(st.just(0.0) | times),
+            tolerance=0.05,
+            role=draw(st.sampled_from(Role)),
+            layer=draw(st.none() | st.integers(0, 99)),
+        )
+        for _ in range(draw(st.integers(0, 2)))
+    ]
+    return Comparison(
+        compared=compared,
+        eager=eager,
+        steps=draw(counts),
+        largest=tuple(largest),
+        near_ties=draw(counts),
+        difference=draw(st.none() | differences()),
+    )
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class Drawn(RunReport):
+    """A report that a failing test can print: Hypothesis warns of one with its whole plan."""
+
+    def __repr__(self):
+        shown = ("model", "host", "forwards", "steps", "served", "serve_seconds", "interrupted")
+        return f"<{', '.join(f'{name}={getattr(self, name)!r}' for name in shown)}>"
+
+
+@st.composite
+def reports(draw):
+    """Any report, the degenerate ones included: no capture, no step, no request, no drafter."""
+    locked = LOCKED[draw(st.sampled_from(sorted(LOCKED)))]
+    # Drawing a plan takes longer than all the rest; the locked ones are of every kind but strange.
+    plan = locked if draw(st.integers(0, 4)) else draw(plans(max_reqs=64) | arbitrary_plans())
+    captured, dispatcher = draw(captures(plan)), Dispatcher(plan)
+    usable = [(graph.role, graph.entry) for graph in captured if graph.waiver is None]
+    first, length = draw(st.sampled_from((0, 0, 1000))), draw(st.sampled_from((0, 1, 2, 3)))
+    numbers = range(first, first + length)
+    asked = [number for number in numbers for _ in range(draw(st.integers(0, 4)))] if plan.roles else []
+    # The last step may have been cut off: its forwards are there, and it is not.
+    ended = numbers[: draw(st.sampled_from((length, max(0, length - 1))))]
+    return Drawn(
+        plan=plan,
+        model=draw(names),
+        backends=draw(st.dictionaries(names, names, max_size=2)),
+        host=draw(st.dictionaries(names, names, max_size=3)),
+        captured=captured,
+        forwards=tuple(draw(forwards(dispatcher, usable, number)) for number in asked),
+        steps=tuple(draw(steps(number)) for number in ended),
+        served=tuple(draw(st.lists(served(), max_size=4))),
+        buffers=draw(counts),
+        kv_cache=draw(counts),
+        capture_seconds=draw(times),
+        serve_seconds=draw(times),
+        interrupted=draw(st.booleans()),
+        workspaces=draw(counts),
+        weights=draw(counts),
+        served_reading=draw(st.none() | readings()),
+        comparison=draw(st.none() | comparisons()),
+    )

@@ -1,0 +1,90 @@
+"""Batches by brute force, and the dispatcher that nobody could get wrong, for the laws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from capture_planner.conformance.reference_dispatch import (
+    chain_length,
+    scheduled_k,
+    serves,
+    without_adapters,
+)
+from capture_planner.conformance.reference_dispatch import cheapest as dispatch
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
+from capture_planner.records.plan import Plan, RolePlan
+
+__all__ = [
+    "admissible",
+    "chain_length",
+    "dispatch",
+    "is_decode",
+    "is_waived",
+    "scheduled_k",
+    "serves",
+    "without_adapters",
+]
+
+
+def admissible(plan: Plan, role: RolePlan) -> Iterator[Batch]:
+    """Every batch of a role that the limits and the schedule admit, by brute force.
+
+    A request has at most one adapter, rows without one count as one more, and the schedule says
+    how many draft tokens a decode of each size has. Mixed batches are enumerated by tokens, and by
+    the request counts that an entry or the limits tell apart.
+    """
+    limits = plan.limits
+    most_loras = 0 if plan.lora is None or role.role.is_drafter else plan.lora.max_active + 1
+    for num_reqs in range(1, limits.max_num_reqs + 1):
+        k = 0 if plan.speculative is None else scheduled_k(plan, num_reqs)
+        if role.role is Role.DRAFT_DECODE:
+            query_len = 1
+            if k < 2:
+                continue
+        else:
+            query_len = 1 + k
+        if num_reqs * query_len > limits.max_num_tokens:
+            continue
+        for loras in range(min(most_loras, num_reqs) + 1):
+            yield Batch(
+                role=role.role,
+                num_reqs=num_reqs,
+                num_tokens=num_reqs * query_len,
+                query_len=query_len,
+                active_loras=loras,
+            )
+    if role.role is Role.DRAFT_DECODE:
+        return
+    bounds = {entry.num_reqs for entry in role.entries if entry.query_len is None and entry.num_reqs}
+    told_apart = {1, limits.max_num_reqs} | {bound + shift for bound in bounds for shift in (0, 1)}
+    counts = sorted(n for n in told_apart if 1 <= n <= limits.max_num_reqs)
+    for num_tokens in range(1, limits.max_num_tokens + 1):
+        for num_reqs in {*(n for n in counts if n <= num_tokens), min(num_tokens, limits.max_num_reqs)}:
+            for loras in range(min(most_loras, num_reqs) + 1):
+                yield Batch(
+                    role=role.role,
+                    num_reqs=num_reqs,
+                    num_tokens=num_tokens,
+                    past_prompt=False,
+                    active_loras=loras,
+                )
+
+
+def is_decode(batch: Batch) -> bool:
+    """Whether the batch came from the decode half of ``admissible``."""
+    return batch.query_len is not None
+
+
+def is_waived(role: RolePlan, batch: Batch) -> bool:
+    """Whether a waiver of the role names the batch, by the meaning of its fields."""
+    for waiver in role.waivers:
+        extent = batch.num_reqs if is_decode(batch) else batch.num_tokens
+        if (
+            waiver.kind.value == ("decode" if is_decode(batch) else "mixed")
+            and waiver.query_len in (None, batch.query_len)
+            and waiver.first <= extent <= waiver.last
+            and waiver.min_loras <= batch.active_loras <= waiver.max_loras
+        ):
+            return True
+    return False

@@ -1,0 +1,107 @@
+"""The tables of docs/gallery.md: the gallery as the newest campaign found it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import gpu_results
+
+from capture_planner.analysis.lint import RULES
+from capture_planner.analysis.lint.core import link
+from capture_planner.conformance import Check
+
+SHOWN = 160
+"""Most characters of a smallest case."""
+
+
+def campaign() -> dict[str, Any]:
+    """Return the newest campaign; raises ``FileNotFoundError``."""
+    found = gpu_results.files("gallery-*.json")
+    if not found:
+        raise FileNotFoundError(
+            "benchmarks/results has no gallery-*.json: run benchmarks/gallery.py --output"
+        )
+    return found[-1]
+
+
+def run() -> str:
+    """Say what was run, and on what."""
+    result = campaign()
+    mutants, healthy = result["mutants"], result["healthy"]
+    sure = sum(made["hits"] == made["seeds"] for made in mutants)
+    packages = result["provenance"]["packages"]
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "hypothesis") if name in packages)
+    lines = [
+        f"{len(mutants)} mutants, {result['seeds']} seeds each, profile {result['profile']}: {sure} of {len(mutants)} "
+        f"are found with every seed. Of {len(healthy['searched'])} healthy backends, plans and ranks, "
+        f"{len({fault['name'] for fault in healthy['faults']})} had findings. "
+        f"{result['provenance']['date'][:10]}, {versions}."
+    ]
+    for made in mutants:
+        if made["hits"] < made["seeds"]:
+            lines += [
+                "",
+                f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds.",
+            ]
+    return "\n".join(lines)
+
+
+def table() -> str:
+    """Return every mutant with its bug, class, place, what found it and the smallest case."""
+    rows = []
+    for made in sorted(
+        campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])
+    ):
+        threads = ", ".join(f"[{thread}]({link(thread)})" for thread in made["threads"])
+        rows.append(
+            (
+                f"`{made['name']}`: {_cell(made['says'])}{f' ({threads})' if threads else ''}",
+                made["class"],
+                made["planted"],
+                ", ".join(_check(by) for by in made["by"]) or "nothing",
+                f"{made['hits']} of {made['seeds']}",
+                _cell(_short(made["shown"] or gpu_results.NO_VALUE)),
+            )
+        )
+    return gpu_results.table(
+        ("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6
+    )
+
+
+def checks() -> str:
+    """Return every check of the suite, and every rule that found a mutant, with how many it found."""
+    caught = Counter(by for made in campaign()["mutants"] for by in made["by"])
+    rows = [(f"`{check.value}`", check.law, str(caught[check.value])) for check in Check]
+    rows += [
+        (_check(code), f"{rule.name}: {_first(rule.explanation)}", str(caught[code]))
+        for code, rule in RULES.items()
+        if caught[code]
+    ]
+    return gpu_results.table(("check", "law", "mutants"), rows, text=2)
+
+
+def _check(by: str) -> str:
+    return f"[{by}](lint.md#{by.lower()})" if by in RULES else f"`{by}`"
+
+
+def _first(explanation: str) -> str:
+    """Return the first sentence, without its full stop."""
+    return _cell(" ".join(explanation.split("\n\n")[0].split())).rstrip(".")
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4].rsplit(' ', 1)[0]} ..."
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "gallery-run": run,
+    "gallery": table,
+    "gallery-checks": checks,
+}
