@@ -66,8 +66,8 @@ def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
 def cli() -> None:
     """Plan, check and explain which CUDA graphs a serving engine captures.
 
-    A SPEC says what is wanted, a PLAN what was decided and why. Wherever a plan is asked for, a
-    spec will do: it is planned first. No GPU is needed.
+    A SPEC states what is wanted; a PLAN states what was decided, and why. Wherever a command takes a
+    plan, it takes a spec too, and plans it first. - reads a file from standard input. No GPU is needed.
     """
 
 

@@ -14,15 +14,15 @@ from capture_planner.records.spec import QueryLength
 MAX_TOKENS = 1 << 20
 
 
-Kind = tuple[GraphMode, int | None, int | None]
+_GraphKind = tuple[GraphMode, int | None, int | None]
 """Mode, query length and draft steps of a graph."""
 
-Shape = tuple[int, int | None]
+_Extents = tuple[int, int | None]
 """Padded tokens and requests of a graph."""
 
 
 @record
-class Row:
+class EntryRow:
     """Graphs of one mode and query length, largest first."""
 
     mode: GraphMode = field("PIECEWISE or FULL")
@@ -96,23 +96,23 @@ class Row:
         )
 
 
-def pack(entries: tuple[Entry, ...]) -> tuple[Row, ...]:
+def pack(entries: tuple[Entry, ...]) -> tuple[EntryRow, ...]:
     """Return the rows of a plan's entries: sizes of one kind and the same adapter cases share one."""
-    cases: dict[tuple[Kind, Shape], list[int]] = {}
+    cases: dict[tuple[_GraphKind, _Extents], list[int]] = {}
     for entry in entries:
         kind = (entry.mode, entry.query_len, entry.draft_steps)
         cases.setdefault((kind, (entry.num_tokens, entry.num_reqs)), []).append(entry.active_loras)
-    shapes: dict[tuple[Kind, bool, tuple[int, ...]], list[Shape]] = {}
+    shapes: dict[tuple[_GraphKind, bool, tuple[int, ...]], list[_Extents]] = {}
     for (kind, shape), loras in cases.items():
         alike = (kind, shape[1] is None, tuple(sorted(loras, reverse=True)))
         shapes.setdefault(alike, []).append(shape)
     return tuple(_row(kind, unpadded, loras, alike) for (kind, unpadded, loras), alike in shapes.items())
 
 
-def _row(kind: Kind, unpadded: bool, loras: tuple[int, ...], shapes: list[Shape]) -> Row:
+def _row(kind: _GraphKind, unpadded: bool, loras: tuple[int, ...], shapes: list[_Extents]) -> EntryRow:
     mode, query_len, draft_steps = kind
     follows = query_len is not None and all(tokens == (reqs or 0) * query_len for tokens, reqs in shapes)
-    return Row(
+    return EntryRow(
         mode=mode,
         query_len=query_len,
         draft_steps=draft_steps,
@@ -122,7 +122,7 @@ def _row(kind: Kind, unpadded: bool, loras: tuple[int, ...], shapes: list[Shape]
     )
 
 
-def unpack(rows: tuple[Row, ...]) -> tuple[Entry, ...]:
+def unpack(rows: tuple[EntryRow, ...]) -> tuple[Entry, ...]:
     """Return the entries of a plan file's rows; raises ``InvalidValue`` where they are too many."""
     total = sum(row.num_graphs for row in rows)
     if total > MAX_GRAPHS:

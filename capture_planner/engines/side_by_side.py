@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import attrs
 
@@ -31,10 +30,6 @@ class Family:
     kind: Kind
     query_len: int | None = None
     """None for mixed."""
-
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return {"role": self.role.value, "kind": self.kind.value, "query_len": self.query_len}
 
 
 @attrs.frozen(kw_only=True)
@@ -60,10 +55,6 @@ class Served:
         """The share of batches with a graph."""
         return self.graphed / self.batches
 
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return attrs.asdict(self) | {"coverage": self.coverage}
-
 
 @attrs.frozen(kw_only=True)
 class Pair:
@@ -72,11 +63,6 @@ class Pair:
     family: Family
     a: Served | None
     b: Served | None
-
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        sides = {"a": self.a, "b": self.b}
-        return self.family.data() | {side: each and each.data() for side, each in sides.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -89,10 +75,6 @@ class Captured:
     a: int
     b: int
 
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return {"role": self.role.value, "mode": self.mode.value, "a": self.a, "b": self.b}
-
 
 @attrs.frozen(kw_only=True)
 class Modes:
@@ -101,11 +83,6 @@ class Modes:
     role: Role
     a: GraphMode | None
     b: GraphMode | None
-
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        sides = {"a": self.a, "b": self.b}
-        return {"role": self.role.value} | {side: each and each.value for side, each in sides.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -126,18 +103,6 @@ class Hole:
     mode: GraphMode
     """How the other runs them."""
 
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return self.family.data() | {
-            "eager": self.eager,
-            "first": self.first,
-            "last": self.last,
-            "active_loras": self.active_loras,
-            "batches": self.batches,
-            "reason": None if self.reason is None else self.reason.value,
-            "mode": self.mode.value,
-        }
-
 
 @attrs.frozen(kw_only=True)
 class SideBySide:
@@ -152,18 +117,6 @@ class SideBySide:
     graphs: tuple[Captured, ...]
     families: tuple[Pair, ...]
     holes: tuple[Hole, ...]
-
-    def data(self) -> dict[str, Any]:
-        """Return all of it as JSON has it."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "batches": "traffic" if self.from_traffic else "admissible",
-            "modes": [modes.data() for modes in self.modes],
-            "graphs": [captured.data() for captured in self.graphs],
-            "families": [pair.data() for pair in self.families],
-            "holes": [hole.data() for hole in self.holes],
-        }
 
 
 def compare(

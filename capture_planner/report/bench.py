@@ -1,48 +1,39 @@
-"""The report of a bench: the same sections as tables, as a page with plots, and as data."""
+"""The report of a bench: sections for a terminal and a page, and its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import attrs
-from rich.console import RenderableType
-
-from capture_planner.bench.record import BenchReport, Capturing, Chain, Throughput, Verdict
+from capture_planner.bench.record import (
+    BenchReport,
+    Capturing,
+    Chain,
+    Decode,
+    Pools,
+    Preparation,
+    Throughput,
+    Verdict,
+)
 from capture_planner.bench.targets import verdicts
-from capture_planner.records.batch import Entry
+from capture_planner.codec import json_of, plain, plain_fields
 from capture_planner.records.text import counted
-from capture_planner.report.page import rendered
-from capture_planner.report.run import section_tables
 from capture_planner.report.sections import NONE
-from capture_planner.report.tables import entry_data
-from capture_planner.report.writing import Grid, Section, seconds, size
-
-if TYPE_CHECKING:
-    from capture_planner.report.drawing import Chart
-
+from capture_planner.report.writing import Chart, Grid, Report, Section, seconds, size
 
 STOPPED = "the bench was stopped before all figures were measured"
 
 
-def bench_tables(report: BenchReport) -> RenderableType:
-    """The report of a bench for people, at any width."""
-    return section_tables(bench_sections(report))
+def bench_report(report: BenchReport) -> Report:
+    """Return the report of a bench for ``terminal.tables`` and ``page.page``."""
 
-
-def bench_page(report: BenchReport) -> str:
-    """Return the report as one page with plots that needs nothing else.
-
-    Raises ``CapturePlannerError`` where jinja2 or matplotlib is not installed.
-    """
-
-    def drawn() -> Sequence[Chart]:
+    def drawn() -> tuple[Chart, ...]:
         from capture_planner.report.bench_charts import bench_charts
 
         return bench_charts(report)
 
-    return rendered(
-        "bench",
+    return Report(
+        kind="bench",
         title=f"Bench of {report.plan.model.name}",
         alert=_alert(report),
         sections=bench_sections(report),
@@ -91,7 +82,7 @@ def _what(report: BenchReport) -> Section:
             *((f"interrupted: {STOPPED}",) if report.interrupted else ()),
             *(f"{absent.figure} broke: {absent.says}" for absent in report.failed),
         ),
-        grid=Grid(columns=("", ""), rows=tuple(facts)),
+        grid=Grid.facts(facts),
     )
 
 
@@ -117,7 +108,7 @@ def _section(
     """Return one figure; its first ``text`` columns are words, and the others numbers."""
     if not rows:
         return Section(name=name, title=title, lines=_absent(report, name))
-    grid = Grid(columns=columns, right=frozenset(columns[text:]), rows=tuple(rows))
+    grid = Grid.of(columns, rows, text=text)
     left_out = tuple(f"left out: {absent.says}" for absent in report.absent if absent.figure == name)
     return Section(name=name, title=title, grid=grid, notes=(*left_out, *notes))
 
@@ -212,17 +203,8 @@ def _preparation(report: BenchReport) -> Section:
         )
         for row in report.preparation
     ]
-    columns = (
-        "requests",
-        "role",
-        "backend",
-        "a step",
-        "anew",
-        "backend",
-        "stock call",
-        "step / stock",
-        "steps",
-    )
+    timed = ("a step", "anew", "backend", "stock call", "step / stock")
+    columns = ("requests", "role", "backend", *timed, "steps")
     notes = (
         "Host time of one forward in a decode whose lengths grow. A step: as the runner does it, a mean over "
         "all; a graph of one token a request moves its own fields on, and a drafter's fields are filled with "
@@ -291,13 +273,7 @@ def _capture(report: BenchReport) -> Section:
     if found is None:
         return _section(report, "capture", "Capture", (), ())
     rows = [
-        (
-            name,
-            seconds(cost.seconds),
-            size(cost.pool),
-            size(cost.driver),
-            size(round(cost.memory / found.graphs)),
-        )
+        (name, seconds(cost.seconds), *map(size, (cost.pool, cost.driver, round(cost.memory / found.graphs))))
         for name, cost in (("the runner", found.ours), ("bare loop", found.bare))
         if cost is not None
     ]
@@ -336,51 +312,42 @@ def _pools(report: BenchReport) -> Section:
     )
 
 
-def bench_data(report: BenchReport) -> dict[str, Any]:
-    """Return the report of a bench as plain data, for ``--format json``. Seconds, bytes, ratios.
+@json_of(BenchReport)
+def _bench(report: BenchReport) -> dict[str, Any]:
+    """Return the JSON of a bench. Seconds, bytes, ratios.
 
     ``model``, ``plan``, ``spec`` (digest), ``environment``, ``backends``, ``facts``, ``clock``,
     ``page_size``: what was measured, where and with what. A key for each figure: ``decode``,
     ``preparation`` and ``chain`` are lists, a row for each number of requests; ``throughput``,
     ``capture`` and ``pools`` are one record each; what was not measured is empty or null, and
-    ``absent`` says why; ``interrupted``, whether somebody stopped it. ``targets``: each with what was reached.
+    ``absent`` says why. ``interrupted``: whether it was stopped. ``targets``: each with the result.
     """
+    figures = ("decode", "preparation", "chain", "throughput", "capture", "pools", "interrupted", "absent")
     return {
         "model": report.model,
         "plan": report.plan.model.name,
         "spec": report.plan.spec,
-        "environment": _plain(report.plan.environment),
-        "backends": dict(report.backends),
-        "facts": dict(report.facts),
-        "clock": report.clock,
-        "page_size": report.page_size,
-        "decode": [_plain(row) | {"overhead": row.overhead, "gain": row.gain} for row in report.decode],
-        "preparation": [_plain(row) | {"of_stock": row.of_stock} for row in report.preparation],
-        "chain": [
-            _plain(row) | {"one": row.one, "over_single": row.over_single, "over_eager": row.over_eager}
-            for row in report.chain
-        ],
-        "throughput": report.throughput and _plain(report.throughput) | {"gain": report.throughput.gain},
-        "capture": report.capture
-        and _plain(report.capture)
-        | {"of_seconds": report.capture.of_seconds, "of_memory": report.capture.of_memory},
-        "pools": report.pools and _plain(report.pools) | {"saved": report.pools.saved},
-        "interrupted": report.interrupted,
-        "absent": [_plain(absent) for absent in report.absent],
-        "targets": [
-            _plain(verdict) | {"holds": verdict.holds, "missed_by": verdict.missed_by}
-            for verdict in verdicts(report)
-        ],
+        "environment": plain_fields(report.plan.environment),
+        **{
+            name: plain(getattr(report, name))
+            for name in ("backends", "facts", "clock", "page_size", *figures)
+        },
+        "targets": plain(verdicts(report)),
     }
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Entry):
-        return entry_data(value)
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if attrs.has(type(value)):
-        return {name: _plain(getattr(value, name)) for name in attrs.fields_dict(type(value))}
-    return getattr(value, "value", value)
+_DERIVED: dict[type, tuple[str, ...]] = {
+    Decode: ("overhead", "gain"),
+    Preparation: ("of_stock",),
+    Chain: ("one", "over_single", "over_eager"),
+    Throughput: ("gain",),
+    Capturing: ("of_seconds", "of_memory"),
+    Pools: ("saved",),
+    Verdict: ("holds", "missed_by"),
+}
+"""Properties that the JSON of a figure has after its fields."""
+
+
+@json_of(*_DERIVED)
+def _figure(figure: Any) -> dict[str, Any]:
+    return plain_fields(figure, *_DERIVED[type(figure)])

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from capture_planner.modes import Role
-from capture_planner.report.writing import Grid, Section, many
+from capture_planner.records.text import counted
+from capture_planner.report.writing import Grid, Section
 from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSeen, shown
 
 MAX_VALUES = 8
@@ -22,40 +23,37 @@ def comparison_sections(comparison: Comparison | None) -> Iterator[Section]:
         yield _difference(told)
         yield _metadata(told.fields)
     lines = [
-        f"{_counts(comparison.compared)} of {many(comparison.steps, 'step')} compared with eager, and the same",
+        f"{_counts(comparison.compared)} of {counted(comparison.steps, 'step')} compared with eager, and the same",
         f"{_counts(comparison.eager)} not compared: no graph served them",
     ]
     if comparison.near_ties:
         lines.append(
-            f"{many(comparison.near_ties, 'drafted token')} differ where no state does: two were as likely, "
+            f"{counted(comparison.near_ties, 'drafted token')} differ where no state does: two were as likely, "
             "and what came after in such a chain is not compared"
         )
+    rows = [
+        (
+            seen.tensor,
+            f"{seen.error:.1e}" if seen.error else "0",
+            f"{seen.tolerance:g}",
+            seen.role.value,
+            "" if seen.layer is None else str(seen.layer),
+        )
+        for seen in comparison.largest
+    ]
     columns = ("tensor", "largest error", "allowed", "role", "layer")
     yield Section(
         name="comparison",
         title="Comparison",
         lines=tuple(lines),
-        grid=Grid(
-            columns=columns,
-            right=frozenset(columns[1:3]),
-            rows=tuple(
-                (
-                    seen.tensor,
-                    f"{seen.error:.1e}" if seen.error else "0",
-                    f"{seen.tolerance:g}",
-                    seen.role.value,
-                    "" if seen.layer is None else str(seen.layer),
-                )
-                for seen in comparison.largest
-            ),
-        ),
+        grid=Grid(columns=columns, right=frozenset({"largest error", "allowed"}), rows=tuple(rows)),
     )
 
 
 def _counts(forwards: Mapping[Role, int]) -> str:
     total = sum(forwards.values())
     parts = ", ".join(f"{count:,} {role.value}" for role, count in forwards.items() if count)
-    return many(total, "forward") + (f" ({parts})" if parts else "")
+    return counted(total, "forward") + (f" ({parts})" if parts else "")
 
 
 def _difference(told: Difference) -> Section:
@@ -78,14 +76,14 @@ def _difference(told: Difference) -> Section:
         ("first row", whose),
         ("graph", shown(told.graph)),
         ("eager", shown(told.eager)),
-        ("largest error", f"{error}, and {told.tolerance:g} is allowed; {many(told.rows, 'row')}"),
+        ("largest error", f"{error}, and {told.tolerance:g} is allowed; {counted(told.rows, 'row')}"),
         ("requests", _short(told.requests)),
     ]
     return Section(
         name="difference",
         title="First wrong tensor",
         warnings=(f"{told.where}: the graph and an eager forward differ",),
-        grid=Grid(columns=("", ""), rows=tuple(facts)),
+        grid=Grid.facts(facts),
     )
 
 
@@ -93,9 +91,9 @@ def _metadata(fields: Sequence[FieldSeen]) -> Section:
     return Section(
         name="metadata",
         title="Metadata of that forward",
-        grid=Grid(
-            columns=("field", "batch", "padding"),
-            rows=tuple((seen.name, _short(seen.real), _short(seen.padding or ())) for seen in fields),
+        grid=Grid.of(
+            ("field", "batch", "padding"),
+            ((seen.name, _short(seen.real), _short(seen.padding or ())) for seen in fields),
         ),
     )
 

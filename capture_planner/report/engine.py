@@ -1,4 +1,4 @@
-"""Emulated engines as rich tables and plain data."""
+"""Emulated engines as rich tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import Emulation, Graph
-from capture_planner.engines.walk import Asked, runs, walk
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.engines.walk import Asked, walk
+from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
-from capture_planner.report.tables import mode_text, table_of
+from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 
 def emulation_table(emulation: Emulation) -> RenderableType:
@@ -78,7 +78,7 @@ def _served(asked: Sequence[Asked]) -> RenderableType:
     for (what, mode, why), found in rows.items():
         loras = sorted({one.batch.active_loras for one in found})
         of_loras = "" if loras == [0] else sizes_text(loras)
-        table.add_row(what, mode_text(mode), _ranges(found), of_loras, _padding(found), why)
+        table.add_row(what, ran_text(mode), _ranges(found), of_loras, _padding(found), why)
     return table
 
 
@@ -141,53 +141,15 @@ def sizes_text(sizes: Sequence[int]) -> str:
     return " ".join(parts) or "none"
 
 
-def emulation_data(emulation: Emulation) -> dict[str, Any]:
-    """Return the emulation as JSON has it, and all admissible batches by what runs them."""
-    rows: dict[tuple[GraphMode, Reason | None], list[Asked]] = {}
-    for one in walk(emulation):
-        rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
-    batches = [
-        {
-            "role": run.role.value,
-            "kind": run.kind.value,
-            "query_len": run.query_len,
-            "active_loras": run.active_loras,
-            "first": run.first,
-            "last": run.last,
-            "mode": mode.value,
-            "reason": None if reason is None else reason.value,
-        }
-        for (mode, reason), asked in rows.items()
-        for run in runs(asked)
-    ]
-    return emulation.data() | {"batches": batches}
-
-
 def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> RenderableType:
-    """One finding a paragraph: what, which flag mends it, and where it was seen."""
+    """One finding a paragraph: what, which flag fixes it, and where it was seen."""
     parts: list[RenderableType] = []
     for each in found:
         rule = each.rule
         parts += [
             Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.seen.says}"),
-            Text(f"  mend: {each.mend}"),
+            Text(f"  fix: {each.mend}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
         ]
     total = counted(len(found), "finding") if found else "nothing to report"
     return Group(*parts, Text(f"{emulation.engine} {emulation.version}: {total}"))
-
-
-def finding_data(found: EngineFinding) -> dict[str, Any]:
-    """Return a finding as JSON has it."""
-    rule = found.rule
-    return {
-        "code": rule.code,
-        "name": rule.name,
-        "severity": found.severity.value,
-        "class": rule.bug_class.name,
-        "role": found.seen.role.value,
-        "message": found.seen.says,
-        "count": found.seen.count,
-        "mend": found.mend,
-        "threads": list(rule.threads),
-    }

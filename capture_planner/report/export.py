@@ -13,7 +13,7 @@ from rich.text import Text
 from capture_planner.engines.export import Effect, Export, Proof
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
-from capture_planner.report.tables import table_of
+from capture_planner.report.terminal import table_of
 
 MOST_DIFFERENCES = 12
 """Ranges of batches that are shown; ``--format json`` has all of them."""

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from capture_planner.analysis.lint import RULES, Finding, Severity
+from capture_planner.codec import json_of, plain
 
 DRIFT_CODE = "CP099"
 """A plan is not what its spec gives; found by comparison, not by a rule."""
@@ -32,33 +33,31 @@ class Drift:
     """A difference between a plan and what its spec gives now."""
 
     file: str
-    says: str
+    message: str
 
 
 def as_text(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
     """One finding a line, as compilers write them."""
     lines = [f"{p.file}:{p.line}:{p.column}: {p.severity.value}: {p.finding}" for p in placed]
-    return "\n".join(lines + [f"{d.file}:1:1: error: {DRIFT_CODE} drift: {d.says}" for d in drift])
+    return "\n".join(lines + [f"{d.file}:1:1: error: {DRIFT_CODE} drift: {d.message}" for d in drift])
 
 
-def as_data(placed: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Findings as plain data, for ``--format json``."""
-    return [
-        {
-            "code": p.finding.rule.code,
-            "name": p.finding.rule.name,
-            "severity": p.severity.value,
-            "class": p.finding.rule.bug_class.name,
-            "role": p.finding.found.role,
-            "message": p.finding.found.says,
-            "remedy": p.finding.rule.remedy,
-            "threads": list(p.finding.rule.threads),
-            "file": p.file,
-            "line": p.line,
-            "column": p.column,
-        }
-        for p in placed
-    ]
+@json_of(Placed)
+def _placed(placed: Placed) -> dict[str, Any]:
+    rule = placed.finding.rule
+    return {
+        "code": rule.code,
+        "name": rule.name,
+        "severity": rule.severity.value,
+        "class": rule.bug_class.name,
+        "role": plain(placed.finding.found.role),
+        "message": placed.finding.found.says,
+        "remedy": rule.remedy,
+        "threads": list(rule.threads),
+        "file": placed.file,
+        "line": placed.line,
+        "column": placed.column,
+    }
 
 
 def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
@@ -71,7 +70,8 @@ def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
         for p in placed
     ]
     lines += [
-        f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.says)}" for d in drift
+        f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.message)}"
+        for d in drift
     ]
     return "\n".join(lines)
 
@@ -107,7 +107,7 @@ def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> 
         }
     )
     results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
-    results += [_result(DRIFT_CODE, "error", d.says, d) for d in drift]
+    results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]
     driver = {"name": "capture-planner", "version": version, "rules": rules}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",

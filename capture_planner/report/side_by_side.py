@@ -13,10 +13,10 @@ from capture_planner.engines.traffic import STEP_SECONDS
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
-from capture_planner.report.tables import mode_text, table_of
+from capture_planner.report.terminal import mode_text, table_of
 
 MAX_HOLES = 20
-"""Holes that are shown; the rest is counted. ``SideBySide.data`` has them all."""
+"""Holes that are shown; the rest is counted. ``--format json`` has them all."""
 
 
 def side_by_side_table(compared: SideBySide) -> RenderableType:

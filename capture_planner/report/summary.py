@@ -10,10 +10,8 @@ import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
+from capture_planner.report.writing import MODES
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
-
-MODES = (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE)
-"""What serves a forward, best first."""
 
 CAPTURED_MODES = MODES[:-1]
 """Those of them that a graph has."""

@@ -1,36 +1,21 @@
-"""Plans, coverage, explanations and backends as rich tables."""
+"""Plans, coverage and explanations as rich tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.explain import Explanation
 from capture_planner.codec import entry_rows as rows
-from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.records.batch import Entry, Kind
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Kind
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
-
-_COLORS = {GraphMode.FULL: "green", GraphMode.PIECEWISE: "cyan", GraphMode.NONE: "yellow"}
-
-
-def table_of(*columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def mode_text(mode: GraphMode) -> Text:
-    """Write a mode in its colour; the word says it all where there are no colours."""
-    return Text(mode.value, style=_COLORS.get(mode.decode_mode, ""))
+from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 
 def plan_summary(plan: Plan) -> RenderableType:
@@ -117,7 +102,7 @@ def explanation_table(explained: Explanation) -> RenderableType:
     if batch.active_loras:
         shape += f", {batch.active_loras} active LoRA"
     lines: list[RenderableType] = [
-        Text.assemble(f"{batch.role}: {shape}", " -> ", mode_text(answer.mode)),
+        Text.assemble(f"{batch.role}: {shape}", " -> ", ran_text(answer.mode)),
         Padding(Text(f"{answer.entry or 'no graph'}: {explained.says}"), (0, 0, 0, 2)),
     ]
     if explained.rejected:
@@ -143,7 +128,7 @@ def coverage_table(walked: Coverage) -> RenderableType:
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
         unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {first.query_len}"
-        mode = mode_text(first.answer.mode)
+        mode = ran_text(first.answer.mode)
         if first.answer.reason is not None:
             mode.append(f" ({first.answer.reason})")
         served = [cell for cell in run if cell.entry is not None]
@@ -185,50 +170,3 @@ def share_padded(cells: Iterable[Cell]) -> float:
             computed += count * cell.entry.num_tokens
             real += count * cell.entry.num_tokens * (1 - cell.padded)
     return 1 - real / computed if computed else 0.0
-
-
-def backends_table(data: list[dict[str, Any]], *, reasons: bool) -> RenderableType:
-    """Backends against environments, or one environment with the reasons."""
-    environments = list(dict.fromkeys(s["environment"] for backend in data for s in backend["support"]))
-    if reasons:
-        table = table_of("backend", "version", "role", "group", "support", "because")
-        for backend in data:
-            for s in backend["support"]:
-                table.add_row(
-                    backend["name"], backend["version"], s["role"], s["group"], s["level"], s["reason"]
-                )
-        return table
-    table = table_of("backend", "version", *environments)
-    for backend in data:
-        levels = [
-            min(
-                (s["level"] for s in backend["support"] if s["environment"] == name),
-                key=lambda n: GraphSupport[n],
-            )
-            for name in environments
-        ]
-        table.add_row(backend["name"], backend["version"], *(_SHORT[level] for level in levels))
-    legend = ", ".join(f"{short} = {level}" for level, short in _SHORT.items())
-    return Group(table, Text(f"\n{legend}; add --environment NAME for the reasons", style="dim"))
-
-
-_SHORT = {
-    "ALWAYS": "always",
-    "UNIFORM_BATCH": "uniform",
-    "UNIFORM_SINGLE_TOKEN_DECODE": "single",
-    "NEVER": "never",
-}
-
-
-def entry_data(entry: Entry | None) -> dict[str, object] | None:
-    """Return an entry as plain data."""
-    if entry is None:
-        return None
-    return {
-        "mode": entry.mode.value,
-        "num_tokens": entry.num_tokens,
-        "num_reqs": entry.num_reqs,
-        "query_len": entry.query_len,
-        "active_loras": entry.active_loras,
-        "draft_steps": entry.draft_steps,
-    }

@@ -212,7 +212,7 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
         few = conformance.Profile(name="few", examples=1, steps=5)
         return healthy(on, attrs.evolve(choices, profile=few, audits=False), *progress)
 
-    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conforming"), "conform", conform)
+    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "conform", conform)
     for arguments in (
         (),
         ("--thorough",),
@@ -412,7 +412,7 @@ def test_without_hypothesis_the_error_says_what_to_install(run: Run, monkeypatch
         raise AssertionError("the suite ran")
 
     monkeypatch.setattr(importlib.util, "find_spec", found)
-    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conforming"), "report", imported)
+    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "run_suite", imported)
     ran = run("reference")
     assert ran.code == 1
     assert "the suite needs hypothesis; install the extras `run` and `testing`" in ran.err

@@ -35,6 +35,7 @@ from unittest import mock
 
 import attrs
 import conformance_tables
+import file_reference
 import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
@@ -43,7 +44,6 @@ import gpu_results
 from capture_planner import cli, codec
 from capture_planner.analysis import lint
 from capture_planner.analysis.lint import core as lint_core
-from capture_planner.codec import json_schema as schema
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.planning.sizing.minimax import worst_ratio
@@ -241,7 +241,7 @@ def _reference(kind: type, *elsewhere: type) -> str:
 
 
 def _sections(kind: type) -> list[str]:
-    text = re.sub(r"``(.+?)``", r"`\1`", schema.reference(kind)).replace("| `` |", "| empty |")
+    text = re.sub(r"``(.+?)``", r"`\1`", file_reference.reference(kind)).replace("| `` |", "| empty |")
     return [section.strip() for section in re.split(r"^(?=### )", text, flags=re.M)[1:]]
 
 
