@@ -50,7 +50,8 @@ from capture_planner.conformance.audit import audit
 from capture_planner.conformance.scene import Arrive, Forward
 from capture_planner.conformance.shapes import KERNELS
 from capture_planner.conformance.suite import DRAFTS, THOROUGH
-from capture_planner.report.conformance import Conformance, conformance_data
+from capture_planner.report.conformance_record import Conformance
+from capture_planner.report.plain import plain
 from capture_planner.runtime.host import facts
 
 Data = dict[str, Any]
@@ -80,7 +81,7 @@ def report(case: Case, under: Tested, profile: Profile, seed: int, outcome: Outc
     """Return one process's part as data."""
     found = under.registry[under.backend]
     # Another capability is planned for by a file of one's own: the command names the backend alone.
-    return conformance_data(
+    return plain(
         Conformance(
             backend=found.name,
             distribution=found.distribution,

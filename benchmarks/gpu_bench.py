@@ -31,7 +31,10 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.report.bench import bench_data, bench_page, bench_tables
+from capture_planner.report.bench import bench_report
+from capture_planner.report.page import page
+from capture_planner.report.plain import plain
+from capture_planner.report.terminal import tables
 from capture_planner.runtime.host import this_environment
 
 MODEL = shape(max_model_len=1024)
@@ -86,12 +89,12 @@ def measured(
 def write_page(report: BenchReport, file: Path) -> None:
     """Write the page, where this machine has what draws it; the figures do not depend on that."""
     try:
-        page = bench_page(report)
+        html = page(bench_report(report))
     except CapturePlannerError as error:
         CONSOLE.print(f"no page: {error}", markup=False)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page, encoding="utf-8")
+    file.write_text(html, encoding="utf-8")
 
 
 def main() -> int:
@@ -131,8 +134,8 @@ def main() -> int:
                 elif found is not None and first is not None:
                     found = attrs.evolve(found, other=first.other, other_says=first.other_says)
                     report = attrs.evolve(report, throughput=found)
-                CONSOLE.print(bench_tables(report))
-                results[name] = bench_data(report)
+                CONSOLE.print(tables(bench_report(report)))
+                results[name] = plain(report)
                 targets |= {
                     f"{name}: {each.what} ({each.reached:.3g})": each.holds for each in verdicts(report)
                 }

@@ -1,13 +1,16 @@
-"""What the conformance suite was asked, and what came of it."""
+"""What the conformance suite was asked, what came of it, and the JSON of both."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 
-from capture_planner.conformance import Audited, Log, Outcome, Profile, Verdict, verdicts
+from capture_planner.codec import json_of, plain, plain_fields
+from capture_planner.conformance import Audited, Log, Outcome, Profile, Verdict, loads, verdicts
+from capture_planner.conformance.words import case_in_words
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.environment import Environment
 from capture_planner.records.text import counted
@@ -85,3 +88,56 @@ def forwards(log: Log) -> Iterator[tuple[tuple[Role, GraphMode], int]]:
         for mode in GraphMode:
             if count := log.forwards[f"{role.value} {mode.value}"]:
                 yield (role, mode), count
+
+
+@json_of(Conformance)
+def _conformance(report: Conformance) -> dict[str, Any]:
+    """Return the JSON of the suite. Two runs of a seed differ in ``seconds`` alone.
+
+    ``backend``, ``distribution``, ``version``, ``environment``, ``differences``, ``host``: what was tested,
+    and where. ``seed``, ``profile`` (null for a printed case), ``drafts``: what was asked. ``passed``,
+    ``interrupted``. ``findings``: each with its ``law``, its ``case`` as ``--case`` takes it, the ``steps``
+    of that in words, and a ``command``. ``scenes``, ``steps``, ``forwards``, ``largest``, ``shapes``,
+    ``refused``: what was tried. ``audited``: each attack on a declared field; ``fields``: what they come to.
+    """
+    outcome, log = report.outcome, report.log
+    reqs, tokens = log.largest
+    return {
+        "backend": report.backend,
+        "distribution": report.distribution,
+        "version": report.version,
+        "environment": plain_fields(report.environment),
+        "differences": plain(report.differences),
+        "host": plain(report.host),
+        "seed": report.seed,
+        "profile": plain(report.profile),
+        "drafts": plain(report.drafts),
+        "passed": report.passed,
+        "interrupted": report.interrupted,
+        "findings": [
+            plain_fields(finding)
+            | {
+                "command": report.command(finding.case),
+                "law": finding.check.law,
+                "steps": list(case_in_words(loads(finding.case))) if finding.case else [],
+            }
+            for finding in outcome.findings
+        ],
+        "scenes": log.examples,
+        "steps": dict(sorted(log.steps.items())),
+        "forwards": [
+            {"role": role.value, "mode": mode.value, "count": count} for (role, mode), count in forwards(log)
+        ],
+        "largest": {"num_reqs": reqs, "num_tokens": tokens},
+        "shapes": plain(outcome.shapes),
+        "refused": plain(outcome.refused),
+        "audited": [
+            plain_fields(each) | {"command": report.command(each.case, each) if each.matters else ""}
+            for each in outcome.audited
+        ],
+        "fields": [
+            {"role": role.value, "field": field, "verdict": verdict.value}
+            for (role, field), verdict in verdicts(outcome.audited).items()
+        ],
+        "seconds": round(outcome.seconds, 2),
+    }

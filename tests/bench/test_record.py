@@ -21,7 +21,10 @@ from rich.console import Console  # noqa: E402
 from capture_planner.bench import record, targets, verdicts  # noqa: E402
 from capture_planner.bench.record import BenchReport, Verdict  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
-from capture_planner.report.bench import bench_data, bench_page, bench_tables  # noqa: E402
+from capture_planner.report.bench import bench_report  # noqa: E402
+from capture_planner.report.page import page  # noqa: E402
+from capture_planner.report.plain import plain  # noqa: E402
+from capture_planner.report.terminal import tables  # noqa: E402
 from capture_planner.runtime.ledger import Captured  # noqa: E402
 from support.tiny import planned  # noqa: E402
 
@@ -161,7 +164,7 @@ def test_every_figure_that_has_a_target_has_a_verdict(report: BenchReport) -> No
 @given(reports)
 def test_the_data_of_a_report_is_json_and_has_its_numbers(report: BenchReport) -> None:
     """Nothing in it is an object of ours."""
-    data = json.loads(json.dumps(bench_data(report), allow_nan=False))
+    data = json.loads(json.dumps(plain(report), allow_nan=False))
     assert [row["step"] for row in data["decode"]] == [row.step for row in report.decode]
     assert [row["overhead"] for row in data["decode"]] == [row.step / row.bare for row in report.decode]
     assert [row["fused"] for row in data["chain"]] == [row.fused for row in report.chain]
@@ -204,11 +207,11 @@ class Page(HTMLParser):
 @given(reports)
 def test_the_page_of_any_report_is_whole_and_alone(report: BenchReport) -> None:
     """Balanced, with no script and no other file, a picture for each figure that is drawn."""
-    text = bench_page(report)
-    page = Page(text)
-    assert page.open == []
-    assert not page.tags & {"script", "link", "img", "iframe", "object", "embed"}
-    assert max(page.ids.values()) == 1
+    text = page(bench_report(report))
+    parsed = Page(text)
+    assert parsed.open == []
+    assert not parsed.tags & {"script", "link", "img", "iframe", "object", "embed"}
+    assert max(parsed.ids.values()) == 1
     drawn = set(re.findall(r'<figure id="figure-(\w+)"', text))
     assert drawn == {
         name
@@ -232,7 +235,7 @@ def test_the_tables_of_any_report_can_be_printed(report: BenchReport) -> None:
     """Whatever names and sentences hold; each absence and each target is told."""
     console = Console(width=400, color_system=None, markup=False)
     with console.capture() as capture:
-        console.print(bench_tables(report))
+        console.print(tables(bench_report(report)))
     shown = capture.get()
     assert "\x1b" not in shown
     assert shown.count("missed by") == sum(not verdict.holds for verdict in verdicts(report))

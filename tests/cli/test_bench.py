@@ -86,7 +86,7 @@ def test_a_spec_is_planned_for_this_machine(run: Run, monkeypatch: pytest.Monkey
     named = run(
         "spec.yaml", *only, "--environment", "cpu", "--seed", "3", "--page-size", "4", "--pages", "40"
     )
-    assert alone.err == "note: no --environment was named, so this is for cpu\n"
+    assert alone.err == "note: no --environment given; using cpu\n"
     assert named.err == ""
     assert alone.data["spec"] == named.data["spec"]
     assert [row["num_reqs"] for row in named.data["decode"]] == [1]
@@ -158,9 +158,9 @@ def test_an_interruption_ends_in_exit_code_130_and_a_whole_record(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("plan.yaml", "--only", "speed"), "'speed' is no figure; there are decode, preparation"),
-        (("plan.yaml", "--requests", "1,x"), "'1,x' is not whole numbers"),
-        (("plan.yaml", "--requests", "0"), "each is at least 1"),
+        (("plan.yaml", "--only", "speed"), "'speed' is not a figure; choose from decode, preparation"),
+        (("plan.yaml", "--requests", "1,x"), "'1,x' is not a comma-separated list"),
+        (("plan.yaml", "--requests", "0"), "each number must be from 1"),
         (("plan.yaml", "--output", "nowhere/b.json"), "--output nowhere/b.json: there is no such folder"),
         (("plan.yaml", "--page", "."), "--page . is a folder; name a file"),
         (("plan.yaml", "--output", "/proc/x"), "--output /proc/x cannot be written: "),

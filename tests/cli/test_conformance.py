@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import attrs
 import pytest
 import torch
+from capture_planner.cli.conforming import SHAPES, shapes_named
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import conformance
 from capture_planner.cli import cli
 from capture_planner.cli.conformance import DTYPES
-from capture_planner.cli.conforming import SHAPES, shapes_named
 from capture_planner.conformance.audit import Attack
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.stage import TOLERANCE
@@ -342,12 +342,12 @@ def test_an_attack_says_whether_it_matters(run: Run, field: str, code: int) -> N
         (("referense",), "no backend named 'referense' is installed; did you mean 'reference'?"),
         (("reference", "--environment", "h200x"), "no environment is named 'h200x'"),
         (("reference", "--dtype", "int4"), "'int4'"),
-        (("reference", "--heads", "3:2"), "'3:2': Q is a multiple of KV"),
-        (("reference", "--heads", "1000000:1"), "'1000000:1': each is a number from 1 to 256"),
-        (("reference", "--heads", "4:0"), "'4:0': each is a number from 1 to 256"),
+        (("reference", "--heads", "3:2"), "'3:2': Q must be a multiple of KV"),
+        (("reference", "--heads", "1000000:1"), "'1000000:1': each number must be from 1 to 256"),
+        (("reference", "--heads", "4:0"), "'4:0': each number must be from 1 to 256"),
         (("reference", "--heads", "4"), "'4' is not two whole numbers"),
-        (("reference", "--drafts", "1,x"), "'1,x': give whole numbers of 0 to 8"),
-        (("reference", "--drafts", "9"), "'9': give whole numbers of 0 to 8"),
+        (("reference", "--drafts", "1,x"), "'1,x': give whole numbers from 0 to 8"),
+        (("reference", "--drafts", "9"), "'9': give whole numbers from 0 to 8"),
         (("reference", "--examples", "0"), "--examples"),
         (("reference", "--thorough", "--profile", "default"), "--thorough and --profile default: give one"),
         (("reference", "--strict", "--no-audits"), "--strict goes with audits"),

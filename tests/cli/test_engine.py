@@ -220,7 +220,7 @@ def test_flags_are_written_where_nothing_can_be_proved(
 
 
 CAN_BE = (
-    "a plan or spec file, or an engine's command line in quotes, beginning with one of vllm, sglang, tensorrt"
+    "a plan or spec file, or an engine's command line in quotes, starting with one of vllm, sglang, tensorrt"
 )
 
 
@@ -289,13 +289,13 @@ def test_deployments_are_put_side_by_side(call: Run) -> None:
             ("engine", "vllm", "--max-num-seqs", "100000", "--max-num-batched-tokens", "1000000"),
             "--max-num-seqs: vllm may take it, and capture-planner does not: must be at most 65536",
         ),
-        (("check", "--engine", "vllm", "--format", "sarif"), "give text or json"),
+        (("check", "--engine", "vllm", "--format", "sarif"), "use text or json"),
         (("check", "--engine", "vllm", "--spec", SPEC), "--spec is for plans"),
         (("compare", PLAN, "vllm --nope"), "--nope"),
         (("compare", PLAN, "vllm 'open"), "quote it as a shell would"),
         (("compare", PLAN, "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         (("compare", PLAN, PLAN, "--traffic", "nowhere.csv"), "nowhere.csv"),
-        (("export", PLAN, "--to", "vllm", "-o", "nowhere/x.yaml"), "there is no such folder"),
+        (("export", PLAN, "--to", "vllm", "-o", "nowhere/x.yaml"), "no such folder"),
     ],
 )
 def test_what_cannot_be_done_is_refused(call: Run, arguments: tuple[str, ...], says: str) -> None:

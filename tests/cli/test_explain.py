@@ -69,7 +69,7 @@ def test_coverage(run: Run) -> None:
     assert ran.code == 0
     assert ran.out.split()[:2] == ["role", "batches"]
     assert "1 to 256 requests of 4" in ran.out
-    assert "NONE (sizes)" in ran.out
+    assert "eager (sizes)" in ran.out
 
 
 def test_coverage_as_json(run: Run) -> None:

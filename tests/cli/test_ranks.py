@@ -160,7 +160,7 @@ def test_another_number_of_ranks_than_the_plans_is_noted_once(run, written, plan
     """A plan of one rank has no number to differ from."""
     code, out, err = run(plan, "--vectors", written([None] * count, [None] * count))
     assert (code, len(out.splitlines())) == (0, 2)
-    assert err == (f"note: a line has {count} ranks, and the plan has 8\n" if noted else "")
+    assert err == (f"note: a line has {count} ranks, but the plan has 8\n" if noted else "")
 
 
 def test_every_wrong_rank_of_a_line_is_named(run, written):
@@ -178,8 +178,8 @@ def test_every_wrong_rank_of_a_line_is_named(run, written):
         ([PLAN, "--ranks", "1"], "1 is not in the range"),
         ([PLAN, "--ranks", "17"], "17 is not in the range"),
         ([PLAN, "--role", "drafter"], "'drafter' is not one of"),
-        ([PLAN, "--vectors", "pyproject.toml", "--ranks", "4"], "leave out --ranks and --role"),
-        ([PLAN, "--vectors", "pyproject.toml", "--role", "target"], "leave out --ranks and --role"),
+        ([PLAN, "--vectors", "pyproject.toml", "--ranks", "4"], "omit --ranks and --role"),
+        ([PLAN, "--vectors", "pyproject.toml", "--role", "target"], "omit --ranks and --role"),
         (
             ["plans/locked/llama-3.1-8b.h100.yaml", "--role", "draft_decode"],
             "the plan has no role draft_decode",
@@ -203,7 +203,7 @@ def test_the_table_has_the_ranks_of_the_plan(run, plan, asked, num_ranks):
     assert f"\n  0 to {num_ranks - 1} " in out
     for told in (
         "one rank is idle -> FULL",
-        "one rank has no graphs -> NONE",
+        "one rank has no graphs -> eager",
         "all run eager: rank 0 has no graphs",
         "every rank is idle -> nothing",
     ):

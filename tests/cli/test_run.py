@@ -120,7 +120,7 @@ def test_a_spec_is_planned_for_this_machine(run: Run) -> None:
     """Without ``--environment`` that is a CPU, and a note says so; with one nothing needs saying."""
     alone = run("spec.yaml", *FEW, "--format", "json")
     named = run("spec.yaml", *FEW, "--format", "json", "--environment", "cpu")
-    assert alone.err == "note: no --environment was named, so this is for cpu\n"
+    assert alone.err == "note: no --environment given; using cpu\n"
     assert named.err == ""
     assert alone.data["spec"] == named.data["spec"]
     assert alone.data["environment"] == named.data["environment"] == "cpu"
@@ -315,9 +315,9 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
         (("plan.yaml", "--trace", "nowhere.csv"), "nowhere.csv: cannot be read"),
         (("plan.yaml", "--trace", "spec.yaml"), "spec.yaml:1:1: no column of the"),
         (("plan.yaml", "--trace", "a", "--prompts", "b", "--tokenizer", "c"), "one of --trace and --prompts"),
-        (("plan.yaml", "--prompt-tokens", "many"), "neither a whole number nor LOW:HIGH"),
+        (("plan.yaml", "--prompt-tokens", "many"), "not a whole number or LOW:HIGH"),
         (("plan.yaml", "--prompt-tokens", "0"), "must be at least 1"),
-        (("plan.yaml", "--output-tokens", "5:2"), "LOW no more than HIGH"),
+        (("plan.yaml", "--output-tokens", "5:2"), "LOW must be at least 1 and at most HIGH"),
         (("plan.yaml", "--output-tokens", "9999999"), "output_tokens: expected a range within"),
         (("plan.yaml", "--graph-memory", "much"), "expected a size, got 'much'"),
         (("plan.yaml", "--page-size", "0"), "0 is not in the range"),

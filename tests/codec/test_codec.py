@@ -135,8 +135,7 @@ def test_an_alias_means_what_it_names():
 def test_a_newer_version_names_the_remedy():
     """And nothing else is looked at."""
     assert refused("version: 2\nfuture: 1\n") == [
-        "f.yaml:1:10: version: the file has schema version 2, and this capture-planner reads 1; "
-        "upgrade capture-planner"
+        "f.yaml:1:10: version: schema version 2, but this capture-planner reads 1; upgrade capture-planner"
     ]
 
 
@@ -152,7 +151,7 @@ def test_packages_are_checked_key_and_value():
 def test_a_plan_is_told_from_a_spec_by_its_roles():
     """A list of roles is a plan's; a mapping of them, or none, is a spec's."""
     texts = (HEAD, HEAD + "roles: {}\n", "version: 1\nroles: []\n", "3\n")
-    assert [codec.is_plan(codec.parse(text, "f.yaml")) for text in texts] == [False, False, True, False]
+    assert [codec.Document.parse(text, "f.yaml").is_plan for text in texts] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

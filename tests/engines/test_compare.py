@@ -21,6 +21,7 @@ from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, decode_families, is_admissible
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Parallel
+from capture_planner.report.plain import plain
 from capture_planner.report.side_by_side import MAX_HOLES, side_by_side_table
 from capture_planner.testing import arbitrary_plans, plans
 
@@ -155,8 +156,8 @@ def test_figures_by_brute_force(plan):
 @given(plans(**SMALL), plans(**SMALL))
 def test_sides_can_be_swapped(one, other):
     """Whichever comes first."""
-    forth = compare(one, other, names=("x", "y")).data()
-    back = swapped(compare(other, one, names=("y", "x")).data())
+    forth = plain(compare(one, other, names=("x", "y")))
+    back = swapped(plain(compare(other, one, names=("y", "x"))))
     holes = [sorted(data.pop("holes"), key=str) for data in (forth, back)]
     assert forth == back
     assert holes[0] == holes[1]
@@ -187,7 +188,7 @@ def test_holes_are_what_lost_its_graph(plan, seed):
 def test_it_can_be_written(one, other):
     """As JSON, and as tables that name both sides and count every hole."""
     compared = compare(one, other, names=("left", "right"))
-    data = json.loads(json.dumps(compared.data()))
+    data = json.loads(json.dumps(plain(compared)))
     assert (data["a"], data["b"], data["batches"]) == ("left", "right", "admissible")
     assert len(data["holes"]) == len(compared.holes)
     text = text_of(compared)
@@ -314,7 +315,7 @@ def test_over_a_trace(one, other, requests):
         )
         assert 1 <= hole.batches <= sum(of_role.values())
     assert "steps of the trace" in text_of(compared)
-    assert json.dumps(compared.data())
+    assert json.dumps(plain(compared))
 
 
 @given(plans(**SMALL), traces())

@@ -13,6 +13,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.errors import DispatchError, FlagError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
+from capture_planner.report.plain import plain
 from capture_planner_sglang import ENGINE, emulate, ranks_bucket
 from capture_planner_sglang.managers import decode_sizes, prefill_sizes
 from capture_planner_sglang.names import CHOICES, INERT, NOT_FOLLOWED
@@ -223,10 +224,10 @@ def test_ranks_replay_one_size(sizes: list[int], ranks: list[int], padding: bool
 @pytest.mark.parametrize("kind", sorted(INERT))
 def test_inert_flag_changes_no_graph(kind: str) -> None:
     """A flag that is accepted by name leaves everything as it is."""
-    plain = emulate(EAGLE, H100).data()
+    expected = plain(emulate(EAGLE, H100))
     for flag in INERT[kind]:
         values = CHOICES.get(flag, VALUES[kind])[:1]
-        assert emulate([*EAGLE, flag, *values], H100).data() == plain, flag
+        assert plain(emulate([*EAGLE, flag, *values], H100)) == expected, flag
 
 
 def test_inert_flag_keeps_its_choices() -> None:

@@ -32,13 +32,11 @@ from capture_planner.conformance.words import case_in_words
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.report.conformance import (
-    Conformance,
-    conformance_data,
-    conformance_page,
-    conformance_tables,
-    tried,
-)
+from capture_planner.report.conformance import conformance_report, tried
+from capture_planner.report.conformance_record import Conformance
+from capture_planner.report.page import page
+from capture_planner.report.plain import plain
+from capture_planner.report.terminal import tables
 
 SHAPES = [shape for shapes in CANDIDATES for shape in shapes]
 WORDS = st.text("abc '\"$`\\<&[]", max_size=8)
@@ -119,7 +117,7 @@ def text(report: Conformance) -> str:
     """Return the tables at a width that folds nothing."""
     console = Console(width=2000, color_system=None, markup=False)
     with console.capture() as capture:
-        console.print(conformance_tables(report))
+        console.print(tables(conformance_report(report)))
     return capture.get()
 
 
@@ -127,20 +125,20 @@ def text(report: Conformance) -> str:
 @given(report=REPORTS)
 def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> None:
     """Every finding with its law and steps, every count, every verdict; the page is of bounded size."""
-    shown, page = text(report), unescape(conformance_page(report))
-    assert len(page) < 2_000_000
+    shown, html = text(report), unescape(page(conformance_report(report, commands=True)))
+    assert len(html) < 2_000_000
     for number, finding in enumerate(report.outcome.findings, 1):
         for said in (f"Finding {number}: {finding.check.value}", finding.check.law, *finding.causes):
             assert said.strip() in shown
-            assert said in page
+            assert said in html
         if finding.case:
             for index, step in enumerate(case_in_words(suite.loads(finding.case)), 1):
                 assert f"{index}. {step}" in shown
-        assert report.command(finding.case) in page
+        assert report.command(finding.case) in html
     for key, count in report.log.forwards.items():
         if report.profile is not None and count:
             role, mode = key.split()
-            assert re.search(rf"^ *{role} +{mode} +{count:,} *$", shown, re.M)
+            assert re.search(rf"^ *{role} +{'eager' if mode == 'NONE' else mode} +{count:,} *$", shown, re.M)
     for (role, field), verdict in verdicts(report.outcome.audited).items():
         assert re.search(rf"^ *{role.value} +{re.escape(field)} .*{verdict.value}", shown, re.M)
         over = verdict is Verdict.OVER_DECLARED
@@ -151,9 +149,9 @@ def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> N
 @given(report=REPORTS, other=st.floats(0, 1000))
 def test_data_is_json_and_only_the_seconds_differ(report: Conformance, other: float) -> None:
     """A report is what was done, not when; each command is that of its case, whatever has to be quoted."""
-    data = json.loads(json.dumps(conformance_data(report)))
+    data = json.loads(json.dumps(plain(report)))
     later = attrs.evolve(report, outcome=attrs.evolve(report.outcome, seconds=other))
-    assert {**conformance_data(later), "seconds": 0} == {**conformance_data(report), "seconds": 0}
+    assert {**plain(later), "seconds": 0} == {**plain(report), "seconds": 0}
     assert data["passed"] == (not data["findings"] and not data["interrupted"])
     for given_, kept in zip(report.outcome.findings, data["findings"], strict=True):
         words = shlex.split(kept["command"])

@@ -17,9 +17,11 @@ from rich.console import Console
 from capture_planner import codec
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.report.memory import MAX_GRAPHS, MOST_APART
-from capture_planner.report.run import run_data, run_tables, summary
+from capture_planner.report.plain import plain
+from capture_planner.report.run import run_report, summary
 from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, sections
 from capture_planner.report.summary import Percentiles
+from capture_planner.report.terminal import tables
 from capture_planner.report.writing import percent, seconds, size
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, Reading, RunReport
 from support import ledgers
@@ -44,7 +46,7 @@ EMPTY = RunReport(
 def printed(report, width):
     """The tables as text."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(run_tables(report))
+    console.print(tables(run_report(report)))
     return console.file.getvalue()
 
 
@@ -171,7 +173,7 @@ def test_captured_graphs_add_up(report):
 def test_memory_adds_up_to_what_the_device_reports(report):
     """By graph, by role and mode, and with all that is no graph; the rest is shown, and flagged above 5 %."""
     numbers, accounts = summary(report), Accounts.of(report.captured)
-    data = run_data(report)
+    data = plain(report)
     shown = next(s for s in sections(report, numbers) if s.name == "memory")
     assert sum(kind.driver for kind in numbers.captured) == sum(
         graph.driver for graph in report.captured if graph.waiver is None
@@ -209,7 +211,7 @@ def test_the_graphs_that_took_most_memory_are_listed(report):
         left = len(there) - len(shown.grid.rows)
         assert bool(shown.notes) == bool(left)
         assert all(f"{left:,} other graph" in note for note in shown.notes)
-    entries = run_data(report)["captured"]["entries"]
+    entries = plain(report)["captured"]["entries"]
     assert Counter((e["memory"], e["driver"]) for e in entries) == Counter(
         (g.memory, g.driver) for g in report.captured
     )
@@ -269,14 +271,14 @@ def test_the_data_is_json_and_comes_back_equal(report):
     def refuse(constant):
         raise AssertionError(constant)
 
-    data = run_data(report)
+    data = plain(report)
     assert json.loads(codec.dumps_json(data), parse_constant=refuse) == data
 
 
 @given(REPORTS)
 def test_the_data_has_a_row_for_all_that_happened(report):
     """Steps, forwards, graphs and requests, with the tokens that were generated."""
-    data = run_data(report)
+    data = plain(report)
     assert [(row["index"], row["drafted"]) for row in data["steps"]] == [
         (step.index, step.drafted) for step in report.steps
     ]

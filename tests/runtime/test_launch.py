@@ -19,7 +19,9 @@ from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataF
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Sizes, Spec
-from capture_planner.report.run import run_data, run_tables
+from capture_planner.report.plain import plain as json_of_report
+from capture_planner.report.run import run_report
+from capture_planner.report.terminal import tables
 from capture_planner.runtime.launch import Choices, launch
 from capture_planner.runtime.serving.workload import Request, generated
 from capture_planner_reference import Reference
@@ -402,8 +404,8 @@ def check_report(report):
         assert done.output_tokens == len(done.tokens)
         if done.finished is not None:
             assert 0 <= done.first_token <= done.finished
-    assert run_data(report)["interrupted"] is report.interrupted
-    assert run_tables(report)
+    assert json_of_report(report)["interrupted"] is report.interrupted
+    assert tables(run_report(report))
 
 
 @pytest.mark.parametrize("choices", [{}, {"eager": True}])
