@@ -15,13 +15,12 @@ from typing import Any, NoReturn
 import attrs
 import pytest
 import torch
-from capture_planner.cli.conforming import SHAPES, shapes_named
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import conformance
 from capture_planner.cli import cli
-from capture_planner.cli.conformance import DTYPES
+from capture_planner.cli.conformance import DTYPES, SHAPES, shapes_named
 from capture_planner.conformance.audit import Attack
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.stage import TOLERANCE
