@@ -168,14 +168,7 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
             passed_over=None,
             answers=(none,) * len(vector.ranks),
         )
-    common = dispatcher.dispatch(
-        joint.role,
-        joint.num_reqs,
-        joint.num_tokens,
-        joint.query_len,
-        joint.past_prompt,
-        joint.active_loras,
-    )
+    common = dispatcher.dispatch(joint)
     passed_over = common.entry if common.entry is not None and vector.lacking(common.entry) else None
     if passed_over is not None:
         entry = _next(plan, vector, joint)
@@ -264,7 +257,7 @@ def says(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str:
     causes = [_lacks(agreement, lacking, rank)] if lacking else []
     if own is None:
         return role + "; ".join([*causes, "as the others"])
-    if dispatcher.answer(own).entry == entry:
+    if dispatcher.dispatch(own).entry == entry:
         return "; ".join([*causes, "what it would run alone"])
     return "; ".join([*causes, *_swayed(vector, joint, own)]) or "what serves every rank"
 

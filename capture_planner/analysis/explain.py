@@ -69,9 +69,14 @@ class Explanation:
     rejected: tuple[Rejected, ...]
 
 
-def explain(dispatcher: Dispatcher, batch: Batch) -> Explanation:
-    """Explain the answer for one batch; raises ``DispatchError`` for a role that is not planned."""
-    answer = dispatcher.answer(batch)
+def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
+    """Explain which entry serves a batch, or why none does, and what the nearest other entries lack.
+
+    :param plan: the plan, or its dispatcher where many batches are explained: it keeps its tables.
+    :raises DispatchError: the plan does not have the batch's role.
+    """
+    dispatcher = Dispatcher(plan) if isinstance(plan, Plan) else plan
+    answer = dispatcher.dispatch(batch)
     return Explanation(
         batch=batch,
         answer=answer,

@@ -154,7 +154,7 @@ def explain(
     dispatcher = Dispatcher(asked)
     if batches is not None:
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), asked.planned):
-            click.echo(json.dumps(answer_line(batch, dispatcher.answer(batch))))
+            click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
     assert num_reqs is not None
     if num_tokens is None:

@@ -39,24 +39,48 @@ class Dispatch:
         return GraphMode.NONE if self.entry is None else self.entry.mode
 
 
-_KEPT_ANSWERS = 1 << 16
+_CACHE_SIZE = 1 << 16
+"""Most answers kept at a time, over all roles."""
 
 
 class Dispatcher:
-    """Answers for one plan. Pure: the same batch has the same answer for ever, on every rank."""
+    """Answers for one plan. Pure: the same batch has the same answer for ever, on every rank.
+
+    :param plan: the plan; its tables are built when a batch first needs them.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._tables = {role.role: _RoleTables(role, plan) for role in plan.roles}
-        # Answers given, where the next such batch looks first: uniform decodes by (role, query
-        # length, adapters) and requests; batches whose requests do not matter, being piecewise, by
-        # (role, adapters) and tokens; all others as they are.
+        # The cache. Small integer keys, because hashing a Batch alone takes longer than both
+        # look-ups. Uniform decodes are kept by (role, query length, adapters) and requests;
+        # batches whose requests do not matter (PIECEWISE) by (role, adapters) and tokens.
         self._decodes: dict[tuple[str, int, int], dict[int, Dispatch]] = {}
         self._mixed: dict[tuple[str, int], dict[int, Dispatch]] = {}
         self._others: dict[tuple[str, int, int, int], Dispatch] = {}
-        self._kept = 0
+        self._cached = 0
 
-    def dispatch(
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return the cheapest entry that serves the batch, or none with the reason.
+
+        Total: an inadmissible batch is answered too, with ``Reason.NOT_ADMISSIBLE``. Constant time.
+        Raises ``DispatchError`` only for a role that the plan does not have.
+        """
+        # The hot path. ``Batch.uniform_query_len`` is written out here, as a property would double
+        # the time of a hit.
+        query_len, num_reqs, num_tokens = batch.query_len, batch.num_reqs, batch.num_tokens
+        answer: Dispatch | None
+        if query_len is not None and batch.past_prompt and num_reqs * query_len == num_tokens:
+            row = self._decodes.get((batch.role, query_len, batch.active_loras))
+            answer = None if row is None else row.get(num_reqs)
+        else:
+            row = self._mixed.get((batch.role, batch.active_loras))
+            answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
+            if answer is None:
+                answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras))
+        return self._miss(batch) if answer is None else answer
+
+    def dispatch_counts(
         self,
         role: Role | str,
         num_reqs: int,
@@ -65,23 +89,11 @@ class Dispatcher:
         past_prompt: bool = True,
         active_loras: int = 0,
     ) -> Dispatch:
-        """Return the cheapest entry that serves the batch, or NONE with a reason.
+        """Return ``dispatch`` of the ``Batch`` with these counts, which says what each means.
 
-        All counts are real; ``Batch`` says what each means. Total for every batch; raises
-        ``DispatchError`` only for a role that the plan does not have.
+        :param role: a role, or its name as plan files have it.
         """
-        answer: Dispatch | None
-        if query_len is not None and past_prompt and num_reqs * query_len == num_tokens:
-            row = self._decodes.get((role, query_len, active_loras))
-            answer = None if row is None else row.get(num_reqs)
-        else:
-            row = self._mixed.get((role, active_loras))
-            answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
-            if answer is None:
-                answer = self._others.get((role, num_reqs, num_tokens, active_loras))
-        if answer is not None:
-            return answer
-        return self._first(
+        return self.dispatch(
             Batch(
                 role=self.plan.role(role).role,
                 num_reqs=num_reqs,
@@ -92,20 +104,16 @@ class Dispatcher:
             )
         )
 
-    def answer(self, batch: Batch) -> Dispatch:
-        """Return the same answer as ``dispatch``, and keep nothing."""
-        return self._tables[self.plan.role(batch.role).role].answer(batch)
-
-    def _first(self, batch: Batch) -> Dispatch:
-        """Answer from the tables, and keep the answer for the next batch like it."""
-        tables = self._tables[batch.role]
+    def _miss(self, batch: Batch) -> Dispatch:
+        """Answer from the tables, and cache the answer for the next batch like it."""
+        tables = self._tables[self.plan.role(batch.role).role]
         answer = tables.answer(batch)
         role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
-        self._kept += 1
-        if self._kept > _KEPT_ANSWERS:
-            self._kept = 1
-            for kept in (self._decodes, self._mixed, self._others):
-                kept.clear()
+        self._cached += 1
+        if self._cached > _CACHE_SIZE:  # no serving loop has that many; a fuzzer has
+            self._cached = 1
+            for cache in (self._decodes, self._mixed, self._others):
+                cache.clear()
         if query_len is not None:
             self._decodes.setdefault((role, query_len, loras), {})[batch.num_reqs] = answer
         elif answer.entry is not None and answer.entry.num_reqs is None and not tables.requests_matter:

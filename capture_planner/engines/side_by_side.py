@@ -240,7 +240,7 @@ class _Side:
             self.name = f"{given.model.name} on {given.environment.name}"
             self.modes = {role.role: role.mode for role in given.roles}
             self.entries = {role.role: role.entries for role in given.roles}
-            self.dispatch = Dispatcher(given).answer
+            self.dispatch = Dispatcher(given).dispatch
             self.families = partial(decode_families, deployment=given)
         else:
             self.name = f"{given.engine} {given.version}"

@@ -268,7 +268,7 @@ def test_the_cases_shown_are_of_the_plan(plan, num_ranks, role):
         assert len(case.vector.ranks) == num_ranks
         for submitted in case.vector.ranks:
             if submitted.batch is not None:
-                assert dispatcher.answer(submitted.batch).reason is not Reason.NOT_ADMISSIBLE
+                assert dispatcher.dispatch(submitted.batch).reason is not Reason.NOT_ADMISSIBLE
     cases_table(dispatcher, shown, role)
 
 

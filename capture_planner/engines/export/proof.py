@@ -149,7 +149,7 @@ class _Comparison:
 
     def _ask(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
         """Ask both sides, and put what differs beside the difference before it, where it is like it."""
-        planned, emulated = self.dispatcher.answer(batch), self.emulation.dispatch(batch)
+        planned, emulated = self.dispatcher.dispatch(batch), self.emulation.dispatch(batch)
         kind = shape(batch)
         size = extent(batch, kind)
         count = max_loras - batch.active_loras + 1
