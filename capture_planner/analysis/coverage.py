@@ -120,7 +120,7 @@ def _cell(
         kind=kind,
         query_len=largest.query_len,
         first=first,
-        last=largest.num_reqs if kind is Kind.DECODE else largest.num_tokens,
+        last=largest.extent(kind),
         min_reqs=min_reqs,
         max_reqs=largest.num_reqs,
         min_loras=largest.active_loras,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.resolve import Resolved, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.planning.resolve import Resolution, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
@@ -22,9 +22,9 @@ from capture_planner.records.backend import (
     MROPE_FIELDS,
     SPECULATIVE_FIELDS,
     MetadataField,
-    max_query_len,
 )
 from capture_planner.records.batch import Entry
+from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import Spec
@@ -50,7 +50,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
     _fit_budget(spec, roles)
     _refuse_excess(roles)
     return Plan(
-        spec=digest(spec),
+        spec_digest=digest(spec),
         environment=environment,
         model=spec.model,
         limits=spec.limits,
@@ -66,10 +66,10 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
 
 def _resolve(
     spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
-) -> tuple[GraphMode, Resolved]:
+) -> tuple[GraphMode, Resolution]:
     """Return the mode that a role starts from, and the one that it ends with."""
     supports = [group.for_resolution for group in groups]
-    wanted, query_len = spec.roles.of(role).mode, max_query_len(spec, role)
+    wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
     if target is None:
         requested = wanted or spec.mode
         return requested, resolve(

@@ -30,7 +30,7 @@ class GroupSupport:
 
 
 @attrs.frozen(kw_only=True)
-class Resolved:
+class Resolution:
     """A mode with the steps that led to it."""
 
     mode: GraphMode
@@ -51,7 +51,7 @@ class _Ladder:
     mode: GraphMode
     decisions: list[Decision] = attrs.field(factory=list)
 
-    def step(self, rule: str, after: GraphMode, says: str, *, backend: bool = True) -> None:
+    def step(self, rule: str, after: GraphMode, message: str, *, backend: bool = True) -> None:
         if after is self.mode:
             return
         self.decisions.append(
@@ -62,7 +62,7 @@ class _Ladder:
                 role=self.role,
                 backend=self.cause.backend if backend else None,
                 group=self.cause.group if backend else None,
-                says=says,
+                message=message,
             )
         )
         self.mode = after
@@ -75,7 +75,7 @@ def resolve(
     *,
     max_query_len: int,
     piecewise: Piecewise,
-) -> Resolved:
+) -> Resolution:
     """Step ``requested`` down to what the weakest of ``groups`` can run at ``max_query_len``.
 
     Idempotent, and never above the request. Raises ``PlanningError`` where FULL is wanted of a
@@ -119,7 +119,7 @@ def resolve(
             "the pieces between attention cannot be captured for this model",
             backend=False,
         )
-    return Resolved(mode=ladder.mode, decisions=tuple(ladder.decisions))
+    return Resolution(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
 def resolve_draft_prefill(
@@ -129,19 +129,19 @@ def resolve_draft_prefill(
     *,
     max_query_len: int,
     piecewise: Piecewise,
-) -> Resolved:
+) -> Resolution:
     """Resolve draft position 0: from the target's *resolved* mode down its own backend's ladder.
 
     ``wanted`` lowers the start where the spec asks for less; it never raises it.
     """
     start, lowered = _lowered(Role.DRAFT_PREFILL, target, wanted)
     resolved = resolve(Role.DRAFT_PREFILL, start, groups, max_query_len=max_query_len, piecewise=piecewise)
-    return Resolved(mode=resolved.mode, decisions=lowered + resolved.decisions)
+    return Resolution(mode=resolved.mode, decisions=lowered + resolved.decisions)
 
 
 def resolve_draft_decode(
     target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]
-) -> Resolved:
+) -> Resolution:
     """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE.
 
     PIECEWISE pads tokens but not requests, so a backend that indexes by request reads the stale
@@ -171,7 +171,7 @@ def resolve_draft_decode(
             _NONE,
             f"no full graph is possible, as {cause.backend} has NEVER: {cause.support.reason}",
         )
-    return Resolved(mode=ladder.mode, decisions=tuple(ladder.decisions))
+    return Resolution(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
 def _lowered(
@@ -186,7 +186,7 @@ def _lowered(
         before=target.value,
         after=(wanted if less else target).value,
         role=role,
-        says=f"the spec asks for {wanted.value} here, and the target resolved to {target.value}: "
+        message=f"the spec asks for {wanted.value} here, and the target resolved to {target.value}: "
         + ("the lesser holds" if less else "a drafter does not go beyond its target"),
     )
     return min(wanted, target), (decision,)

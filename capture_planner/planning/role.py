@@ -8,7 +8,7 @@ import attrs
 
 from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
 from capture_planner.planning.groups import Group
-from capture_planner.planning.resolve import Resolved
+from capture_planner.planning.resolve import Resolution
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
 from capture_planner.planning.sizing.policies import Choice
 from capture_planner.records.batch import Kind
@@ -36,7 +36,7 @@ class RoleInProgress:
     role: Role
     groups: tuple[Group, ...]
     requested: GraphMode
-    resolved: Resolved
+    resolved: Resolution
     families: tuple[DecodeFamily, ...] = ()
     ladders: tuple[Ladder, ...] = ()
     decisions: list[Decision] = attrs.field(init=False)
@@ -45,10 +45,17 @@ class RoleInProgress:
         self.decisions = list(self.resolved.decisions)
         self.families = decode_families(self.role, self.spec)
 
-    def decide(self, rule: str, before: object, after: object, says: str, backend: str | None = None) -> None:
+    def decide(
+        self, rule: str, before: object, after: object, message: str, backend: str | None = None
+    ) -> None:
         self.decisions.append(
             Decision(
-                rule=rule, before=str(before), after=str(after), role=self.role, backend=backend, says=says
+                rule=rule,
+                before=str(before),
+                after=str(after),
+                role=self.role,
+                backend=backend,
+                message=message,
             )
         )
 
@@ -147,12 +154,12 @@ class RoleInProgress:
         )
         if asked or by_host or longest == 1:
             if longest > 1 and asked:
-                says = "speculative.chain asks for single steps, so one single-step graph is replayed"
+                message = "speculative.chain asks for single steps, so one single-step graph is replayed"
             elif by_host:
-                says = f"{by_host[0]} needs a host step between draft steps, so one single-step graph is replayed"
+                message = f"{by_host[0]} needs a host step between draft steps, so one single-step graph is replayed"
             else:
-                says = "a single draft decode follows the draft prefill"
-            self.decide("draft-chain", longest, 1, says, by_host[0] if by_host else None)
+                message = "a single draft decode follows the draft prefill"
+            self.decide("draft-chain", longest, 1, message, by_host[0] if by_host else None)
             intervals = sorted(interval for f in self.families for interval in f.requests.intervals)
             domain = Domain(tuple(intervals), self.families[0].requests.step)
             return (DecodeFamily(query_len=1, draft_steps=None, requests=domain),)
@@ -214,7 +221,7 @@ class RoleInProgress:
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
         self.decide(
-            f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.says}"
+            f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}"
         )
 
     def fit_backend(self) -> None:

@@ -1,6 +1,6 @@
 """Waive every admissible batch that no entry serves, each with its reason.
 
-Every ladder serves all counts up to its last size, so what is left out is always a tail: decodes of
+Every ladder serves all counts up to its last size, so batches is left out is always a tail: decodes of
 more requests, mixed batches of more tokens.
 """
 
@@ -31,7 +31,7 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     loras = lora_cases(working.role, working.spec)[-1]
     found = []
     for kind, query_len, first, last, reason in tails:
-        what = (
+        batches = (
             f"decodes of {first} to {last} requests"
             if query_len
             else f"mixed batches of {first} to {last} tokens"
@@ -44,7 +44,7 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
                 last=last,
                 max_loras=loras,
                 reason=reason,
-                says=f"{what} run eager: {_WHY[reason]}",
+                message=f"{batches} run eager: {_WHY[reason]}",
             )
         )
     return tuple(found)
@@ -54,7 +54,7 @@ Tail = tuple[Kind, int | None, int, int, Reason]
 
 
 def _decode_tails(working: RoleInProgress) -> list[Tail]:
-    """Return what no entry serves of each family, where one ends and the next begins told apart."""
+    """Return batches no entry serves of each family, where one ends and the next begins told apart."""
     tails: list[Tail] = []
     for family in working.families:
         reach, reason = _decode_reach(working, family)

@@ -11,15 +11,16 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records._base import Between, ByteCount, Count, Matches, field, record
+from capture_planner.records._base import ByteCount, Count, Interval, Pattern, field, record
 from capture_planner.records.batch import Entry
+from capture_planner.records.batch_space import Deployment, max_query_len
 from capture_planner.records.environment import Environment
-from capture_planner.records.model import DataType, Latent, Model, Speculative
-from capture_planner.records.spec import Limits, Parallel
+from capture_planner.records.model import DataType, Latent, Model
+from capture_planner.records.spec import Limits
 
-FieldName = Annotated[str, Matches(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
-Constant = Annotated[int, Between(-(1 << 31), (1 << 31) - 1)]
-Sentence = Annotated[str, Matches(r"[\s\S]{1,500}", "a sentence of at most 500 characters")]
+FieldName = Annotated[str, Pattern(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
+Constant = Annotated[int, Interval(-(1 << 31), (1 << 31) - 1)]
+Sentence = Annotated[str, Pattern(r"[\s\S]{1,500}", "a sentence of at most 500 characters")]
 
 
 @record
@@ -91,7 +92,7 @@ class MetadataField:
     name: FieldName = field("the field's name")
     axis: Axis = field("along what it extends")
     inner: Axis | None = field("second axis of a table; None: a vector", default=None)
-    dtype: Annotated[str, Matches("int32|int64|uint8|bool|float32", "a torch dtype")] = field(
+    dtype: Annotated[str, Pattern("int32|int64|uint8|bool|float32", "a torch dtype")] = field(
         "element type", default="int32"
     )
     fill: Fill = field("what the padded tail holds")
@@ -99,9 +100,9 @@ class MetadataField:
     lifetime: Lifetime = field("how long a value holds", default=Lifetime.EVERY_STEP)
     indexes: Bound | None = field("what it indexes; None: not an index", default=None)
     where: Where = field("where it is read", default=Where.DEVICE)
-    offset: Annotated[int, Between(0, 4096)] = field("constant part of its length", default=0)
-    scale: Annotated[int, Between(1, 4096)] = field("elements per step of the axis", default=1)
-    align: Annotated[int, Between(1, 4096)] = field("the axis is rounded up to this", default=1)
+    offset: Annotated[int, Interval(0, 4096)] = field("constant part of its length", default=0)
+    scale: Annotated[int, Interval(1, 4096)] = field("elements per step of the axis", default=1)
+    align: Annotated[int, Interval(1, 4096)] = field("the axis is rounded up to this", default=1)
 
     def __attrs_post_init__(self) -> None:
         problems = []
@@ -154,6 +155,13 @@ class Workspace:
     formula: str = field("how the figures come about", default="")
 
 
+class ModelDeployment(Deployment, Protocol):
+    """A deployment of a known model; a Spec and a Plan both are one."""
+
+    @property
+    def model(self) -> Model: ...
+
+
 @record
 class Attention:
     """What one attention group of one role asks of its backend. Heads are those of one rank."""
@@ -173,7 +181,7 @@ class Attention:
     decode_context: Count = field("decode-context-parallel ranks", default=1)
 
     @classmethod
-    def of(cls, deployment: "Deployed", role: Role, *, layers: int, window: int | None) -> "Attention":
+    def of(cls, deployment: ModelDeployment, role: Role, *, layers: int, window: int | None) -> "Attention":
         """Say what ``layers`` of a role ask of their backend, in one rank's heads."""
         model, tensor = deployment.model, deployment.parallel.tensor
         draft = deployment.speculative.model if deployment.speculative and role.is_drafter else None
@@ -185,7 +193,7 @@ class Attention:
             num_kv_heads=max(num_kv_heads // tensor, 1),
             head_dim=(draft and draft.head_dim) or model.head_dim,
             max_model_len=model.max_model_len,
-            max_query_len=max_query_len(deployment, role),
+            max_query_len=max_query_len(role, deployment),
             window=window,
             causal=model.causal,
             dtype=model.dtype,
@@ -194,26 +202,6 @@ class Attention:
             sinks=draft.sinks if draft else model.sinks,
             decode_context=deployment.parallel.decode_context,
         )
-
-
-class Deployed(Protocol):
-    """What decides the shape of attention; a Spec and a Plan both have it."""
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def speculative(self) -> Speculative | None: ...
-    @property
-    def parallel(self) -> Parallel: ...
-
-
-def max_query_len(deployment: Deployed, role: Role) -> int:
-    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
-    if deployment.speculative is None or role is Role.DRAFT_DECODE:
-        return 1
-    return 1 + max(k for _, _, k in deployment.speculative.tiers(deployment.limits.max_num_reqs))
 
 
 @runtime_checkable

@@ -59,6 +59,15 @@ class Batch:
         )
 
     @property
+    def kind(self) -> Kind:
+        """What the batch is by its shape alone; ``batch_space.kind_of`` asks the schedule too."""
+        return Kind.MIXED if self.query_len is None else Kind.DECODE
+
+    def extent(self, kind: Kind) -> int:
+        """Return what batches of ``kind`` are counted by: requests of decodes, tokens of mixed ones."""
+        return self.num_reqs if kind is Kind.DECODE else self.num_tokens
+
+    @property
     def uniform_query_len(self) -> int | None:
         """The query length if this is a uniform decode batch, else None.
 

@@ -153,6 +153,13 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
     return tuple(families)
 
 
+def max_query_len(role: Role, deployment: Deployment) -> int:
+    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
+    if role is Role.DRAFT_DECODE:
+        return 1
+    return 1 + max(k for *_, k in decode_tiers(deployment))
+
+
 def token_step(parallel: Parallel) -> int:
     """Return what padded tokens must be a multiple of: each rank takes an equal part of them."""
     return parallel.tensor if parallel.sequence else 1
@@ -230,16 +237,6 @@ def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
     query_len = batch.uniform_query_len
     scheduled = any(f.query_len == query_len and batch.num_reqs in f.requests for f in families)
     return Kind.DECODE if scheduled else Kind.MIXED
-
-
-def shape(batch: Batch) -> Kind:
-    """Say which kind of batch ``batches`` made of it: its decodes have a query length, its mixed ones none."""
-    return Kind.MIXED if batch.query_len is None else Kind.DECODE
-
-
-def extent(batch: Batch, kind: Kind) -> int:
-    """Return what batches of a kind are counted by: requests of decodes, tokens of mixed ones."""
-    return batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
 
 
 def is_admissible(batch: Batch, deployment: Deployment, families: Iterable[DecodeFamily]) -> bool:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
-from capture_planner.records._base import ByteCount, Count, Matches, Name, field, record
+from capture_planner.records._base import ByteCount, Count, Name, Pattern, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
-Capability = Annotated[str, Matches(r"[0-9]{1,2}\.[0-9]", 'a compute capability in quotes, such as "9.0"')]
-Version = Annotated[str, Matches(r"[0-9][0-9A-Za-z.+-]{0,63}", "a version such as 2.13.0")]
+Capability = Annotated[str, Pattern(r"[0-9]{1,2}\.[0-9]", 'a compute capability in quotes, such as "9.0"')]
+Version = Annotated[str, Pattern(r"[0-9][0-9A-Za-z.+-]{0,63}", "a version such as 2.13.0")]
 
 
 class DeviceKind(enum.Enum):

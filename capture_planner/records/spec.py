@@ -6,9 +6,9 @@ from typing import Annotated
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import (
-    Between,
     ByteCount,
     Count,
+    Interval,
     Name,
     Seconds,
     field,
@@ -19,9 +19,9 @@ from capture_planner.records.model import Model, Speculative, refuse
 SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
 
-SchemaVersion = Annotated[int, Between(1)]
-Requests = Annotated[int, Between(1, 1 << 16)]
-QueryLength = Annotated[int, Between(1, 256)]
+SchemaVersion = Annotated[int, Interval(1)]
+Requests = Annotated[int, Interval(1, 1 << 16)]
+QueryLength = Annotated[int, Interval(1, 256)]
 
 
 class Policy(enum.Enum):
@@ -64,7 +64,7 @@ class Sizes:
     """Which capture sizes, for mixed batches (in tokens) and uniform decodes (in requests)."""
 
     policy: Policy = field("how sizes are chosen", default=Policy.DEFAULT)
-    graphs: Annotated[int, Between(1, 4096)] | None = field("minimax: sizes in each ladder", default=None)
+    graphs: Annotated[int, Interval(1, 4096)] | None = field("minimax: sizes in each ladder", default=None)
     num_tokens: tuple[Count, ...] | None = field(
         "explicit: token counts for mixed batches; vllm: cudagraph_capture_sizes", default=None
     )

@@ -39,7 +39,7 @@ class Severity(enum.Enum):
     """How bad a finding is. Errors and warnings are findings in the sense of exit code 2."""
 
     ERROR = "error"
-    """The plan would compute wrongly, or does not hold what it says."""
+    """The plan would compute wrongly, or does not hold what it message."""
     WARNING = "warning"
     """Batches run eager, or memory and time go to waste."""
     NOTE = "note"
@@ -62,17 +62,17 @@ class BugClass(enum.Enum):
 
 
 @attrs.frozen(kw_only=True)
-class Found:
-    """What a rule says about one place of a plan."""
+class Diagnostic:
+    """What a rule message about one place of a plan."""
 
-    says: str
+    message: str
     role: Role | None = None
     path: tuple[str | int, ...] = ()
     """Where in the plan."""
 
 
 @attrs.frozen(kw_only=True)
-class Charge:
+class BaseRule:
     """What every lint rule has, whatever it looks at: a stable code, and the bugs it comes from."""
 
     code: str
@@ -89,16 +89,14 @@ class Charge:
         return inspect.cleandoc(self.check.__doc__ or "")
 
 
-R = TypeVar("R", bound=Charge)
-Checking = TypeVar("Checking", bound=Callable[..., Iterator[Any]])
+R = TypeVar("R", bound=BaseRule)
+CheckT = TypeVar("CheckT", bound=Callable[..., Iterator[Any]])
 
 
-def registering(
-    rules: dict[str, R], kind: type[R], code: str, **facts: Any
-) -> Callable[[Checking], Checking]:
+def register_in(rules: dict[str, R], kind: type[R], code: str, **facts: Any) -> Callable[[CheckT], CheckT]:
     """Return a decorator that enters a check in ``rules`` under its code; its name is the function's."""
 
-    def register(check: Checking) -> Checking:
+    def register(check: CheckT) -> CheckT:
         assert code not in rules, code
         rules[code] = kind(code=code, name=check.__name__.replace("_", "-"), check=check, **facts)
         return check
@@ -107,14 +105,14 @@ def registering(
 
 
 @attrs.frozen(kw_only=True)
-class Rule(Charge):
+class Rule(BaseRule):
     """A rule about plans."""
 
     remedy: str
     """What to do about it."""
-    mend: tuple[str, ...]
+    spec_path: tuple[str, ...]
     """Where in a spec to look when a plan made of it has this finding."""
-    check: Callable[[Coverage], Iterator[Found]]
+    check: Callable[[Coverage], Iterator[Diagnostic]]
 
 
 @attrs.frozen(kw_only=True)
@@ -122,7 +120,7 @@ class Finding:
     """A rule with what it found."""
 
     rule: Rule
-    found: Found
+    diagnostic: Diagnostic
 
     def __str__(self) -> str:
         return f"{self.rule.code} {self.rule.name}: {self.text}"
@@ -130,7 +128,7 @@ class Finding:
     @property
     def text(self) -> str:
         """What was found, and what to do about it."""
-        return f"{self.found.says}; {self.rule.remedy}"
+        return f"{self.diagnostic.message}; {self.rule.remedy}"
 
 
 RULES: dict[str, Rule] = {}
@@ -143,18 +141,18 @@ def rule(
     bug_class: BugClass,
     *threads: str,
     remedy: str,
-    mend: tuple[str, ...] = (),
-) -> Callable[[Checking], Checking]:
+    spec_path: tuple[str, ...] = (),
+) -> Callable[[CheckT], CheckT]:
     """Register a check of plans under a stable code."""
     facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
-    return registering(RULES, Rule, code, remedy=remedy, mend=mend, **facts)
+    return register_in(RULES, Rule, code, remedy=remedy, spec_path=spec_path, **facts)
 
 
 def lint(plan: Plan) -> tuple[Finding, ...]:
     """Return every finding of every rule about ``plan``, by code."""
     walked = coverage(plan)
     return tuple(
-        Finding(rule=RULES[code], found=found)
+        Finding(rule=RULES[code], diagnostic=diagnostic)
         for code in sorted(RULES)
-        for found in RULES[code].check(walked)
+        for diagnostic in RULES[code].check(walked)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import BugClass, Found, Severity, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, rule
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.records.batch import Kind
 
@@ -28,22 +28,22 @@ doubling for steps of 64, and gained up to 1.5 times the throughput (TRT-LLM#128
     "vllm#50488",
     "TRT-LLM#12895",
     remedy="plan again from the spec, or raise the budget",
-    mend=("budget",),
+    spec_path=("budget",),
 )
-def over_budget(walked: Coverage) -> Iterator[Found]:
+def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has more graphs than its budget allows."""
-    bound = walked.plan.budget.allowed_graphs()
-    if bound is not None and walked.plan.num_graphs > bound[0]:
-        yield Found(
+    bound = coverage.plan.budget.allowed_graphs()
+    if bound is not None and coverage.plan.num_graphs > bound[0]:
+        yield Diagnostic(
             path=("budget",),
-            says=f"{walked.plan.num_graphs} graphs, and {bound[1]} allows {bound[0]}",
+            message=f"{coverage.plan.num_graphs} graphs, and {bound[1]} allows {bound[0]}",
         )
 
 
 @rule("CP041", Severity.ERROR, BugClass.I, "vllm-ascend#8585", remedy="plan again from the spec")
-def over_backend_cap(walked: Coverage) -> Iterator[Found]:
+def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role has more full graphs, or larger ones, than its backend can hold."""
-    for index, role in enumerate(walked.plan.roles):
+    for index, role in enumerate(coverage.plan.roles):
         full = [entry for entry in role.entries if entry.mode is GraphMode.FULL]
         widest = max((entry.num_reqs or 0 for entry in full), default=0)
         for number, group in enumerate(role.groups):
@@ -54,10 +54,10 @@ def over_backend_cap(walked: Coverage) -> Iterator[Found]:
             if support.max_num_reqs is not None and widest > support.max_num_reqs:
                 excess.append(f"a graph of {widest} requests of at most {support.max_num_reqs}")
             if excess:
-                yield Found(
+                yield Diagnostic(
                     role=role.role,
                     path=("roles", index, "groups", number),
-                    says=f"{role.role}: {group.backend} is given {' and '.join(excess)}",
+                    message=f"{role.role}: {group.backend} is given {' and '.join(excess)}",
                 )
 
 
@@ -68,21 +68,21 @@ def over_backend_cap(walked: Coverage) -> Iterator[Found]:
     "vllm#32005",
     "vllm#36370",
     remedy="set lora.specialize to false, or budget.max_graphs",
-    mend=("lora",),
+    spec_path=("lora",),
 )
-def lora_multiplies_graphs(walked: Coverage) -> Iterator[Found]:
+def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     """Adapter cases multiply an already long list of graphs.
 
     Specialising on the number of active adapters multiplied vLLM's keys; clamping the cases cut a
     start-up from 94 to 29 seconds.
     """
-    plan = walked.plan
+    plan = coverage.plan
     if plan.lora is None or plan.num_graphs <= MANY_GRAPHS:
         return
     plain = sum(entry.active_loras == 0 for role in plan.roles for entry in role.entries)
-    yield Found(
+    yield Diagnostic(
         path=("lora",),
-        says=f"{len(plan.lora.cases())} adapter cases make {plan.num_graphs} graphs of {plain}",
+        message=f"{len(plan.lora.cases())} adapter cases make {plan.num_graphs} graphs of {plain}",
     )
 
 
@@ -94,20 +94,20 @@ def lora_multiplies_graphs(walked: Coverage) -> Iterator[Found]:
     "vllm#51590",
     "vllm#20098",
     remedy="set budget.memory or budget.max_graphs",
-    mend=("budget",),
+    spec_path=("budget",),
 )
-def capture_cost(walked: Coverage) -> Iterator[Found]:
+def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     """Without a budget, graphs may take more than a tenth of the device's memory.
 
     By the worst public figures (25 MiB a graph). Estimates extrapolated from two graphs were wrong
     by several times: 1.3 GiB estimated, 4.7 to 16.9 GiB taken.
     """
-    plan, budget = walked.plan, walked.plan.budget
+    plan, budget = coverage.plan, coverage.plan.budget
     need, memory = plan.num_graphs * budget.memory_per_graph, plan.environment.device.memory
     if budget.allowed_graphs() is None and need > MEMORY_SHARE * memory:
-        yield Found(
+        yield Diagnostic(
             path=("budget",),
-            says=f"{plan.num_graphs} graphs may take {need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
+            message=f"{plan.num_graphs} graphs may take {need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
             f"{plan.num_graphs * budget.seconds_per_graph:.0f} s to capture",
         )
 
@@ -118,17 +118,17 @@ def capture_cost(walked: Coverage) -> Iterator[Found]:
     BugClass.I,
     "vllm#44078",
     remedy="set pool to shared unless you measure the difference",
-    mend=("pool",),
+    spec_path=("pool",),
 )
-def separate_pools(walked: Coverage) -> Iterator[Found]:
+def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     """The drafter's graphs have a memory pool of their own.
 
     vLLM had one and removed it: same tokens, same acceptance, about 0.27 GiB saved.
     """
-    if walked.plan.pool is Pool.PER_ROLE and len(walked.plan.roles) > 1:
-        yield Found(
+    if coverage.plan.pool is Pool.PER_ROLE and len(coverage.plan.roles) > 1:
+        yield Diagnostic(
             path=("pool",),
-            says="each role has a pool of its own, which cost vLLM about 0.27 GiB",
+            message="each role has a pool of its own, which cost vLLM about 0.27 GiB",
         )
 
 
@@ -139,9 +139,9 @@ def separate_pools(walked: Coverage) -> Iterator[Found]:
     "TRT-LLM#12895",
     "vllm-ascend#1168",
     remedy="add sizes between, or let the default policy choose",
-    mend=("sizes",),
+    spec_path=("sizes",),
 )
-def coarse_decode_sizes(walked: Coverage) -> Iterator[Found]:
+def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
     """Decodes are padded by more than half, and by many rows, while there is room for more graphs.
 
     Sizes that double make up to half of a step padding. Steps of 64 cost TensorRT-LLM 0.3 GiB and gave
@@ -149,23 +149,23 @@ def coarse_decode_sizes(walked: Coverage) -> Iterator[Found]:
     88 in vLLM Ascend. Where the budget or the backend leaves no
     room for a graph, nothing is said.
     """
-    bound = walked.plan.budget.allowed_graphs()
-    if bound is not None and walked.plan.num_graphs >= bound[0]:
+    bound = coverage.plan.budget.allowed_graphs()
+    if bound is not None and coverage.plan.num_graphs >= bound[0]:
         return
-    for index, role in enumerate(walked.plan.roles):
+    for index, role in enumerate(coverage.plan.roles):
         full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
         if any(
             group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups
         ):
             continue
-        coarse = [cell for cell in walked.cells if cell.role is role.role and _is_coarse(cell)]
+        coarse = [cell for cell in coverage.cells if cell.role is role.role and _is_coarse(cell)]
         if coarse:
             worst = max(coarse, key=lambda cell: cell.worst)
             assert worst.entry is not None
-            yield Found(
+            yield Diagnostic(
                 role=role.role,
                 path=("roles", index, "entries"),
-                says=f"{role.role}: {worst.first} requests are padded from {worst.first * (worst.query_len or 1)} "
+                message=f"{role.role}: {worst.first} requests are padded from {worst.first * (worst.query_len or 1)} "
                 f"to {worst.entry.num_tokens} tokens, and there is room for more graphs",
             )
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Coverage, nearest_group_misses
-from capture_planner.analysis.lint.core import BugClass, Found, Severity, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, rule
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, token_step
@@ -24,20 +24,20 @@ HEAVY_TOKENS = 1024
     "vllm#36165",
     remedy="list num_reqs only; tokens follow",
 )
-def tokens_not_requests_times_length(walked: Coverage) -> Iterator[Found]:
+def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph has num_tokens other than num_reqs times query_len.
 
     With K = 2, sizes that are no multiple of 3 left the last request of a vLLM decode graph short,
     and a prefill branch was captured in it. Graphs that it kept under as many requests as tokens were
     never found by a decode of several tokens each, which ran eager at half the speed.
     """
-    for index, role in enumerate(walked.plan.roles):
+    for index, role in enumerate(coverage.plan.roles):
         for entry in role.entries:
             if entry.query_len is not None and entry.num_tokens != (entry.num_reqs or 0) * entry.query_len:
-                yield Found(
+                yield Diagnostic(
                     role=role.role,
                     path=("roles", index, "entries"),
-                    says=f"{role.role}: {entry} is not {entry.num_reqs} x {entry.query_len}",
+                    message=f"{role.role}: {entry} is not {entry.num_reqs} x {entry.query_len}",
                 )
 
 
@@ -49,22 +49,22 @@ def tokens_not_requests_times_length(walked: Coverage) -> Iterator[Found]:
     "vllm#48329",
     remedy="remove them; nothing dispatches to them",
 )
-def query_length_of_another_role(walked: Coverage) -> Iterator[Found]:
+def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph has a query length that its role never runs.
 
     Target and draft prefill run 1 + k tokens for each scheduled k; a draft decode runs one. vLLM
     applied the target's formula to the drafter and got a length of -5.
     """
-    for index, role in enumerate(walked.plan.roles):
-        lengths = {family.query_len for family in decode_families(role.role, walked.plan)}
+    for index, role in enumerate(coverage.plan.roles):
+        lengths = {family.query_len for family in decode_families(role.role, coverage.plan)}
         if role.role is Role.DRAFT_DECODE:
             lengths.add(1)
         wrong = sorted({e.query_len for e in role.entries if e.query_len is not None} - lengths)
         if wrong:
-            yield Found(
+            yield Diagnostic(
                 role=role.role,
                 path=("roles", index, "entries"),
-                says=f"{role.role}: graphs of query length {', '.join(map(str, wrong))}, and the role runs "
+                message=f"{role.role}: graphs of query length {', '.join(map(str, wrong))}, and the role runs "
                 f"{', '.join(map(str, sorted(lengths))) or 'none'}",
             )
 
@@ -75,24 +75,24 @@ def query_length_of_another_role(walked: Coverage) -> Iterator[Found]:
     BugClass.B,
     "vllm#46324",
     remedy="harmless here; for an engine that derives requests from tokens, name multiples",
-    mend=("sizes",),
+    spec_path=("sizes",),
 )
-def unaligned_piecewise(walked: Coverage) -> Iterator[Found]:
+def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     """PIECEWISE sizes are no multiples of 1 + K in a speculative deployment.
 
     A thread reports an illegal access with such sizes in vLLM; the cause is disputed. Here attention
     runs outside the piecewise graphs on unpadded requests, so nothing derives requests from tokens.
     """
-    speculative = walked.plan.speculative
+    speculative = coverage.plan.speculative
     if speculative is None:
         return
     multiple = 1 + speculative.num_tokens
-    sizes = {e.num_tokens for r in walked.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
+    sizes = {e.num_tokens for r in coverage.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
     odd = sum(size % multiple != 0 for size in sizes)
     if odd:
-        yield Found(
+        yield Diagnostic(
             path=("roles",),
-            says=f"{odd} of {len(sizes)} piecewise sizes are no multiple of {multiple}",
+            message=f"{odd} of {len(sizes)} piecewise sizes are no multiple of {multiple}",
         )
 
 
@@ -102,18 +102,18 @@ def unaligned_piecewise(walked: Coverage) -> Iterator[Found]:
     BugClass.B,
     "vllm#28207",
     remedy="round them up to multiples of the tensor-parallel size",
-    mend=("parallel",),
+    spec_path=("parallel",),
 )
-def unaligned_for_sequence_parallelism(walked: Coverage) -> Iterator[Found]:
+def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnostic]:
     """Padded tokens do not divide over the tensor-parallel ranks that share them."""
-    step = token_step(walked.plan.parallel)
-    for index, role in enumerate(walked.plan.roles):
+    step = token_step(coverage.plan.parallel)
+    for index, role in enumerate(coverage.plan.roles):
         odd = sorted({e.num_tokens for e in role.entries if e.num_tokens % step})
         if odd:
-            yield Found(
+            yield Diagnostic(
                 role=role.role,
                 path=("roles", index, "entries"),
-                says=f"{role.role}: sizes {', '.join(map(str, odd[:8]))} are no multiples of {step}",
+                message=f"{role.role}: sizes {', '.join(map(str, odd[:8]))} are no multiples of {step}",
             )
 
 
@@ -123,16 +123,16 @@ def unaligned_for_sequence_parallelism(walked: Coverage) -> Iterator[Found]:
     BugClass.B,
     "vllm#48494",
     remedy="raise num_tokens, or schedule no more than it",
-    mend=("speculative", "schedule"),
+    spec_path=("speculative", "schedule"),
 )
-def schedule_beyond_num_tokens(walked: Coverage) -> Iterator[Found]:
+def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
     """A schedule asks for more draft tokens than num_tokens, and is clamped to it."""
-    speculative = walked.plan.speculative
+    speculative = coverage.plan.speculative
     for index, (first, last, k) in enumerate(speculative.schedule if speculative else ()):
         if speculative and k > speculative.num_tokens:
-            yield Found(
+            yield Diagnostic(
                 path=("speculative", "schedule", index),
-                says=f"the schedule has {k} draft tokens for {first} to {last} requests, and num_tokens is "
+                message=f"the schedule has {k} draft tokens for {first} to {last} requests, and num_tokens is "
                 f"{speculative.num_tokens}",
             )
 
@@ -146,21 +146,21 @@ def schedule_beyond_num_tokens(walked: Coverage) -> Iterator[Found]:
     "vllm#56136",
     remedy="remove them, or plan again from the spec",
 )
-def unreachable_entry(walked: Coverage) -> Iterator[Found]:
+def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph is captured that no batch can reach: memory and start-up time for nothing.
 
     vLLM 0.33 captures every query length of a dynamic schedule at every size: 49 of 102 full graphs
     of one schedule are unreachable by its own dispatcher. Draft graphs were captured and never used.
     """
-    for index, role in enumerate(walked.plan.roles):
-        reached = walked.reached(role.role)
+    for index, role in enumerate(coverage.plan.roles):
+        reached = coverage.reached(role.role)
         idle = [entry for entry in role.entries if entry not in reached]
         if idle:
             shown = "; ".join(str(entry) for entry in idle[:4]) + ("; ..." if len(idle) > 4 else "")
-            yield Found(
+            yield Diagnostic(
                 role=role.role,
                 path=("roles", index, "entries"),
-                says=f"{role.role}: {len(idle)} of {len(role.entries)} graphs serve no batch: {shown}",
+                message=f"{role.role}: {len(idle)} of {len(role.entries)} graphs serve no batch: {shown}",
             )
 
 
@@ -171,34 +171,34 @@ def unreachable_entry(walked: Coverage) -> Iterator[Found]:
     "vllm#53407",
     "vllm#56136",
     remedy="nothing to do here; with vLLM 0.33, expect these to run PIECEWISE or eager",
-    mend=("speculative", "schedule"),
+    spec_path=("speculative", "schedule"),
 )
-def missed_by_nearest_size(walked: Coverage) -> Iterator[Found]:
+def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
     """An engine that looks only at the nearest captured size would miss full graphs of this plan.
 
-    The dispatcher here looks at all entries and misses none; the note says what another would lose.
+    The dispatcher here looks at all entries and misses none; the note message what another would lose.
     """
-    for index, role in enumerate(walked.plan.roles):
-        missed = nearest_group_misses(walked.plan, role.role)
+    for index, role in enumerate(coverage.plan.roles):
+        missed = nearest_group_misses(coverage.plan, role.role)
         if missed:
-            yield Found(
+            yield Diagnostic(
                 role=role.role,
                 path=("roles", index, "entries"),
-                says=f"{role.role}: looking only at the nearest size, {len(missed)} decode batch sizes would miss "
+                message=f"{role.role}: looking only at the nearest size, {len(missed)} decode batch sizes would miss "
                 f"a full graph, from {missed[0]} requests on",
             )
 
 
 @rule("CP022", Severity.ERROR, BugClass.C, "vllm#36165", remedy="list it once")
-def duplicate_entry(walked: Coverage) -> Iterator[Found]:
+def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph is listed twice: one key, two captures."""
-    for index, role in enumerate(walked.plan.roles):
+    for index, role in enumerate(coverage.plan.roles):
         for entry, count in Counter(role.entries).items():
             if count > 1:
-                yield Found(
+                yield Diagnostic(
                     role=role.role,
                     path=("roles", index, "entries"),
-                    says=f"{role.role}: {entry} is listed {count} times",
+                    message=f"{role.role}: {entry} is listed {count} times",
                 )
 
 
@@ -209,24 +209,24 @@ def duplicate_entry(walked: Coverage) -> Iterator[Found]:
     "sglang#31487",
     "sglang#40253",
     remedy="add a size between, or let the default policy choose",
-    mend=("sizes",),
+    spec_path=("sizes",),
 )
-def heavy_padding(walked: Coverage) -> Iterator[Found]:
+def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
     """A batch is padded to more than twice its tokens, by more than a thousand of them.
 
     SGLang padded 3208 tokens to 8192, slower than eager; the fixed cap of 2 that followed rejected
     a cheap 5 to 16. Both must be large for padding to hurt.
     """
-    for cell in walked.cells:
+    for cell in coverage.cells:
         if cell.entry is None or cell.min_loras:
             continue
         real = cell.first * (cell.query_len or 1)
         if cell.worst > HEAVY_RATIO and cell.entry.num_tokens - real > HEAVY_TOKENS:
             unit = "requests" if cell.kind is Kind.DECODE else "tokens"
-            yield Found(
+            yield Diagnostic(
                 role=cell.role,
-                path=("roles", [r.role for r in walked.plan.roles].index(cell.role), "entries"),
-                says=f"{cell.role}: a batch of {cell.first} {unit} is padded from {real} to "
+                path=("roles", [r.role for r in coverage.plan.roles].index(cell.role), "entries"),
+                message=f"{cell.role}: a batch of {cell.first} {unit} is padded from {real} to "
                 f"{cell.entry.num_tokens} tokens",
             )
 
@@ -239,17 +239,17 @@ def heavy_padding(walked: Coverage) -> Iterator[Found]:
     "vllm#39773",
     remedy="give num_reqs to FULL graphs, and to no others",
 )
-def request_extent(walked: Coverage) -> Iterator[Found]:
+def request_extent(coverage: Coverage) -> Iterator[Diagnostic]:
     """A FULL graph without a request extent, or a PIECEWISE graph with one.
 
     A full graph holds attention, so its requests are padded and part of the key; vLLM lost half its
     throughput to a key whose num_reqs differed. PIECEWISE runs attention outside, unpadded.
     """
-    for index, role in enumerate(walked.plan.roles):
+    for index, role in enumerate(coverage.plan.roles):
         for entry in role.entries:
             if (entry.mode is GraphMode.FULL) == (entry.num_reqs is None):
-                yield Found(
+                yield Diagnostic(
                     role=role.role,
                     path=("roles", index, "entries"),
-                    says=f"{role.role}: {entry} {'has no' if entry.num_reqs is None else 'must not have'} num_reqs",
+                    message=f"{role.role}: {entry} {'has no' if entry.num_reqs is None else 'must not have'} num_reqs",
                 )

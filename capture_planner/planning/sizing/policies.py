@@ -52,7 +52,7 @@ class Choice:
     domain: Domain
     sizes: tuple[int, ...]
     adaptive: bool
-    says: str
+    message: str
 
     def within(self, cap: int | None) -> Choice:
         """Return the choice without sizes beyond ``cap``, where an engine's list passes it."""
@@ -60,7 +60,7 @@ class Choice:
         if sizes == self.sizes:
             return self
         domain = self.domain.clipped(sizes[-1] if sizes else 0)
-        return attrs.evolve(self, domain=domain, sizes=sizes, says=f"{self.says}; none beyond {cap}")
+        return attrs.evolve(self, domain=domain, sizes=sizes, message=f"{self.message}; none beyond {cap}")
 
 
 def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context) -> Choice:
@@ -120,7 +120,7 @@ def _up_to(domain: Domain, most: int) -> Domain:
 def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str) -> Choice:
     if not domain:
         return Choice(
-            domain=domain, sizes=(), adaptive=True, says=f"no {unit} are left below the maximum set"
+            domain=domain, sizes=(), adaptive=True, message=f"no {unit} are left below the maximum set"
         )
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
     if sizes.policy is Policy.POWERS_OF_TWO:
@@ -137,24 +137,26 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     return Choice(
-        domain=domain, sizes=chosen, adaptive=adaptive, says=f"{how}; {_worst(domain, chosen, unit)}"
+        domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}"
     )
 
 
 def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
     if not named or not domain:
-        return Choice(domain=Domain((), domain.step), sizes=(), adaptive=False, says=f"no {unit} are named")
+        return Choice(
+            domain=Domain((), domain.step), sizes=(), adaptive=False, message=f"no {unit} are named"
+        )
     chosen = domain.needed(min(size, domain.ceiling) for size in named)
     covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
     changed = sorted(set(named) - set(chosen))
-    says = f"as named; {_worst(covered, chosen, unit)}"
+    message = f"as named; {_worst(covered, chosen, unit)}"
     if changed:
-        says += (
+        message += (
             f"; {', '.join(map(str, changed))} are rounded to the step of {domain.step}"
             if domain.step > 1
             else (f"; {', '.join(map(str, changed))} serve no batch that there can be")
         )
-    return Choice(domain=covered, sizes=chosen, adaptive=False, says=says)
+    return Choice(domain=covered, sizes=chosen, adaptive=False, message=message)
 
 
 def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) -> Choice:
@@ -162,11 +164,11 @@ def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) 
     aligned = [size for size in listed if size % domain.step == 0]
     chosen = domain.needed(aligned) if domain else ()
     covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
-    says = f"the list of {policy.value}"
+    message = f"the list of {policy.value}"
     if len(chosen) < len(listed):
-        says += f", {len(chosen)} of its {len(listed)} sizes being aligned and reachable"
+        message += f", {len(chosen)} of its {len(listed)} sizes being aligned and reachable"
     return Choice(
-        domain=covered, sizes=chosen, adaptive=False, says=f"{says}; {_worst(covered, chosen, unit)}"
+        domain=covered, sizes=chosen, adaptive=False, message=f"{message}; {_worst(covered, chosen, unit)}"
     )
 
 
