@@ -84,8 +84,7 @@ def coverage(plan: Plan) -> Coverage:
     """Walk the admissible space of every role of ``plan``."""
     dispatcher = Dispatcher(plan)
     return Coverage(
-        plan=plan,
-        cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher)),
+        plan=plan, cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher))
     )
 
 

@@ -17,12 +17,7 @@ from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import digest
-from capture_planner.records.backend import (
-    COMMON_FIELDS,
-    MROPE_FIELDS,
-    SPECULATIVE_FIELDS,
-    MetadataField,
-)
+from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment

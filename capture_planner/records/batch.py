@@ -51,11 +51,7 @@ class Batch:
     def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:
         """Return a batch with prompts in it."""
         return cls(
-            role=role,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            past_prompt=False,
-            active_loras=active_loras,
+            role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=active_loras
         )
 
     @property

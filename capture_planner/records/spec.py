@@ -5,15 +5,7 @@ from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Role
-from capture_planner.records._base import (
-    ByteCount,
-    Count,
-    Interval,
-    Name,
-    Seconds,
-    field,
-    record,
-)
+from capture_planner.records._base import ByteCount, Count, Interval, Name, Seconds, field, record
 from capture_planner.records.model import Model, Speculative, refuse
 
 SCHEMA_VERSION = 1
@@ -72,8 +64,7 @@ class Sizes:
     max_tokens: Count | None = field("largest size for mixed batches, in tokens", default=None)
     max_reqs: Requests | None = field("largest size for uniform decodes, in requests", default=None)
     padding: bool | None = field(
-        "sglang, tensorrt_llm: the engine's list with padding on or off; None: its default",
-        default=None,
+        "sglang, tensorrt_llm: the engine's list with padding on or off; None: its default", default=None
     )
 
     def __attrs_post_init__(self) -> None:

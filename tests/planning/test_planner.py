@@ -51,7 +51,7 @@ def rules(role):
 
 def test_a_plan_names_the_spec_that_it_was_made_from():
     """By its digest."""
-    assert made().spec == digest(SPEC)
+    assert made().spec_digest == digest(SPEC)
 
 
 def test_an_unknown_backend_is_an_error():

@@ -35,8 +35,7 @@ def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     bound = coverage.plan.budget.allowed_graphs()
     if bound is not None and coverage.plan.num_graphs > bound[0]:
         yield Diagnostic(
-            path=("budget",),
-            message=f"{coverage.plan.num_graphs} graphs, and {bound[1]} allows {bound[0]}",
+            path=("budget",), message=f"{coverage.plan.num_graphs} graphs, and {bound[1]} allows {bound[0]}"
         )
 
 
@@ -127,8 +126,7 @@ def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     """
     if coverage.plan.pool is Pool.PER_ROLE and len(coverage.plan.roles) > 1:
         yield Diagnostic(
-            path=("pool",),
-            message="each role has a pool of its own, which cost vLLM about 0.27 GiB",
+            path=("pool",), message="each role has a pool of its own, which cost vLLM about 0.27 GiB"
         )
 
 

@@ -91,8 +91,7 @@ def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     odd = sum(size % multiple != 0 for size in sizes)
     if odd:
         yield Diagnostic(
-            path=("roles",),
-            message=f"{odd} of {len(sizes)} piecewise sizes are no multiple of {multiple}",
+            path=("roles",), message=f"{odd} of {len(sizes)} piecewise sizes are no multiple of {multiple}"
         )
 
 

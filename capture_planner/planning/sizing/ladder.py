@@ -61,10 +61,7 @@ class Ladder:
         if ratio <= self.worst or not self.sizes:
             return self
         sizes = fewest(
-            self.domain,
-            ratio,
-            candidates=None if self.adaptive else self.sizes,
-            anchors=self.anchors,
+            self.domain, ratio, candidates=None if self.adaptive else self.sizes, anchors=self.anchors
         )
         return self if len(sizes) >= len(self.sizes) else attrs.evolve(self, sizes=sizes)
 

@@ -20,11 +20,7 @@ _ROUNDS = 4
 
 
 def fewest(
-    domain: Domain,
-    ratio: Fraction,
-    *,
-    candidates: Sequence[int] | None = None,
-    anchors: Sequence[int] = (),
+    domain: Domain, ratio: Fraction, *, candidates: Sequence[int] | None = None, anchors: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return the shortest ladder that covers ``domain`` with no count padded beyond ``ratio``.
 
