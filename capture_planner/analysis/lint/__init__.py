@@ -1,6 +1,6 @@
 """Lint: rules CP001 and on, over plans (and over specs, by planning them first).
 
-Each rule comes from a bug that was met in public, and message which. Importing this package registers
+Each rule comes from a bug reported in public, and names the threads. Importing this package registers
 them all; ``lint`` runs them.
 """
 

@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and how rules are run."""
+"""Lint rules: what they are, how they are registered, and how they run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ REPOSITORIES = {
     "lmdeploy": "InternLM/lmdeploy",
     "tokenspeed": "lightseekorg/tokenspeed",
 }
-"""Where the threads are, by the name that stands before their number."""
+"""Repositories by the name before the # of a thread."""
 
 
 def link(thread: str) -> str:
     """Return the address of a thread such as ``vllm#54933``, or ``owner/repository#1``.
 
-    Raises ``KeyError`` for a project that is neither known nor written whole.
+    Raises ``KeyError`` for a project that ``REPOSITORIES`` does not have.
     """
     project, number = thread.split("#")
     return f"https://github.com/{project if '/' in project else REPOSITORIES[project]}/issues/{number}"
@@ -39,9 +39,9 @@ class Severity(enum.Enum):
     """How bad a finding is. Errors and warnings are findings in the sense of exit code 2."""
 
     ERROR = "error"
-    """The plan would compute wrongly, or does not hold what it message."""
+    """The plan would compute wrong results, or contradicts itself."""
     WARNING = "warning"
-    """Batches run eager, or memory and time go to waste."""
+    """Batches run eager, or memory and start-up time are wasted."""
     NOTE = "note"
     """Worth knowing."""
 
@@ -63,7 +63,7 @@ class BugClass(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class Diagnostic:
-    """What a rule message about one place of a plan."""
+    """What a rule reports about one place of a plan."""
 
     message: str
     role: Role | None = None
@@ -71,21 +71,27 @@ class Diagnostic:
     """Where in the plan."""
 
 
+def of_role(coverage: Coverage, role: Role, message: str, *path: str | int) -> Diagnostic:
+    """Return a diagnostic about one role of a plan; ``path`` leads on from that role."""
+    index = coverage.plan.planned.index(role)
+    return Diagnostic(message=f"{role}: {message}", role=role, path=("roles", index, *path))
+
+
 @attrs.frozen(kw_only=True)
 class BaseRule:
-    """What every lint rule has, whatever it looks at: a stable code, and the bugs it comes from."""
+    """What rules about plans and rules about engines share: a stable code, and the bugs behind it."""
 
     code: str
     name: str
     severity: Severity
     bug_class: BugClass
     threads: tuple[str, ...]
-    """Public threads in which the bug was seen."""
+    """Public threads that report the bug."""
     check: Callable[..., Iterator[Any]]
 
     @property
     def explanation(self) -> str:
-        """What the rule means, for people: the docstring of its check."""
+        """What the rule means: the docstring of its check."""
         return inspect.cleandoc(self.check.__doc__ or "")
 
 
@@ -94,7 +100,7 @@ CheckT = TypeVar("CheckT", bound=Callable[..., Iterator[Any]])
 
 
 def register_in(rules: dict[str, R], kind: type[R], code: str, **facts: Any) -> Callable[[CheckT], CheckT]:
-    """Return a decorator that enters a check in ``rules`` under its code; its name is the function's."""
+    """Return a decorator that adds a check to ``rules`` under its code, named like its function."""
 
     def register(check: CheckT) -> CheckT:
         assert code not in rules, code
@@ -109,15 +115,15 @@ class Rule(BaseRule):
     """A rule about plans."""
 
     remedy: str
-    """What to do about it."""
+    """How to fix the plan."""
     spec_path: tuple[str, ...]
-    """Where in a spec to look when a plan made of it has this finding."""
+    """The place in a spec to look at when its plan has this finding."""
     check: Callable[[Coverage], Iterator[Diagnostic]]
 
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """A rule with what it found."""
+    """A rule and what it reports."""
 
     rule: Rule
     diagnostic: Diagnostic
@@ -127,7 +133,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """What was found, and what to do about it."""
+        """The message, and how to fix it."""
         return f"{self.diagnostic.message}; {self.rule.remedy}"
 
 
@@ -143,7 +149,7 @@ def rule(
     remedy: str,
     spec_path: tuple[str, ...] = (),
 ) -> Callable[[CheckT], CheckT]:
-    """Register a check of plans under a stable code."""
+    """Register a check of plans under a stable code. The other arguments are fields of ``Rule``."""
     facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
     return register_in(RULES, Rule, code, remedy=remedy, spec_path=spec_path, **facts)
 
@@ -152,7 +158,7 @@ def lint(plan: Plan) -> tuple[Finding, ...]:
     """Return every finding of every rule about ``plan``, by code."""
     walked = coverage(plan)
     return tuple(
-        Finding(rule=RULES[code], diagnostic=diagnostic)
-        for code in sorted(RULES)
-        for diagnostic in RULES[code].check(walked)
+        Finding(rule=each, diagnostic=diagnostic)
+        for _, each in sorted(RULES.items())
+        for diagnostic in each.check(walked)
     )
