@@ -1,7 +1,7 @@
-"""plan(spec, environment, registry) -> Plan: one pass from what is wanted to what was decided.
+"""plan(spec, environment, registry) -> Plan: one pass from the spec to the decisions.
 
-Role by role the backends are asked, the mode is resolved and ladders are chosen; the budget then
-fits all ladders at once; what they became is written as entries, waivers and workspaces.
+For each role the backends declare their support, the mode is resolved and ladders are chosen. The
+budget is then applied to all ladders at once, and the result is written as entries and waivers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ __all__ = ["plan"]
 
 
 def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
-    """Return the plan of ``spec`` on ``environment``: deterministic, without torch or a device.
+    """Return the plan of ``spec`` for ``environment``. Deterministic; needs neither torch nor a device.
 
-    Raises ``PlanningError`` where a mode is out of reach, a backend is not installed, or the graphs
-    are too many, and ``BackendError`` where a backend breaks its contract.
+    :param registry: the installed backends, from ``load_backends()``.
+    :raises PlanningError: a mode is not possible, a backend is not installed, or there are too many graphs.
+    :raises BackendError: a backend breaks its contract.
     """
     roles: list[RoleInProgress] = []
     for role in spec.active_roles:
@@ -62,7 +63,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
 def _resolve(
     spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
 ) -> tuple[GraphMode, Resolution]:
-    """Return the mode that a role starts from, and the one that it ends with."""
+    """Return the requested mode of a role (a drafter's is its target's), and its resolution."""
     supports = [group.for_resolution for group in groups]
     wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
     if target is None:
@@ -78,20 +79,20 @@ def _resolve(
 
 
 def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
-    """Fit the graphs of all roles into the budget, and give each role its part back."""
+    """Fit the graphs of all roles into the budget."""
     bound = spec.budget.allowed_graphs()
     ladders = [ladder for working in roles for ladder in working.ladders]
     if bound is None or total(ladders) <= bound[0]:
         return
     allowed, rule = bound
     fitted = iter(fit(ladders, allowed, Reason.BUDGET))
-    why = f"{rule} leaves {allowed} of {total(ladders)} graphs"
+    why = f"{rule} allows {allowed} of {total(ladders)} graphs"
     for working in roles:
         working.refit([next(fitted) for _ in working.ladders], "budget", why)
 
 
 def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:
-    """Refuse what could be planned and never captured; the plan's file stays readable at a glance."""
+    """Refuse far more graphs than any engine captures: neither the plan's file nor the capture would be usable."""
     ladders = [ladder for working in roles for ladder in working.ladders]
     sizes, graphs = sum(len(ladder.sizes) for ladder in ladders), total(ladders)
     if sizes > MAX_SIZES or graphs > MAX_GRAPHS:

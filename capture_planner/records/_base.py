@@ -191,9 +191,9 @@ def replace(instance: T, **changes: Any) -> T:
 
 
 def canonical(value: Any) -> Any:
-    """Return plain data that two equal values share: fields at their default are left out.
+    """Return plain data that is equal for equal values. Fields at their default are omitted.
 
-    A field that a later version adds with a default therefore changes no digest.
+    So a field that a later version adds with a default changes no digest.
     """
     if isinstance(value, enum.Enum):
         return value.name

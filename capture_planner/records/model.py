@@ -45,7 +45,7 @@ class Latent:
     """Multi-head latent attention: the KV cache holds one latent vector a token."""
 
     kv_lora_rank: Count = field("width of the latent KV vector")
-    rope_head_dim: Count = field("width of the rotary part kept beside it")
+    rope_head_dim: Count = field("width of the rotary part")
 
 
 @record

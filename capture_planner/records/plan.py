@@ -1,7 +1,7 @@
 """Plan: what was decided and why. Frozen, comparable, and all that a runner needs.
 
-A plan is a value: the same spec, environment and backends give the same plan, and writing and
-reading it changes nothing. It holds no decision that somebody downstream would have to make again.
+The same spec, environment and backends give the same plan, and writing and reading it changes nothing.
+Nothing downstream decides again.
 """
 
 from typing import Annotated
@@ -74,7 +74,7 @@ class Waiver:
 
 @record
 class GroupPlan:
-    """One attention group of a role: who executes it, and what that backend declared."""
+    """One attention group of a role: its backend, and what the backend declared."""
 
     name: Name = field("the group's name")
     layers: NonNegative = field("how many layers are in it")
@@ -133,15 +133,15 @@ class Plan:
             raise InvalidValue(problems)
 
     def role(self, role: Role | str) -> RolePlan:
-        """Return the plan of one role; raises ``DispatchError`` where it has none."""
-        for found in self.roles:
-            if found.role == role:
-                return found
+        """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""
+        for each in self.roles:
+            if each.role == role:
+                return each
         raise DispatchError(f"the plan has no role {role!s}; it has {', '.join(r.role for r in self.roles)}")
 
     @property
     def planned(self) -> tuple[Role, ...]:
-        """The roles that there are, target first."""
+        """The roles of the plan, target first."""
         return tuple(role.role for role in self.roles)
 
     @property

@@ -1,4 +1,4 @@
-"""Spec: what is wanted, written by a person. Nothing here knows what is possible."""
+"""Spec: what is wanted, written by a person. Not yet what is possible."""
 
 import enum
 from typing import Annotated
@@ -24,9 +24,9 @@ class Policy(enum.Enum):
     MINIMAX = "minimax"
     """The ladder of ``graphs`` sizes whose worst padded/real ratio is least."""
     EXPLICIT = "explicit"
-    """The sizes named, and no others."""
+    """The sizes given, and no others."""
     POWERS_OF_TWO = "powers_of_two"
-    """1, 2, 4, ... and the maximum itself."""
+    """1, 2, 4, ... and the maximum."""
     VLLM = "vllm"
     """The list of vLLM 0.33."""
     SGLANG = "sglang"
@@ -37,7 +37,7 @@ class Policy(enum.Enum):
 
 @record
 class Limits:
-    """The scheduler's limits: they decide which batches there can be."""
+    """The scheduler's limits, which decide which batches are admissible."""
 
     max_num_reqs: Requests = field("most requests in one batch (vLLM: max_num_seqs)")
     max_num_tokens: Count = field("most tokens in one batch (vLLM: max_num_batched_tokens)")
@@ -103,7 +103,7 @@ class GroupSpec:
 
 @record
 class RoleSpec:
-    """What one role wants that differs from the rest of the spec."""
+    """Differences of one role from the rest of the spec."""
 
     backend: Name | None = field("attention backend; None: the spec's", default=None)
     mode: GraphMode | None = field("graph mode; None: the spec's", default=None)
@@ -164,7 +164,7 @@ class Lora:
 
 @record
 class Piecewise:
-    """What is known of the model's compilation; it decides how the mode ladder steps down."""
+    """What the model's compilation allows; it decides how modes are lowered."""
 
     split_attention: bool = field("whether attention can be split out of the graph", default=True)
     capturable: bool = field("whether the pieces between attention can be captured", default=True)
@@ -181,7 +181,7 @@ class Budget:
     seconds_per_graph: Seconds = field("time to capture one graph (reports: 0.05 to 0.25 s)", default=0.25)
 
     def allowed_graphs(self) -> tuple[int, str] | None:
-        """Return the most graphs that fit and the rule that bounds them, or None where none does."""
+        """Return the most graphs that fit and the bound in words, or None without a bound."""
         bounds = []
         if self.max_graphs is not None:
             bounds.append((self.max_graphs, f"max_graphs {self.max_graphs}"))
