@@ -156,7 +156,7 @@ def explain(
     dispatcher = Dispatcher(plan)
     if batches is not None:
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
-            click.echo(json.dumps(answer_line(batch, dispatcher.answer(batch))))
+            click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
     assert num_reqs is not None
     if num_tokens is None:
@@ -235,21 +235,21 @@ def check(
 def _checked(document: Document, plan: Plan) -> Iterator[findings.Placed]:
     """Lint a plan, and place each finding in the file that it came from."""
     for finding in lint(plan):
-        path = finding.found.path if document.is_plan else _in_spec(finding)
+        path = finding.diagnostic.path if document.is_plan else _in_spec(finding)
         line, column = document.node.locate(path)
         yield findings.Placed(finding=finding, file=document.name, line=line, column=column)
 
 
 def _in_spec(finding: Finding) -> tuple[str | int, ...]:
     """Return where a spec has to change for a finding in its plan."""
-    return finding.rule.mend or tuple(part for part in finding.found.path[:1] if part != "roles")
+    return finding.rule.spec_path or tuple(part for part in finding.diagnostic.path[:1] if part != "roles")
 
 
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
     plan = document.load(Plan)
     for change in difference.diff(plan, planned(spec, plan.environment)):
-        yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.says}")
+        yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 
 def _count(placed: Sequence[findings.Placed], drift: Sequence[findings.Drift], files: int) -> str:
@@ -276,7 +276,7 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     if form == "json":
         click.echo(to_json({"changes": changes}))
     else:
-        click.echo("\n".join(change.says for change in changes) or "the plans are the same")
+        click.echo("\n".join(change.message for change in changes) or "the plans are the same")
     if changes:
         click.get_current_context().exit(FINDINGS)
 

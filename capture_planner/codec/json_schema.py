@@ -13,7 +13,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.codec.entry_rows import EntryRow
-from capture_planner.records._base import BYTES, constraints, default_of
+from capture_planner.records._base import BYTES, constraints, default_of, key_of
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
@@ -60,10 +60,10 @@ def _record_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
         described = {"description": attribute.metadata["doc"], **_schema(hint, definitions)}
         default = default_of(attribute)
         if default is attrs.NOTHING:
-            required.append(attribute.name)
+            required.append(key_of(attribute))
         elif default is None or isinstance(default, bool | int | float | str | enum.Enum):
             described["default"] = codec.label(default) if isinstance(default, enum.Enum) else default
-        properties[attribute.name] = described
+        properties[key_of(attribute)] = described
     return {
         "type": "object",
         "description": inspect.cleandoc(kind.__doc__ or "").splitlines()[0],

@@ -15,6 +15,7 @@ import cattrs
 
 from capture_planner.codec.converter import label
 from capture_planner.codec.writing import to_data
+from capture_planner.records._base import key_of
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
@@ -29,9 +30,14 @@ def plain(value: Any) -> Any:
     return label(value) if isinstance(value, enum.Enum) else _CONVERTER.unstructure(value)
 
 
-def plain_fields(value: Any, *properties: str) -> dict[str, Any]:
-    """Return every field of a record by its name, and then the properties that are named."""
-    return {name: plain(getattr(value, name)) for name in (*attrs.fields_dict(type(value)), *properties)}
+def plain_fields(value: Any, *properties: str, **keys: str) -> dict[str, Any]:
+    """Return every field of a record, and then the properties that are named.
+
+    The key of a field is that of a file (``key_of``), or what ``keys`` has for it: ``message="says"``.
+    """
+    known = {field.name: key_of(field) for field in attrs.fields(type(value))}
+    names = known | {name: name for name in properties} | keys
+    return {key: plain(getattr(value, name)) for name, key in names.items()}
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:

@@ -75,7 +75,12 @@ class Decisions(list[Decision]):
         """Write down a step that changed a value."""
         self.append(
             Decision(
-                rule=rule, role=role, backend=backend, before=written(before), after=written(after), says=says
+                rule=rule,
+                role=role,
+                backend=backend,
+                before=written(before),
+                after=written(after),
+                message=says,
             )
         )
 

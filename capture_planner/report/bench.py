@@ -38,7 +38,7 @@ def bench_report(report: BenchReport) -> Report:
         alert=_alert(report),
         sections=bench_sections(report),
         charts=drawn,
-        spec=report.plan.spec,
+        spec=report.plan.spec_digest,
     )
 
 
@@ -68,7 +68,7 @@ def _what(report: BenchReport) -> Section:
     plan = report.plan
     facts = [
         ("plan", f"{plan.model.name} on {plan.environment.name}, {counted(plan.num_graphs, 'graph')}"),
-        ("spec", plan.spec),
+        ("spec", plan.spec_digest),
         ("model", report.model),
         ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
         ("clock", f"{report.clock}; medians"),
@@ -326,7 +326,7 @@ def _bench(report: BenchReport) -> dict[str, Any]:
     return {
         "model": report.model,
         "plan": report.plan.model.name,
-        "spec": report.plan.spec,
+        "spec": report.plan.spec_digest,
         "environment": plain_fields(report.plan.environment),
         **{
             name: plain(getattr(report, name))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.explain import Explanation
+from capture_planner.analysis.diff import Change
+from capture_planner.analysis.explain import Explanation, NearMiss
 from capture_planner.codec import json_of, plain, plain_fields
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import Emulation, Graph
@@ -26,6 +27,16 @@ def _without(value: Any, *names: str) -> dict[str, Any]:
     return {name: item for name, item in plain_fields(value).items() if name not in names}
 
 
+@json_of(Change)
+def _change(change: Change) -> dict[str, Any]:
+    return plain_fields(change, subject="what", message="says")
+
+
+@json_of(NearMiss)
+def _near_miss(miss: NearMiss) -> dict[str, Any]:
+    return plain_fields(miss, message="says")
+
+
 @json_of(Explanation)
 def _explanation(explained: Explanation) -> dict[str, Any]:
     answer = explained.answer
@@ -36,8 +47,8 @@ def _explanation(explained: Explanation) -> dict[str, Any]:
         "padded_tokens": answer.padded_tokens,
         "padded_reqs": answer.padded_reqs,
         "reason": plain(answer.reason),
-        "says": explained.says,
-        "rejected": plain(explained.rejected),
+        "says": explained.message,
+        "rejected": plain(explained.near_misses),
     }
 
 
@@ -79,8 +90,8 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "graphs": plain(emulation.graphs),
         "mode": plain(emulation.modes),
         "decisions": [
-            {name: plain(getattr(decision, name)) for name in ("rule", "role", "before", "after", "says")}
-            for decision in emulation.decisions
+            {name: found[name] for name in ("rule", "role", "before", "after", "says")}
+            for found in map(plain_fields, emulation.decisions)
         ],
         "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
         "notes": plain(emulation.notes),

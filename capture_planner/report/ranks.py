@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, says
+from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, explain_rank
 from capture_planner.codec import json_of, plain
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
@@ -37,7 +37,7 @@ class RankReport:
 def rank_report(dispatcher: Dispatcher, vector: Vector, title: str = "") -> RankReport:
     """Return what each rank runs of a vector; raises ``DispatchError`` for a role that is not planned."""
     agreement = agree(dispatcher, vector)
-    reasons = tuple(says(dispatcher, agreement, rank) for rank in range(len(vector.ranks)))
+    reasons = tuple(explain_rank(dispatcher, agreement, rank) for rank in range(len(vector.ranks)))
     return RankReport(title=title, agreement=agreement, reasons=reasons)
 
 

@@ -30,7 +30,7 @@ def run_report(report: RunReport) -> Report:
         alert_in_tables=True,
         sections=sections(report, numbers),
         charts=drawn,
-        spec=report.plan.spec,
+        spec=report.plan.spec_digest,
     )
 
 
@@ -51,7 +51,7 @@ def _run(report: RunReport) -> dict[str, Any]:
     return {
         "model": report.model,
         "environment": report.plan.environment.name,
-        "spec": report.plan.spec,
+        "spec": report.plan.spec_digest,
         "backends": plain(report.backends),
         "host": plain(report.host),
         "interrupted": report.interrupted,
@@ -103,7 +103,7 @@ def _used(used: Used) -> dict[str, Any]:
     return {name: plain(getattr(graph, name)) for name in names} | {
         "forwards": used.forwards,
         "reason": waiver and plain(waiver.reason),
-        "says": waiver and waiver.says,
+        "says": waiver and waiver.message,
     }
 
 
