@@ -411,7 +411,9 @@ def test_without_hypothesis_the_error_says_what_to_install(run: Run, monkeypatch
         raise AssertionError("the suite ran")
 
     monkeypatch.setattr(importlib.util, "find_spec", found)
-    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "run_suite", imported)
+    monkeypatch.setattr(
+        importlib.import_module("capture_planner.cli.conformance_suite"), "run_suite", imported
+    )
     ran = run("reference")
     assert ran.code == 1
     assert "the suite needs hypothesis; install the extras `run` and `testing`" in ran.err
