@@ -52,8 +52,8 @@ def run_suite(
 ) -> Conformance:
     """Run the suite, or one printed case, and return what was asked with the outcome.
 
-    ``given``: the other options of the command. ``words``: those of them that name shapes, and ``named``
-    puts their values into candidate shapes.
+    ``given``: the other options of the command. ``words``: the options that name shapes; ``named`` puts
+    their values into candidate shapes.
     """
     tested = _tested(backend, environment)
     choices = _choices(given)

@@ -28,7 +28,7 @@ DEFAULT_RANKS = 4
     "--ranks",
     "num_ranks",
     type=click.IntRange(min=MIN_RANKS, max=MAX_RANKS),
-    help=f"Data-parallel ranks in the table. Default: those of the plan, or {DEFAULT_RANKS}.",
+    help=f"Data-parallel ranks in the table. Default: as in the plan, or {DEFAULT_RANKS}.",
 )
 @click.option(
     "--role", type=click.Choice([r.value for r in Role]), help="Role shown in the table. Default: target."

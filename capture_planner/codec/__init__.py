@@ -14,6 +14,7 @@ from capture_planner.codec.reading import (
     loads,
     read,
     read_stream,
+    structure,
 )
 from capture_planner.codec.writing import HEADER, dumps, dumps_json, to_data, write
 
@@ -34,6 +35,7 @@ __all__ = [
     "plain_fields",
     "read",
     "read_stream",
+    "structure",
     "to_data",
     "write",
 ]

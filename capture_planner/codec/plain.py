@@ -33,7 +33,7 @@ def plain(value: Any) -> Any:
 def plain_fields(value: Any, *properties: str, **keys: str) -> dict[str, Any]:
     """Return every field of a record, and then the properties that are named.
 
-    The key of a field is that of a file (``key_of``), or what ``keys`` has for it: ``message="says"``.
+    The key of a field is its key in files (``key_of``), or what ``keys`` has for it: ``message="says"``.
     """
     known = {field.name: key_of(field) for field in attrs.fields(type(value))}
     names = known | {name: name for name in properties} | keys

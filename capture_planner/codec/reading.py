@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import attrs
 from cattrs.errors import ClassValidationError
@@ -17,6 +17,14 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
 
 T = TypeVar("T")
+
+
+def structure(data: Any, kind: type[T]) -> T:
+    """Return the record of ``kind`` that plain data stands for; raises ``InvalidValue`` with every problem."""
+    try:
+        return CONVERTER.structure(data, kind)
+    except (ClassValidationError, InvalidValue) as error:
+        raise InvalidValue(problems_of(error)) from None
 
 
 @attrs.frozen
@@ -39,7 +47,7 @@ class Document:
 
     @property
     def is_plan(self) -> bool:
-        """Whether it is a plan: its roles are a list, those of a spec a mapping."""
+        """Whether it is a plan: its roles are a list, and a spec's are a mapping."""
         roles = self.node.value.get("roles") if isinstance(self.node.value, dict) else None
         return roles is not None and isinstance(roles.value, list)
 
@@ -55,9 +63,9 @@ class Document:
         if other is not None and "model" in top and self.is_plan is not (kind is Plan):
             raise InvalidDocument(self.place([Problem(message=f"this is {other}")]))
         try:
-            return CONVERTER.structure(self.node.plain(), kind)
-        except (ClassValidationError, InvalidValue) as error:
-            raise InvalidDocument(self.place(problems_of(error))) from None
+            return structure(self.node.plain(), kind)
+        except InvalidValue as error:
+            raise InvalidDocument(self.place(error.problems)) from None
 
     def place(self, problems: Iterable[Problem]) -> list[Problem]:
         """Return problems with the file, line and column of their paths, in the order of the file."""

@@ -1,4 +1,4 @@
-"""A commented spec from a model's configuration: what it states is filled in, and nothing is guessed silently."""
+"""A commented spec from a model's configuration; nothing is guessed silently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ version: 1
 model:
 {model}
 
-# Limits of the scheduler: they decide which batches can occur. Use those of your engine.
+# Limits of the scheduler: they decide which batches can occur. Use your engine's.
 limits:
   max_num_reqs: 256  # most requests per batch (vLLM: --max-num-seqs)
   max_num_tokens: 8192  # most tokens per batch (vLLM: --max-num-batched-tokens)
@@ -55,9 +55,9 @@ _UNKNOWN_WINDOW = """
 
 
 def find_config(argument: str) -> tuple[Path, str]:
-    """Return the config.json that a file, a folder or a Hugging Face name stands for, and the model's name.
+    """Return the config.json of a file, a folder or a name in the local Hugging Face cache, and the model's name.
 
-    A name is looked up in the local cache only. Raises ``CapturePlannerError`` where there is no such file.
+    Raises ``CapturePlannerError`` where there is none.
     """
     path = Path(argument)
     if path.is_dir():
@@ -89,9 +89,9 @@ def spec_from_config(path: Path, name: str) -> str:
         config = json.loads(codec.read(path))
     except (ValueError, RecursionError) as error:
         raise CapturePlannerError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CapturePlannerError(f"{path}: expected an object, as in a model's config.json")
     try:
+        if not isinstance(config, dict):
+            raise CapturePlannerError("expected an object, as in a model's config.json")
         text = _text(config, path.name, name)
         codec.loads(text, Spec)
         return text

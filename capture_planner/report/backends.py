@@ -30,7 +30,7 @@ _SHORT = {
 
 
 @attrs.frozen(kw_only=True)
-class GroupSupport:
+class GroupLevel:
     """How far a backend goes inside a full graph, for one attention group on one environment."""
 
     environment: str
@@ -47,7 +47,7 @@ class BackendSupport:
     name: str
     distribution: str
     version: str
-    support: tuple[GroupSupport, ...]
+    support: tuple[GroupLevel, ...]
 
 
 def backend_support(
@@ -61,7 +61,7 @@ def backend_support(
             distribution=registered.distribution,
             version=registered.version,
             support=tuple(
-                GroupSupport(
+                GroupLevel(
                     environment=environment.name,
                     role=role,
                     group=group,

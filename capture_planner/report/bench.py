@@ -109,8 +109,8 @@ def _section(
     if not rows:
         return Section(name=name, title=title, lines=_absent(report, name))
     grid = Grid.of(columns, rows, text=text)
-    left_out = tuple(f"left out: {absent.says}" for absent in report.absent if absent.figure == name)
-    return Section(name=name, title=title, grid=grid, notes=(*left_out, *notes))
+    skipped = tuple(f"skipped: {absent.says}" for absent in report.absent if absent.figure == name)
+    return Section(name=name, title=title, grid=grid, notes=(*skipped, *notes))
 
 
 def times(value: float | None) -> str:

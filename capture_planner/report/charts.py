@@ -89,7 +89,7 @@ def _batches(report: RunReport) -> Chart | None:
         "batches",
         section="served",
         alt="Scatter plots by role: the real extent of each batch against the extent that was computed.",
-        caption="Each mark is a batch shape, larger where it came more often: its real extent, and that of "
+        caption="Each mark is a batch shape, larger if it was more frequent: its real extent, and the extent of "
         "the graph that served it. The stairs are the captured sizes; the height above the dotted diagonal "
         "is padding. Diamonds on the diagonal ran eager: look for many of them at one extent, and for wide "
         "stairs where the marks are dense. PIECEWISE graphs do not pad requests.",

@@ -97,7 +97,7 @@ def _finding(number: int, finding: Finding, command: str) -> Section:
 PER_FORWARD = frozenset(
     {Check.DISPATCHED, Check.FILLED, Check.BOUNDED, Check.UNTOUCHED, Check.FROZEN, Check.RAN}
 )
-"""Checks around every forward, whoever began it; most of the others compare the rows of a step."""
+"""Checks around every forward; most of the others compare the rows of a step."""
 
 
 def tried(check: Check, log: Log, shapes: int) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """How every picture of a report looks: colours, figures, SVG that stands inside a page.
 
 Colours are CSS variables of the page, so that one picture serves a light screen, a dark one and paper.
-Those of the modes differ in lightness too, as in Paul Tol's high-contrast scheme, and so do markers.
+The modes' colours also differ in lightness, as in Paul Tol's high-contrast scheme, and have markers of their own.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _placed(placed: Placed) -> dict[str, Any]:
 
 
 def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
-    """Workflow commands: GitHub shows them beside the line that they are about."""
+    """Workflow commands: GitHub shows them at their line."""
     level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
     lines = [
         f"::{level[p.severity]} file={_property(p.file)},line={p.line},col={p.column},"

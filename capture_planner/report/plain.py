@@ -1,7 +1,7 @@
 """The JSON of what the commands print, where it is not simply the fields of a record.
 
-``plain`` is what ``--format json`` goes through. Classes of the layers below have their hooks here, and
-those of the report layer beside them. Runs, benches and conformance need torch: their hooks are in the
+``plain`` is what ``--format json`` goes through. Classes of the layers below have their hooks here; a class
+of the report layer has its hook in its own module. Runs, benches and conformance need torch: their hooks are in the
 modules that report them.
 """
 

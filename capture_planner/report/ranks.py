@@ -67,7 +67,7 @@ def _json(report: RankReport) -> dict[str, Any]:
 
 
 def cases_json(reports: Sequence[RankReport]) -> dict[str, Any]:
-    """Return each case with what every rank runs; where there is none, ``why``."""
+    """Return the cases, or why there are none."""
     return {"cases": plain(list(reports))} | ({} if reports else {"why": NEVER_RUNS})
 
 

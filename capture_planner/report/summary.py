@@ -14,7 +14,7 @@ from capture_planner.report.writing import MODES
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
 
 CAPTURED_MODES = MODES[:-1]
-"""Those of them that a graph has."""
+"""The modes of a captured graph."""
 
 
 @attrs.frozen(kw_only=True)
@@ -55,7 +55,7 @@ class CapturedKind:
     alone: int
     """Bytes that they would take in pools of their own, added up."""
     driver: int
-    """Bytes that they took of the device beside the allocator's."""
+    """Bytes of the device that they took outside the allocator."""
     largest: Entry
     smallest: Entry
 
@@ -100,7 +100,7 @@ class ServedRole:
     decodes: int
     """Forwards whose batch was a uniform decode."""
     covered: int
-    """Those of them that a graph served."""
+    """Decodes that a graph served."""
 
 
 @attrs.frozen(kw_only=True)

@@ -62,5 +62,5 @@ def _table(grid: Grid) -> Table:
 
 
 def _text(text: str, style: str = "") -> Text:
-    # Not a str, which rich would read as markup: a name may stand in square brackets.
+    # Not a str, which rich would read as markup: a name may have square brackets.
     return Text(printable(text), style=style)
