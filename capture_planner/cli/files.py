@@ -211,7 +211,7 @@ def check(
     if not files:
         raise click.UsageError("Missing argument 'PLAN|SPEC...'.")
     source = None if spec is None else read_document(spec)
-    placed: list[findings.Placed] = []
+    placed: list[findings.FileFinding] = []
     drift: list[findings.Drift] = []
     for file in files:
         document = read_document(file)
@@ -232,12 +232,12 @@ def check(
         click.get_current_context().exit(FINDINGS)
 
 
-def _checked(document: Document, plan: Plan) -> Iterator[findings.Placed]:
+def _checked(document: Document, plan: Plan) -> Iterator[findings.FileFinding]:
     """Lint a plan, and place each finding in the file that it came from."""
     for finding in lint(plan):
         path = finding.diagnostic.path if document.is_plan else _in_spec(finding)
         line, column = document.node.locate(path)
-        yield findings.Placed(finding=finding, file=document.name, line=line, column=column)
+        yield findings.FileFinding(finding=finding, file=document.name, line=line, column=column)
 
 
 def _in_spec(finding: Finding) -> tuple[str | int, ...]:
@@ -252,7 +252,7 @@ def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 
-def _count(placed: Sequence[findings.Placed], drift: Sequence[findings.Drift], files: int) -> str:
+def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drift], files: int) -> str:
     counts = {severity: sum(p.severity is severity for p in placed) for severity in Severity}
     parts = [counted(count, severity.value) for severity, count in counts.items() if count]
     if drift:

@@ -37,35 +37,25 @@ class EntryRow:
     )
 
     def __attrs_post_init__(self) -> None:
+        tokens, reqs = self.num_tokens, self.num_reqs
+        counts = len(reqs or ()), len(tokens or ())
+        is_large = max(reqs or (0,)) * (self.query_len or 0) > MAX_TOKENS
         problems = []
-        if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
-            problems.append(
-                Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
-            )
-        if self.query_len is not None and max(self.num_reqs or (0,)) * self.query_len > MAX_TOKENS:
-            problems.append(
-                Problem(
-                    path=("num_reqs",),
-                    message=f"a graph of more than {MAX_TOKENS} tokens",
-                    remedy="check num_reqs",
-                )
-            )
-        if self.num_tokens is None and (self.query_len is None or self.num_reqs is None):
-            problems.append(
-                Problem(path=("num_tokens",), message="needed unless both query_len and num_reqs are given")
-            )
-        if (
-            self.num_tokens is not None
-            and self.num_reqs is not None
-            and len(self.num_tokens) != len(self.num_reqs)
-        ):
-            problems.append(
-                Problem(
-                    path=("num_reqs",),
-                    message=f"{len(self.num_reqs)} request counts for {len(self.num_tokens)} token counts",
-                    remedy="list one of each for every graph",
-                )
-            )
+
+        def require(holds: bool, key: str, message: str, remedy: str = "") -> None:
+            if not holds:
+                problems.append(Problem(path=(key,), message=message, remedy=remedy))
+
+        is_graph = self.mode in (GraphMode.PIECEWISE, GraphMode.FULL)
+        require(is_graph, "mode", f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+        require(not is_large, "num_reqs", f"a graph of more than {MAX_TOKENS} tokens", "check num_reqs")
+        follows = self.query_len is not None and reqs is not None
+        require(
+            tokens is not None or follows, "num_tokens", "needed unless both query_len and num_reqs are given"
+        )
+        message = f"{counts[0]} request counts for {counts[1]} token counts"
+        is_paired = tokens is None or reqs is None or counts[0] == counts[1]
+        require(is_paired, "num_reqs", message, "list one of each for every graph")
         if problems:
             raise InvalidValue(problems)
 

@@ -15,7 +15,7 @@ DRIFT_CODE = "CP099"
 
 
 @attrs.frozen(kw_only=True)
-class Placed:
+class FileFinding:
     """A finding with its place in a file."""
 
     finding: Finding
@@ -36,14 +36,14 @@ class Drift:
     message: str
 
 
-def as_text(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
+def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
     """One finding a line, as compilers write them."""
     lines = [f"{p.file}:{p.line}:{p.column}: {p.severity.value}: {p.finding}" for p in placed]
     return "\n".join(lines + [f"{d.file}:1:1: error: {DRIFT_CODE} drift: {d.message}" for d in drift])
 
 
-@json_of(Placed)
-def _placed(placed: Placed) -> dict[str, Any]:
+@json_of(FileFinding)
+def _placed(placed: FileFinding) -> dict[str, Any]:
     rule = placed.finding.rule
     return {
         "code": rule.code,
@@ -60,7 +60,7 @@ def _placed(placed: Placed) -> dict[str, Any]:
     }
 
 
-def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
+def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
     """Workflow commands: GitHub shows them at their line."""
     level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
     lines = [
@@ -84,7 +84,7 @@ def _property(text: str) -> str:
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> dict[str, Any]:
+def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str) -> dict[str, Any]:
     """SARIF 2.1.0, for code-scanning services; every rule is described, found or not."""
     level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
     rules = [
@@ -116,8 +116,8 @@ def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> 
     }
 
 
-def _result(code: str, level: str, text: str, place: Placed | Drift) -> dict[str, Any]:
-    line, column = (place.line, place.column) if isinstance(place, Placed) else (1, 1)
+def _result(code: str, level: str, text: str, place: FileFinding | Drift) -> dict[str, Any]:
+    line, column = (place.line, place.column) if isinstance(place, FileFinding) else (1, 1)
     return {
         "ruleId": code,
         "level": level,

@@ -7,7 +7,7 @@ from typing import Any
 
 from capture_planner.codec import json_of, plain, plain_fields
 from capture_planner.report.sections import alert, sections
-from capture_planner.report.summary import Acceptance, RunSummary, ServedMode, Used, summary
+from capture_planner.report.summary import Acceptance, GraphUse, RunSummary, ServedMode, summary
 from capture_planner.report.writing import Chart, Report
 from capture_planner.runtime.ledger import Accounts, Forward, RunReport
 
@@ -96,8 +96,8 @@ def _forward(forward: Forward) -> dict[str, Any]:
     return plain_fields(forward, "mode")
 
 
-@json_of(Used)
-def _used(used: Used) -> dict[str, Any]:
+@json_of(GraphUse)
+def _used(used: GraphUse) -> dict[str, Any]:
     graph, waiver = used.graph, used.graph.waiver
     names = ("role", "entry", "seconds", "memory", "alone", "driver", "readings")
     return {name: plain(getattr(graph, name)) for name in names} | {
@@ -111,7 +111,7 @@ def _captured(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
     def total(name: str) -> int:
         return sum(getattr(kind, name) for kind in numbers.captured)
 
-    dropped: Iterable[Used] = (Used(graph=graph, forwards=0) for graph in numbers.dropped)
+    dropped: Iterable[GraphUse] = (GraphUse(graph=graph, forwards=0) for graph in numbers.dropped)
     return {
         "planned": numbers.planned,
         "graphs": len(numbers.graphs),

@@ -116,7 +116,7 @@ class Fallback:
 
 
 @attrs.frozen(kw_only=True)
-class Used:
+class GraphUse:
     """One captured graph, and how many forwards it served."""
 
     graph: Captured
@@ -174,7 +174,7 @@ class RunSummary:
     served_from: tuple[ServedRole, ...]
     fallbacks: tuple[Fallback, ...]
     """All of them, the most frequent first."""
-    graphs: tuple[Used, ...]
+    graphs: tuple[GraphUse, ...]
     """Every captured graph, the most used first."""
     acceptance: Acceptance | None
     """None where the plan has no drafter."""
@@ -293,12 +293,12 @@ def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
     )
 
 
-def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[Used, ...]:
+def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
     uses: Counter[tuple[Role, Entry]] = Counter()
     for forward in forwards:
         if forward.entry is not None:
             uses[forward.role, forward.entry] += forward.repeats
-    used = [Used(graph=graph, forwards=uses[graph.role, graph.entry]) for graph in captured]
+    used = [GraphUse(graph=graph, forwards=uses[graph.role, graph.entry]) for graph in captured]
     return tuple(sorted(used, key=lambda graph: -graph.forwards))
 
 

@@ -14,7 +14,7 @@ except ImportError as error:  # pragma: no cover - said in the message, seen wit
 
 from capture_planner.testing.strategies import (
     Deployment,
-    Document,
+    DocumentText,
     FakeBackend,
     arbitrary_plans,
     backends,
@@ -33,7 +33,7 @@ del _hypothesis
 
 __all__ = [
     "Deployment",
-    "Document",
+    "DocumentText",
     "FakeBackend",
     "arbitrary_plans",
     "backends",

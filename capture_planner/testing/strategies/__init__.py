@@ -4,7 +4,7 @@ What a strategy gives is always valid, unless its name says otherwise. A field t
 joins its strategy here; ``tests/test_strategies.py`` fails until it does.
 """
 
-from capture_planner.testing.strategies.files import Document, documents
+from capture_planner.testing.strategies.files import DocumentText, documents
 from capture_planner.testing.strategies.machines import (
     Deployment,
     FakeBackend,
@@ -19,7 +19,7 @@ from capture_planner.testing.strategies.specs import specs
 
 __all__ = [
     "Deployment",
-    "Document",
+    "DocumentText",
     "FakeBackend",
     "arbitrary_plans",
     "backends",
