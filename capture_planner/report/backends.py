@@ -80,11 +80,12 @@ def backend_support(
 def backends_table(backends: Sequence[BackendSupport], *, reasons: bool) -> RenderableType:
     """Backends against environments, or one environment with the reasons."""
     if reasons:
-        table = table_of("backend", "version", "role", "group", "support", "because")
-        for backend in backends:
-            for s in backend.support:
-                table.add_row(backend.name, backend.version, s.role, s.group, s.level.name, s.reason)
-        return table
+        rows = (
+            (backend.name, backend.version, each.role, each.group, each.level.name, each.reason)
+            for backend in backends
+            for each in backend.support
+        )
+        return table_of("backend", "version", "role", "group", "support", "because", rows=rows)
     environments = list(dict.fromkeys(s.environment for backend in backends for s in backend.support))
     table = table_of("backend", "version", *environments)
     for backend in backends:

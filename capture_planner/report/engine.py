@@ -106,17 +106,13 @@ def _padding(asked: Sequence[Asked]) -> str:
 
 
 def _decisions(emulation: Emulation) -> Table:
-    table = table_of("role", "rule", "before", "after", "says")
-    for decision in emulation.decisions:
-        table.add_row(decision.role, decision.rule, decision.before, decision.after, decision.message)
-    return table
+    rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
+    return table_of("role", "rule", "before", "after", "because", rows=rows)
 
 
 def _settings(emulation: Emulation) -> Table:
-    table = table_of("setting", "value", "from")
-    for setting in emulation.settings:
-        table.add_row(setting.name, _value(setting.value), setting.source)
-    return table
+    rows = ((each.name, _value(each.value), each.source) for each in emulation.settings)
+    return table_of("setting", "value", "from", rows=rows)
 
 
 def _value(value: Any) -> str:

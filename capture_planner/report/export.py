@@ -42,10 +42,8 @@ def _losses(made: Export) -> Iterator[RenderableType]:
         if made.proof is not None:
             yield Text("nothing of the plan is lost", style="green")
         return
-    table = table_of("lost", "what", "cost of all in its scope")
-    for loss in made.losses:
-        table.add_row(loss.name, loss.says, "" if loss.cost is None else str(loss.cost))
-    yield table
+    rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in made.losses)
+    yield table_of("lost", "meaning", "cost of everything in its scope", rows=rows)
 
 
 def _proof(proof: Proof) -> Iterator[RenderableType]:

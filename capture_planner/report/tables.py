@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.explain import Explanation
-from capture_planner.codec import entry_rows as rows
+from capture_planner.codec.entry_rows import pack
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.plan import Plan, RolePlan
@@ -20,9 +21,8 @@ from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 def plan_summary(plan: Plan) -> RenderableType:
     """One line a role: what was wanted, what it became, how many graphs."""
-    table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",))
-    for role in plan.roles:
-        table.add_row(
+    rows = (
+        (
             role.role,
             mode_text(role.mode),
             "" if role.mode is role.requested else role.requested.value,
@@ -30,6 +30,9 @@ def plan_summary(plan: Plan) -> RenderableType:
             str(len(role.entries)),
             "; ".join(_waived(role)) or ("nothing" if role.entries else "never runs"),
         )
+        for role in plan.roles
+    )
+    table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",), rows=rows)
     bound = plan.budget.allowed_graphs()
     total = counted(plan.num_graphs, "graph") + (f" of at most {bound[0]}" if bound else "")
     return Group(Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold"), table)
@@ -62,7 +65,7 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
     yield Padding(groups, (0, 0, 0, 2))
     if role.entries:
         graphs = table_of("graphs", "for", "LoRA", "sizes, in capture order", right=("graphs",))
-        for row in rows.pack(role.entries):
+        for row in pack(role.entries):
             sizes = (
                 row.num_reqs
                 if row.query_len is not None and row.num_reqs is not None
@@ -78,10 +81,8 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
     for waiver in role.waivers:
         yield Padding(Text(f"waived ({waiver.reason}): {waiver.message}", style="yellow"), (0, 0, 0, 2))
     if role.decisions:
-        decisions = table_of("decision", "before", "after", "because")
-        for decision in role.decisions:
-            decisions.add_row(decision.rule, decision.before, decision.after, decision.message)
-        yield Padding(decisions, (0, 0, 0, 2))
+        rows = ((each.rule, each.before, each.after, each.message) for each in role.decisions)
+        yield Padding(table_of("decision", "before", "after", "because", rows=rows), (0, 0, 0, 2))
 
 
 def _kind_text(mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:
@@ -106,38 +107,27 @@ def explanation_table(explained: Explanation) -> RenderableType:
         Padding(Text(f"{answer.entry or 'no graph'}: {explained.message}"), (0, 0, 0, 2)),
     ]
     if explained.near_misses:
-        table = table_of("nearer entry", "rejected because it")
-        for miss in explained.near_misses:
-            table.add_row(str(miss.entry), miss.message)
+        rows = ((str(miss.entry), miss.message) for miss in explained.near_misses)
+        table = table_of("nearer entry", "rejected because it", rows=rows)
         lines += [Text(""), Padding(table, (0, 0, 0, 2))]
     return Group(*lines)
 
 
 def coverage_table(walked: Coverage) -> RenderableType:
     """The whole admissible space by role: what serves it, how much of it is padding."""
-    table = table_of(
-        "role",
-        "batches",
-        "LoRA",
-        "served by",
-        "sizes",
-        "padding",
-        "worst",
-        right=("sizes", "padding", "worst"),
-    )
+    right = ("sizes", "padding", "worst")
+    table = table_of("role", "batches", "LoRA", "served by", *right, right=right)
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
         unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {first.query_len}"
         mode = ran_text(first.answer.mode)
         if first.answer.reason is not None:
             mode.append(f" ({first.answer.reason})")
-        served = [cell for cell in run if cell.entry is not None]
+        served, loras = [cell for cell in run if cell.entry is not None], max(cell.max_loras for cell in run)
         table.add_row(
             first.role,
             f"{first.first} to {last.last} {unit}",
-            f"{min(c.min_loras for c in run)} to {max(c.max_loras for c in run)}"
-            if max(c.max_loras for c in run)
-            else "",
+            f"{min(c.min_loras for c in run)} to {loras}" if loras else "",
             mode,
             str(len({cell.entry for cell in served})) if served else "",
             f"{share_padded(served):.1%}" if served else "",
@@ -152,13 +142,7 @@ def coverage_runs(walked: Coverage) -> list[list[Cell]]:
     def kind(cell: Cell) -> tuple[Role, Kind, int | None, GraphMode, str | None]:
         return cell.role, cell.kind, cell.query_len, cell.answer.mode, cell.answer.reason
 
-    runs: list[list[Cell]] = []
-    for cell in walked.cells:
-        if runs and kind(runs[-1][-1]) == kind(cell):
-            runs[-1].append(cell)
-        else:
-            runs.append([cell])
-    return runs
+    return [list(run) for _, run in groupby(walked.cells, kind)]
 
 
 def share_padded(cells: Iterable[Cell]) -> float:

@@ -15,12 +15,14 @@ from capture_planner.report.writing import Grid, Report, Section, printable, ran
 _COLORS = {GraphMode.FULL: "green", GraphMode.PIECEWISE: "cyan", GraphMode.NONE: "yellow"}
 
 
-def table_of(*columns: str, right: Iterable[str] = ()) -> Table:
-    """Return an empty table without lines; ``right`` names the columns of numbers."""
+def table_of(*columns: str, right: Iterable[str] = (), rows: Iterable[Iterable[str | Text]] = ()) -> Table:
+    """Return a table without lines; ``right`` names the columns of numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.show_header = any(columns)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -55,10 +57,10 @@ def _parts(section: Section) -> Iterator[RenderableType]:
 
 
 def _table(grid: Grid) -> Table:
-    table = table_of(*grid.columns, right=grid.right)
-    for row in grid.rows:
-        table.add_row(*(ran_text(cell) if isinstance(cell, GraphMode) else _text(cell) for cell in row))
-    return table
+    rows = (
+        (ran_text(cell) if isinstance(cell, GraphMode) else _text(cell) for cell in row) for row in grid.rows
+    )
+    return table_of(*grid.columns, right=grid.right, rows=rows)
 
 
 def _text(text: str, style: str = "") -> Text:
