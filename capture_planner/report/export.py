@@ -43,7 +43,7 @@ def _losses(made: Export) -> Iterator[RenderableType]:
             yield Text("nothing of the plan is lost", style="green")
         return
     rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in made.losses)
-    yield table_of("lost", "meaning", "cost of everything in its scope", rows=rows)
+    yield table_of("lost", "meaning", "cost in its scope", rows=rows)
 
 
 def _proof(proof: Proof) -> Iterator[RenderableType]:

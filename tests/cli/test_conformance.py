@@ -362,9 +362,9 @@ def test_an_attack_says_whether_it_matters(run: Run, field: str, code: int) -> N
             "steps[0].prompt: expected a whole number, got '3'",
         ),
         (("reference", "--case", "@nowhere.json"), "--case @nowhere.json: No such file"),
-        (("reference", "-o", "nowhere/x.json"), "--output nowhere/x.json: there is no such folder"),
-        (("reference", "--html", "x", "-o", "x"), "--html x is the file of --output too"),
-        (("reference", "--case", "@case.json", "-o", "case.json"), "case.json is the file of the case too"),
+        (("reference", "-o", "nowhere/x.json"), "--output nowhere/x.json: no such folder"),
+        (("reference", "--html", "x", "-o", "x"), "--html x is also the file of --output"),
+        (("reference", "--case", "@case.json", "-o", "case.json"), "case.json is also the file of the case"),
     ],
 )
 def test_what_cannot_be_done_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:

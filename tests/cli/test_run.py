@@ -87,12 +87,12 @@ def test_html_is_a_page_of_the_same_run(run: Run) -> None:
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("nowhere/run.html", "--html nowhere/run.html: there is no such folder"),
+        ("nowhere/run.html", "--html nowhere/run.html: no such folder"),
         (".", "--html . is a folder; name a file"),
         ("/proc/x", "--html /proc/x cannot be written: "),
         ("dangling", "--html dangling cannot be written: "),
         ("loop", "--html loop cannot be written: "),
-        ("plan.yaml", "--html plan.yaml is the file of the plan too; name another"),
+        ("plan.yaml", "--html plan.yaml is also the file of the plan; name another"),
     ],
 )
 def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(
