@@ -104,7 +104,7 @@ class Brought:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run) -> Iterator[Run]:
     """Return a function that calls ``conformance`` in an empty folder, with the backends of this file."""
     load, before = registry.load_backends, torch.get_num_threads()
-    monkeypatch.setattr(registry, "load", lambda *plugins, **options: load(Brought(), *plugins, **options))
+    monkeypatch.setattr(registry, "load_backends", lambda *plugins, **options: load(Brought(), *plugins, **options))
     monkeypatch.chdir(tmp_path)
     yield partial(call, "conformance")
     torch.set_num_threads(before)

@@ -304,7 +304,7 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
         (("plan.yaml", "-e", "cpu"), "is a plan, for cpu; --environment goes with a spec"),
         (("plan.yaml", "--requests", "0"), "there are no requests to serve"),
         (("plan.yaml", "--requests", "-1"), "-1 is not in the range"),
-        (("plan.yaml", "--drafter", "coppy"), "copy, miss, chance, random or a folder"),
+        (("plan.yaml", "--drafter", "coppy"), "give a folder or one of copy, miss, chance, random"),
         (("plan.yaml", *FEW, "--drafter", "."), "no config.json here"),
         (("plan.yaml", "--model", "nowhere"), "nowhere: no config.json here"),
         (("plan.yaml", "--prompts", "prompts.txt"), "--prompts and --tokenizer go together"),
