@@ -78,8 +78,8 @@ def test_unequal_decodes_take_the_graph_of_the_largest():
     assert padded == [(7, 7), (1, 1), (7, 7)]
     assert told == [
         "rank 1 has 7 requests",
-        "what it would run alone",
-        "idle: 1 request of 1 token stands in for its batch; as the others",
+        "same as it would run alone",
+        "idle, with a dummy batch of 1 request of 1 token; same as the other ranks",
     ]
 
 
@@ -91,7 +91,7 @@ def test_one_prompt_makes_all_mixed():
     assert [answer.dispatch.padded_tokens for answer in agreement.answers] == [56, 24, 60]
     assert not agreement.joint.past_prompt
     assert told[0] == "rank 1 has no decodes of 1 token; rank 1 has 40 tokens"
-    assert told[1] == "what it would run alone"
+    assert told[1] == "same as it would run alone"
 
 
 def test_decodes_of_two_lengths_are_mixed():
@@ -116,7 +116,7 @@ def test_the_most_adapters_count():
     plan = plan_of(uniform(8), uniform(8, active_loras=2), lora=Lora(max_active=2))
     agreement, told = asked(plan, decode(8), decode(8, active_loras=2))
     assert agreement.entry == uniform(8, active_loras=2)
-    assert told == ["rank 1 has 2 active LoRA", "what it would run alone"]
+    assert told == ["rank 1 has 2 active LoRA", "same as it would run alone"]
 
 
 @pytest.mark.parametrize("idle", [False, True])
@@ -126,10 +126,10 @@ def test_a_rank_without_graphs_makes_all_eager(idle):
     without = Submission(captured=False) if idle else decode(3, captured=False)
     agreement, told = asked(plan, decode(8), without, decode(1))
     assert {a.dispatch.reason for a in agreement.answers} == {Reason.RANK}
-    assert agreement.passed_over == uniform(8)
+    assert agreement.lost_entry == uniform(8)
     assert told[0] == told[2] == "all run eager: rank 1 has no graphs"
     assert told[1].endswith("all run eager: this rank has no graphs")
-    assert told[1].startswith("idle: ") == idle
+    assert told[1].startswith("idle, ") == idle
 
 
 def test_two_ranks_without_graphs_are_both_named():
@@ -142,12 +142,12 @@ def test_two_ranks_without_graphs_are_both_named():
     ]
 
 
-def test_a_graph_that_one_rank_lost_is_passed_over_by_all():
+def test_graph_lost_by_one_rank_is_skipped_by_all():
     """The next that all have is taken; without one, all run eager."""
     plan = plan_of(uniform(8), uniform(16))
     lost = frozenset({uniform(8)})
     agreement, told = asked(plan, decode(8), decode(2, missing=lost))
-    assert (agreement.entry, agreement.passed_over) == (uniform(16), uniform(8))
+    assert (agreement.entry, agreement.lost_entry) == (uniform(16), uniform(8))
     assert told == [
         f"rank 1 has not captured {uniform(8)}",
         f"this rank has not captured {uniform(8)}; rank 0 has 8 requests",
@@ -165,7 +165,7 @@ def test_a_lost_chain_gives_way_to_a_chain_of_the_same_length():
     lost = frozenset({uniform(4, draft_steps=2)})
     ranks = decode(3, role=Role.DRAFT_DECODE, active_loras=2), Submission(missing=lost)
     agreement = asked(plan, *ranks)[0]
-    assert agreement.passed_over == uniform(4, draft_steps=2)
+    assert agreement.lost_entry == uniform(4, draft_steps=2)
     assert agreement.entry == uniform(8, draft_steps=2)
     assert agreement.joint.active_loras == 0
 
@@ -176,13 +176,13 @@ def test_what_serves_no_rank_has_the_reason_of_the_joint_batch():
     plan = plan_of(uniform(8), piecewise(16), waivers=(waiver,))
     for captured in (True, False):
         agreement, told = asked(plan, decode(2, captured=captured), mixed(1, 100), Submission())
-        assert (agreement.reason, agreement.passed_over) == (Reason.SIZES, None)
+        assert (agreement.reason, agreement.lost_entry) == (Reason.SIZES, None)
         assert {answer.dispatch.waiver for answer in agreement.answers} == {waiver}
         assert told[0] == (
-            "all run eager: of the joint batch, 2 requests, 100 tokens, mixed, "
+            "all run eager: joint batch of 2 requests, 100 tokens, mixed: "
             f"{WHY_NONE[Reason.SIZES]} (up to 16)"
         )
-        assert told[2] == f"idle: 1 request of 1 token stands in for its batch; {told[0]}"
+        assert told[2] == f"idle, with a dummy batch of 1 request of 1 token; {told[0]}"
 
 
 def test_a_prompt_of_decode_shape_keeps_all_from_the_decode_graph():
@@ -236,7 +236,7 @@ def test_a_batch_that_cannot_be_is_refused(batch, name):
 
 def test_a_vector_has_one_role_and_a_rank():
     """Target and drafters agree separately."""
-    with pytest.raises(InvalidValue, match="one rank at least"):
+    with pytest.raises(InvalidValue, match="at least one rank"):
         Vector(role=Role.TARGET, ranks=())
     ranks = (Submission(), decode(1), decode(1, role=Role.DRAFT_DECODE))
     with pytest.raises(InvalidValue) as error:

@@ -77,22 +77,22 @@ def test_single_draft_steps_are_planned_where_they_are_asked_for(refresh):
     assert {entry.draft_steps for entry in role.entries} == {None}
     (decision,) = [decision for decision in role.decisions if decision.rule == "draft-chain"]
     assert (decision.before, decision.after, decision.backend) == ("2", "1", None)
-    assert "speculative.chain asks for single steps" in decision.message
+    assert "speculative.chain requests single steps" in decision.message
 
 
 @pytest.mark.parametrize(
-    ("chain", "says"),
+    ("chain", "phrase"),
     [
         (Chain.FUSED, "which holds all 2 draft steps"),
         (Chain.SINGLE, "which is replayed for each of 2 draft steps"),
     ],
 )
-def test_an_explanation_says_how_draft_decodes_run(chain, says):
+def test_an_explanation_says_how_draft_decodes_run(chain, phrase):
     """One graph that holds them, or one that is replayed; other roles have no word of it."""
     dispatcher = Dispatcher(made(speculative=replace(EAGLE, chain=chain)))
     for role, query_len in ((Role.DRAFT_DECODE, 1), (Role.DRAFT_PREFILL, 4)):
         batch = Batch(role=role, num_reqs=3, num_tokens=3 * query_len, query_len=query_len)
-        assert (says in explain(dispatcher, batch).message) == (role is Role.DRAFT_DECODE)
+        assert (phrase in explain(dispatcher, batch).message) == (role is Role.DRAFT_DECODE)
 
 
 @given(deployments(max_reqs=64))

@@ -41,8 +41,8 @@ def test_the_first_of_equally_weak_groups_is_blamed():
 @pytest.mark.parametrize(
     ("wanted", "rule", "after", "why"),
     [
-        (GraphMode.PIECEWISE, "role-asks-for-less", "PIECEWISE", "the lesser holds"),
-        (GraphMode.FULL, "role-asks-for-more", "FULL_AND_PIECEWISE", "does not go beyond its target"),
+        (GraphMode.PIECEWISE, "role-asks-for-less", "PIECEWISE", "the lower mode is used"),
+        (GraphMode.FULL, "role-asks-for-more", "FULL_AND_PIECEWISE", "is never above its target's"),
     ],
 )
 def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after, why):

@@ -92,7 +92,7 @@ def test_the_entry_is_the_cheapest_that_serves_every_rank(plan, data):
     agreement = agree(Dispatcher(plan), vector)
     best, wanted = _best(plan, vector, held=True), _best(plan, vector, held=False)
     assert agreement.entry == best
-    assert agreement.passed_over == (wanted if best != wanted else None)
+    assert agreement.lost_entry == (wanted if best != wanted else None)
     assert (agreement.reason is Reason.RANK) == (best is None and wanted is not None)
 
 
@@ -117,7 +117,7 @@ def test_idle_ranks_change_nothing_for_the_others(plan, data, places):
         ranks.insert(place, Submission())
     with_idle = agree(Dispatcher(plan), attrs.evolve(vector, ranks=tuple(ranks)))
     without = agree(Dispatcher(plan), vector)
-    for name in ("joint", "entry", "reason", "passed_over", "draft_tokens"):
+    for name in ("joint", "entry", "reason", "lost_entry", "draft_tokens"):
         assert getattr(with_idle, name) == getattr(without, name)
     for submitted, answer in zip(ranks, with_idle.answers, strict=True):
         if submitted.batch is None:
