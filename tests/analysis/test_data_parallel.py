@@ -70,7 +70,7 @@ def asked(plan, *ranks):
     return agreement, [explain_rank(dispatcher, agreement, rank) for rank in range(len(ranks))]
 
 
-def test_unequal_decodes_take_the_graph_of_the_largest():
+def test_agree_on_the_graph_of_the_largest_decode():
     """Each rank with its own padding, and a sentence that names who has more."""
     agreement, told = asked(plan_of(uniform(4), uniform(8), uniform(16)), decode(1), decode(7), Submission())
     assert agreement.entry == uniform(8)
@@ -83,7 +83,7 @@ def test_unequal_decodes_take_the_graph_of_the_largest():
     ]
 
 
-def test_one_prompt_makes_all_mixed():
+def test_agree_on_a_mixed_graph_for_one_prompt():
     """Uniform graphs are for vectors of decodes alone."""
     plan = plan_of(uniform(8), piecewise(16), piecewise(64))
     agreement, told = asked(plan, decode(8), mixed(2, 40), decode(4))
@@ -94,7 +94,7 @@ def test_one_prompt_makes_all_mixed():
     assert told[1] == "same as it would run alone"
 
 
-def test_decodes_of_two_lengths_are_mixed():
+def test_agree_on_a_mixed_graph_for_two_query_lengths():
     """K differs by rank where the schedule gives it by batch size: no uniform graph serves both."""
     schedule = ((1, 4, 3), (5, 64, 1))
     speculative = Speculative(method=Method.EAGLE3, num_tokens=3, schedule=schedule)
@@ -111,7 +111,7 @@ def test_decodes_of_two_lengths_are_mixed():
     assert (once.entry, once.draft_tokens, once.answers[2].batch.num_tokens) == (uniform(4, 4), 3, 4)
 
 
-def test_the_most_adapters_count():
+def test_agree_on_the_most_loras():
     """An entry for fewer would compute another rank wrongly."""
     plan = plan_of(uniform(8), uniform(8, active_loras=2), lora=Lora(max_active=2))
     agreement, told = asked(plan, decode(8), decode(8, active_loras=2))
@@ -120,7 +120,7 @@ def test_the_most_adapters_count():
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_a_rank_without_graphs_makes_all_eager(idle):
+def test_agree_on_eager_for_a_rank_without_graphs(idle):
     """The reason is on each rank, and its sentence names the cause."""
     plan = plan_of(uniform(8))
     without = Submission(captured=False) if idle else decode(3, captured=False)
@@ -132,7 +132,7 @@ def test_a_rank_without_graphs_makes_all_eager(idle):
     assert told[1].startswith("idle, ") == idle
 
 
-def test_two_ranks_without_graphs_are_both_named():
+def test_explain_rank_names_all_ranks_without_graphs():
     """Seen from each of them, and from the third."""
     told = asked(plan_of(uniform(8)), decode(8, captured=False), decode(8), decode(8, captured=False))[1]
     assert told == [
@@ -142,7 +142,7 @@ def test_two_ranks_without_graphs_are_both_named():
     ]
 
 
-def test_graph_lost_by_one_rank_is_skipped_by_all():
+def test_agree_skips_a_graph_that_one_rank_lost():
     """The next that all have is taken; without one, all run eager."""
     plan = plan_of(uniform(8), uniform(16))
     lost = frozenset({uniform(8)})
@@ -157,7 +157,7 @@ def test_graph_lost_by_one_rank_is_skipped_by_all():
     assert told[0] == f"all run eager: rank 1 has not captured {uniform(8)}"
 
 
-def test_a_lost_chain_gives_way_to_a_chain_of_the_same_length():
+def test_agree_replaces_a_lost_chain_by_one_of_the_same_length():
     """The scan knows the schedule: a chain serves its own length, and a drafter counts no adapters."""
     chains = [uniform(size, draft_steps=steps) for size in (4, 8) for steps in (1, 2)]
     speculative = Speculative(method=Method.EAGLE3, num_tokens=3)
@@ -170,7 +170,7 @@ def test_a_lost_chain_gives_way_to_a_chain_of_the_same_length():
     assert agreement.joint.active_loras == 0
 
 
-def test_what_serves_no_rank_has_the_reason_of_the_joint_batch():
+def test_agree_has_the_reason_of_the_joint_batch():
     """With the waiver that it comes from; that a rank lacks graphs, too, changes nothing."""
     waiver = Waiver(kind=Kind.MIXED, first=17, last=256, reason=Reason.SIZES, message="up to 16")
     plan = plan_of(uniform(8), piecewise(16), waivers=(waiver,))
@@ -185,14 +185,14 @@ def test_what_serves_no_rank_has_the_reason_of_the_joint_batch():
         assert told[2] == f"idle, with a dummy batch of 1 request of 1 token; {told[0]}"
 
 
-def test_a_prompt_of_decode_shape_keeps_all_from_the_decode_graph():
+def test_agree_treats_a_prompt_of_decode_shape_as_mixed():
     """Law 5, over ranks; with nothing planned for mixed batches, that is a hole."""
     agreement, told = asked(plan_of(uniform(8)), decode(8), decode(8, past_prompt=False))
     assert (agreement.entry, agreement.reason) == (None, Reason.UNCOVERED)
     assert WHY_NONE[Reason.UNCOVERED] in told[0]
 
 
-def test_an_idle_rank_brings_no_more_tokens_than_there_are():
+def test_dummy_batch_has_no_more_tokens_than_the_joint_batch():
     """A prompt's last token is 1 token: an idle rank with 1 + K would make the batch larger."""
     plan = plan_of(piecewise(1), piecewise(8), speculative=Speculative(method=Method.EAGLE3, num_tokens=3))
     agreement = asked(plan, mixed(1, 1), Submission())[0]
@@ -201,7 +201,7 @@ def test_an_idle_rank_brings_no_more_tokens_than_there_are():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 16])
-def test_where_all_are_idle_nothing_runs(num_ranks):
+def test_agree_on_nothing_if_all_are_idle(num_ranks):
     """No forward, and no batch that stands in, whether or not graphs were captured."""
     for captured in (True, False):
         agreement, told = asked(plan_of(uniform(8)), *[Submission(captured=captured)] * num_ranks)
@@ -212,7 +212,7 @@ def test_where_all_are_idle_nothing_runs(num_ranks):
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_role_that_is_not_planned_is_an_error(idle):
+def test_agree_rejects_unplanned_roles(idle):
     """Also where nobody has work: the question is wrong on every rank."""
     ranks = (Submission(),) if idle else (decode(1, role=Role.DRAFT_DECODE),)
     with pytest.raises(DispatchError, match="no role draft_decode"):
@@ -227,14 +227,14 @@ def test_a_role_that_is_not_planned_is_an_error(idle):
         (Batch(role=Role.TARGET, num_reqs=4, num_tokens=4, active_loras=-1), "active_loras"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused(batch, name):
+def test_submission_rejects_impossible_batches(batch, name):
     """One wrong rank would be hidden behind the largest of the others."""
     with pytest.raises(InvalidValue) as error:
         Submission(batch=batch)
     assert [problem.path for problem in error.value.problems] == [("batch", name)]
 
 
-def test_a_vector_has_one_role_and_a_rank():
+def test_vector_rejects_other_roles_and_no_ranks():
     """Target and drafters agree separately."""
     with pytest.raises(InvalidValue, match="at least one rank"):
         Vector(role=Role.TARGET, ranks=())
@@ -245,7 +245,7 @@ def test_a_vector_has_one_role_and_a_rank():
 
 
 @given(arbitrary_plans(), st.data())
-def test_every_rank_has_a_sentence(plan, data):
+def test_explain_rank_has_a_sentence_for_every_rank(plan, data):
     """Whatever is asked, each rank is told why, in a sentence without an empty part."""
     vector = data.draw(vectors(plan))
     dispatcher = Dispatcher(plan)
@@ -257,7 +257,7 @@ def test_every_rank_has_a_sentence(plan, data):
 
 
 @given(plans(max_reqs=64), st.integers(2, 16), st.sampled_from(Role))
-def test_the_cases_shown_are_of_the_plan(plan, num_ranks, role):
+def test_cases_are_admissible(plan, num_ranks, role):
     """Each is admissible on every rank, of as many ranks as asked, and can be shown."""
     if role not in [planned.role for planned in plan.roles]:
         return
@@ -272,7 +272,7 @@ def test_the_cases_shown_are_of_the_plan(plan, num_ranks, role):
     cases_table(dispatcher, shown, role)
 
 
-def test_the_cases_of_a_schedule_have_ranks_whose_k_differs():
+def test_cases_of_a_schedule_have_different_k():
     """And of a plan with adapters, a rank that has some."""
     speculative = Speculative(method=Method.EAGLE3, num_tokens=3, schedule=((1, 4, 3), (5, 64, 1)))
     plan = plan_of(uniform(8), speculative=speculative, lora=Lora(max_active=2))
@@ -284,7 +284,7 @@ def test_the_cases_of_a_schedule_have_ranks_whose_k_differs():
 
 
 @pytest.mark.parametrize("path", sorted(LOCKED.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_plans_leave_no_hole_over_ranks(path):
+def test_locked_plans_cover_all_cases_of_ranks(path):
     """Every case of every role has an entry, or a reason other than a hole."""
     plan = codec.load_plan(path)
     for role in plan.roles:

@@ -157,7 +157,7 @@ def test_diff_in_words(run: Run, drifted: str) -> None:
     assert ran.code == 2
     lines = ran.out.splitlines()
     assert lines[0] == "limits: max_num_reqs 8 became 12"
-    assert "target captures in addition 2 graphs: FULL decodes of 3 at 12, 10 requests" in lines
+    assert "target also captures 2 graphs: FULL decodes of 3 at 12, 10 requests" in lines
 
 
 def test_diff_is_the_other_way_round(run: Run, drifted: str) -> None:
