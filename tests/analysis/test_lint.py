@@ -1,4 +1,4 @@
-"""The lint: for each rule a plan that has its bug, and the smallest mend that removes it."""
+"""The lint: for each rule a plan that has its bug, and the smallest fix that removes it."""
 
 import re
 
@@ -65,7 +65,7 @@ def on_groups(whole, index=0, **changes):
     return with_role(whole, index, groups=(replace(group, support=replace(group.support, **changes)),))
 
 
-# code: (a plan that has the finding, the least mend of it that has not)
+# code: (a plan that has the finding, its smallest fix, which has not)
 CASES = {
     "CP001": (with_role(PLAIN, entries=()), PLAIN),
     "CP002": (made(sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=(4,), num_tokens=(16,))), PLAIN),
@@ -124,16 +124,16 @@ def codes(whole):
 
 
 def test_lint_rules_all_have_a_case():
-    """A new rule comes with its bug and its mend."""
+    """A new rule comes with its bug and the fix."""
     assert set(CASES) == set(RULES)
 
 
 @pytest.mark.parametrize("code", sorted(CASES))
 def test_lint_rule_finds_its_bug_and_accepts_the_fix(code):
     """Found before, not found after."""
-    broken, mended = CASES[code]
+    broken, fixed = CASES[code]
     assert code in codes(broken)
-    assert code not in codes(mended)
+    assert code not in codes(fixed)
 
 
 def test_lint_reports_chains_that_were_not_requested():

@@ -216,7 +216,7 @@ def test_context_max_query_len():
 
 
 def test_explicit_policy_reports_changed_sizes():
-    """Sizes that serve nobody, and sizes that alignment moved."""
+    """Sizes that serve no batch, and sizes that alignment moved."""
     sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=(3, 5))
     message = decode_sizes(sizes, Domain.upto(8, 2), 1, context()).message
     assert message.endswith("; 3, 5 are rounded to multiples of 2")
