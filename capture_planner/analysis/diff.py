@@ -40,18 +40,12 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     )
 
 
+_WHOLE = "model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "environment"
+"""Fields of a plan that concern all roles."""
+
+
 def _whole(old: Plan, new: Plan) -> Iterator[Change]:
-    for name in (
-        "model",
-        "limits",
-        "speculative",
-        "lora",
-        "parallel",
-        "piecewise",
-        "budget",
-        "pool",
-        "environment",
-    ):
+    for name in _WHOLE:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield Change(role=None, subject=name, message=f"{name}: {_fields(before, after)}")

@@ -6,9 +6,9 @@ Nothing downstream decides again.
 
 from typing import Annotated
 
-from capture_planner.errors import DispatchError, InvalidValue, Problem
+from capture_planner.errors import DispatchError, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.records._base import Name, NonNegative, Pattern, field, record
+from capture_planner.records._base import Name, NonNegative, Pattern, duplicates, field, raise_any, record
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
@@ -123,14 +123,10 @@ class Plan:
     roles: tuple[RolePlan, ...] = field("the roles, target first")
 
     def __attrs_post_init__(self) -> None:
-        seen = [role.role for role in self.roles]
-        problems = [
-            Problem(path=("roles", index, "role"), message=f"the role {role.value} is planned twice")
-            for index, role in enumerate(seen)
-            if role in seen[:index]
-        ]
-        if problems:
-            raise InvalidValue(problems)
+        raise_any(
+            Problem(path=("roles", index, "role"), message=f"the role {role} is planned twice")
+            for index, role in duplicates(self.planned)
+        )
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""
