@@ -134,7 +134,7 @@ def _entries(ladder: Ladder) -> Iterator[Entry]:
 
 
 def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) -> GroupPlan:
-    backend, asked = group.registered, (working.role, group.attention, working.environment)
+    backend, context = group.registered, (working.role, group.attention, working.environment)
     return GroupPlan(
         name=group.spec.name,
         layers=group.spec.layers,
@@ -143,6 +143,6 @@ def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) ->
         distribution=backend.distribution,
         version=backend.version,
         support=group.support,
-        padding=backend.padding(*asked),
-        workspace=backend.workspace(*asked, entries, working.spec.limits),
+        padding=backend.padding(*context),
+        workspace=backend.workspace(*context, entries, working.spec.limits),
     )

@@ -127,7 +127,7 @@ class RoleInProgress:
             return self.families
         longest = max(family.draft_steps or 0 for family in self.families)
         single = self.spec.speculative is not None and self.spec.speculative.chain is Chain.SINGLE
-        # A backend is not asked where the answer changes nothing.
+        # With single steps the backends' answers would change nothing.
         by_host = [
             group.registered.name
             for group in (() if single else self.groups)

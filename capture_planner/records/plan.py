@@ -96,8 +96,8 @@ class RolePlan:
     """What was decided for one role."""
 
     role: Role = field("the role")
-    requested: GraphMode = field("the mode that was wanted")
-    mode: GraphMode = field("the mode that was resolved")
+    requested: GraphMode = field("the requested mode")
+    mode: GraphMode = field("the resolved mode")
     groups: tuple[GroupPlan, ...] = field("attention groups")
     decisions: tuple[Decision, ...] = field("how it came about, in order", default=())
     entries: tuple[Entry, ...] = field("graphs, in capture order", default=(), converter=_in_capture_order)
@@ -110,8 +110,8 @@ class Plan:
     """Every graph of a deployment, and every decision that led to it."""
 
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
-    spec_digest: Digest = field("digest of the spec that it was made from", key="spec")
-    environment: Environment = field("the machine that it was made for")
+    spec_digest: Digest = field("digest of its spec", key="spec")
+    environment: Environment = field("the machine that it is for")
     model: Model = field("the served model")
     limits: Limits = field("the scheduler's limits")
     speculative: Speculative | None = field("speculative decoding; None: off", default=None)

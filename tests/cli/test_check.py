@@ -178,5 +178,5 @@ def test_diff_says_when_a_mode_changes(run: Run) -> None:
     spec = "plans/specs/llama-3.2-3b-eagle-t4.yaml"
     run("plan", spec, "-o", "new.h100.yaml")
     out = run("diff", "plans/locked/llama-3.2-3b-eagle-t4.t4.yaml", "new.h100.yaml").out
-    assert "target runs FULL_AND_PIECEWISE, it ran PIECEWISE" in out
+    assert "target: mode PIECEWISE became FULL_AND_PIECEWISE" in out
     assert "environment: name t4 became h100" in out

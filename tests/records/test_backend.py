@@ -24,7 +24,7 @@ def a_field(**changes):
 @pytest.mark.parametrize("changes", [{"value": 0}, {"fill": Fill.CONSTANT}])
 def test_field_value_requires_constant_fill(changes):
     """Neither without the other."""
-    with pytest.raises(InvalidValue, match="value: a value goes with the fill constant"):
+    with pytest.raises(InvalidValue, match="value: needed for the fill constant"):
         a_field(**changes)
 
 

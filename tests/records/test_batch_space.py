@@ -1,4 +1,6 @@
-"""Which batches there can be, against plain counting."""
+"""Admissible batches, against plain counting."""
+
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import (
     Domain,
+    batches,
     decode_families,
     is_admissible,
     lora_cases,
@@ -15,7 +18,7 @@ from capture_planner.records.batch_space import (
     served_cases,
     token_step,
 )
-from capture_planner.records.spec import Lora, Parallel
+from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner.testing import specs
 
 DOMAINS = st.sets(st.integers(1, 30), min_size=1).map(
@@ -109,3 +112,15 @@ def test_limits_decide_what_is_admissible(spec, num_reqs, num_tokens, loras):
     within = 0 < num_reqs <= limits.max_num_reqs and num_reqs <= num_tokens <= limits.max_num_tokens
     families = decode_families(Role.TARGET, spec)
     assert is_admissible(batch, spec, families) == (within and 0 <= loras <= most)
+
+
+def test_batches_have_no_more_loras_than_requests():
+    """Where more adapters can be active than requests can run, as with max_loras 5 and max_num_seqs 4."""
+    limits = Limits(max_num_reqs=4, max_num_tokens=8)
+    deployment = SimpleNamespace(
+        limits=limits, speculative=None, lora=Lora(max_active=5), parallel=Parallel()
+    )
+    families = decode_families(Role.TARGET, deployment)
+    listed = [batch for batch, _ in batches(Role.TARGET, deployment)]
+    assert all(is_admissible(batch, deployment, families) for batch in listed)
+    assert max(batch.active_loras for batch in listed) == 4
