@@ -89,13 +89,11 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
     after = {role.role: role for role in new.roles}
     for role in Role:
         if role in before and role not in after:
-            yield Change(
-                role=role, subject="role", message=f"{role} is gone, with {_graphs(before[role].entries)}"
-            )
+            message = f"{role} is gone, with {_graphs(before[role].entries)}"
+            yield Change(role=role, subject="role", message=message)
         elif role in after and role not in before:
-            yield Change(
-                role=role, subject="role", message=f"{role} is new, with {_graphs(after[role].entries)}"
-            )
+            message = f"{role} is new, with {_graphs(after[role].entries)}"
+            yield Change(role=role, subject="role", message=message)
         elif role in before:
             yield from _role(before[role], after[role])
 
@@ -120,9 +118,8 @@ def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
         message = f"{role}: requested mode {old.requested.value} became {new.requested.value}"
         yield Change(role=role, subject="mode", message=message)
     if old.mode is not new.mode:
-        yield Change(
-            role=role, subject="mode", message=f"{role}: mode {old.mode.value} became {new.mode.value}"
-        )
+        message = f"{role}: mode {old.mode.value} became {new.mode.value}"
+        yield Change(role=role, subject="mode", message=message)
     if old.inputs != new.inputs:
         yield Change(role=role, subject="inputs", message=f"{role}: the fields that the runner pads changed")
 
@@ -143,13 +140,12 @@ def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     waived, waives = ({waiver.message for waiver in role.waivers} for role in (old, new))
     for waiver in new.waivers:
         if waiver not in old.waivers:
-            word = "waives with another reason" if waiver.message in waived else "newly waives"
+            word = "waives differently" if waiver.message in waived else "newly waives"
             yield Change(role=new.role, subject="waiver", message=f"{new.role} {word}: {waiver.message}")
     for waiver in old.waivers:
         if waiver.message not in waives:
-            yield Change(
-                role=new.role, subject="waiver", message=f"{new.role} no longer waives: {waiver.message}"
-            )
+            message = f"{new.role} no longer waives: {waiver.message}"
+            yield Change(role=new.role, subject="waiver", message=message)
 
 
 def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
