@@ -11,7 +11,12 @@ from collections.abc import Iterator, Sequence
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.resolve import Resolution, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.planning.resolve import (
+    ResolvedMode,
+    resolve,
+    resolve_draft_decode,
+    resolve_draft_prefill,
+)
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
@@ -62,7 +67,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
 
 def _resolve(
     spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
-) -> tuple[GraphMode, Resolution]:
+) -> tuple[GraphMode, ResolvedMode]:
     """Return the requested mode of a role (a drafter's is its target's), and its resolution."""
     supports = [group.for_resolution for group in groups]
     wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)

@@ -8,7 +8,7 @@ import attrs
 
 from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
 from capture_planner.planning.groups import Group
-from capture_planner.planning.resolve import Resolution
+from capture_planner.planning.resolve import ResolvedMode
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
 from capture_planner.planning.sizing.policies import Choice
 from capture_planner.records.batch import Kind
@@ -36,7 +36,7 @@ class RoleInProgress:
     role: Role
     groups: tuple[Group, ...]
     requested: GraphMode
-    resolved: Resolution
+    resolved: ResolvedMode
     families: tuple[DecodeFamily, ...] = ()
     ladders: tuple[Ladder, ...] = ()
     decisions: list[Decision] = attrs.field(init=False)
