@@ -52,7 +52,7 @@ def test_support_on_the_committed_environments(committed, layers, name, level, s
             "9.0",
             {"torch": "2.11.0"},
             NEVER,
-            "torch varlen attention reads pages from torch 2.13 on, not in 2.11.0",
+            "torch varlen attention needs torch 2.13 or newer for paged caches, not 2.11.0",
         ),
         ("10.0", {"torch": "2.13.0"}, UNIFORM, "torch varlen attention (2.13.0)"),
         (

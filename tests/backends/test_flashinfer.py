@@ -10,8 +10,13 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
 from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.backend import parts
-from capture_planner_flashinfer.workspace import INT_WORKSPACE, cta_tile_q, eager, tensor_core
+from capture_planner_flashinfer.workspace import (
+    INT_WORKSPACE,
+    cta_tile_q,
+    eager,
+    tensor_core,
+    workspace_parts,
+)
 
 BACKEND = FlashInfer()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
@@ -274,7 +279,7 @@ def test_eager_steps_need_a_wrapper_where_it_runs_at_all(machine, layers, graph)
 def test_no_launch_shares_the_counters(machine, layers, graph, capability):
     """XQA and trtllm-gen find their counters zero, whatever an eager plan wrote between."""
     model, where = layers(max_query_len=4), machine(capability)
-    cut = parts(model, where, [graph(256, 4)])
+    cut = workspace_parts(model, where, [graph(256, 4)])
     assert cut.counters >= 256 * 32 * 4
     assert cut.floats >= eager(model, where)
     assert cut.device == INT_WORKSPACE + cut.counters + cut.floats
