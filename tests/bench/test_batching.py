@@ -60,11 +60,11 @@ def test_an_answer_counts_only_where_all_of_it_is_there(
     if whole:
         batching._refuse_incomplete(done, requests, wanted)
     else:
-        with pytest.raises(Absence, match="out of blocks" if breaks and done else "were asked for"):
+        with pytest.raises(Absence, match="out of blocks" if breaks and done else "instead of"):
             batching._refuse_incomplete(done, requests, wanted)
 
 
-def test_what_the_other_library_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_transformers_library_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is: our own figure stays, and the sentence names the library."""
 
     class Broken:
@@ -75,11 +75,11 @@ def test_what_the_other_library_raises_is_the_reason(monkeypatch: pytest.MonkeyP
             """Nothing was made."""
 
     rig = rigged(planned(0))
-    compared = module._other
+    compared = module._transformers
     monkeypatch.setattr(batching, "copied", lambda target: Broken())
     # All but the comparison runs on the CPU; it alone asks which device this is.
     monkeypatch.setattr(
-        module, "_other", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)
+        module, "_transformers", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)
     )
     found = module.throughput(rig, Load(requests=2, prompt=3, output=4), lambda now: None, compare=True)
     assert found.tokens_per_second > 0

@@ -16,8 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from capture_planner.analysis.lint import Severity, lint  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
-from capture_planner.bench.chain import _host as host_of_one  # noqa: E402
-from capture_planner.bench.chain import chain, with_chains, with_single_steps  # noqa: E402
+from capture_planner.bench.chain import chain, host_seconds, with_chains, with_single_steps  # noqa: E402
 from capture_planner.bench.decode import bare, decode  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD  # noqa: E402
 from capture_planner.bench.preparation import preparation, values_at  # noqa: E402
@@ -256,9 +255,9 @@ def test_the_host_of_a_single_step_is_that_of_the_ledger() -> None:
 
     forwards = [forward(host) for host in (3.0, 6.0, 9.0)]
     others = [forward(99.0, role=Role.TARGET), forward(99.0, num_reqs=1), forward(99.0, entry=None)]
-    assert host_of_one(rig, [*others, *forwards, *others], 2) == 2
-    assert host_of_one(attrs.evolve(rig, device=torch.device("cuda")), forwards, 2) == 12
-    assert host_of_one(rig, others, 2) is None
+    assert host_seconds(rig, [*others, *forwards, *others], 2) == 2
+    assert host_seconds(attrs.evolve(rig, device=torch.device("cuda")), forwards, 2) == 12
+    assert host_seconds(rig, others, 2) is None
 
 
 def test_a_chain_is_not_measured_at_a_number_that_nobody_named() -> None:

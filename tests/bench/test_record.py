@@ -19,7 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from capture_planner.bench import record, targets, verdicts  # noqa: E402
-from capture_planner.bench.record import BenchReport, Verdict  # noqa: E402
+from capture_planner.bench.record import BenchReport, TargetVerdict  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
 from capture_planner.report.bench import bench_data, bench_page, bench_tables  # noqa: E402
 from capture_planner.runtime.ledger import Captured  # noqa: E402
@@ -78,7 +78,7 @@ preparations = st.builds(
     stock=st.none() | seconds,
 )
 chains = st.builds(
-    record.Chain,
+    record.ChainTiming,
     num_reqs=counts,
     steps=counts,
     fused=st.none() | seconds,
@@ -95,9 +95,9 @@ throughputs = st.builds(
     other=st.none() | st.floats(1, 1e6),
     other_says=words,
 )
-costs = st.builds(record.Cost, seconds=seconds, pool=sizes, driver=sizes)
+costs = st.builds(record.CaptureCost, seconds=seconds, pool=sizes, driver=sizes)
 capturings = st.builds(
-    record.Capturing,
+    record.CaptureFigure,
     graphs=counts,
     first_seconds=seconds,
     ours=costs,
@@ -134,7 +134,7 @@ reports = st.builds(
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.booleans())
 def test_a_verdict_says_by_how_much_a_target_is_missed(wanted: float, reached: float, at_most: bool) -> None:
     """Met exactly where the value is on the right side; else the share of the target that lacks."""
-    verdict = Verdict(figure="decode", what="x", wanted=wanted, reached=reached, at_most=at_most)
+    verdict = TargetVerdict(figure="decode", what="x", wanted=wanted, reached=reached, at_most=at_most)
     assert verdict.holds == (reached == wanted or (reached < wanted) == at_most)
     assert (verdict.missed_by == 0) == verdict.holds
     if not verdict.holds:

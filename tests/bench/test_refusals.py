@@ -18,7 +18,7 @@ from hypothesis import strategies as st  # noqa: E402
 from capture_planner.bench import Bench, measure  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD, default_load  # noqa: E402
 from capture_planner.bench.record import FIGURES  # noqa: E402
-from capture_planner.bench.refusals import needs  # noqa: E402
+from capture_planner.bench.refusals import page_needs  # noqa: E402
 from capture_planner.bench.rig import QUICK, REQUESTS, served_sizes  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.errors import BackendError, RunError  # noqa: E402
@@ -37,7 +37,7 @@ def test_numbers_of_requests_are_measured_as_stated_or_refused(k: int, stated: s
     """Only what nobody stated is cut to the plan's limit."""
     wanted = None if stated is None else tuple(sorted(stated))
     if stated is not None and max(stated) > MOST:
-        with pytest.raises(RunError, match=f"--requests names {max(stated)}, and the plan is for {MOST} req"):
+        with pytest.raises(RunError, match=f"--requests names {max(stated)}, but the plan is for at most {MOST} req"):
             served_sizes(PLANS[k], wanted)
         return
     assert served_sizes(PLANS[k], wanted) == (wanted or tuple(sorted({min(n, MOST) for n in REQUESTS})))
@@ -99,7 +99,7 @@ def test_what_is_stated_of_a_load_is_marked(prompt: int | None, output: int | No
 def test_each_figure_needs_the_pages_that_are_said(k: int, figure: str) -> None:
     """With so many nothing breaks for want of them, and with one fewer it is refused."""
     plan, load = PLANS[k], Load(requests=2, prompt=9, output=5)
-    least = max((number for _, number in needs(plan, QUICK, (1, MOST), load, (figure,), 8)), default=1)
+    least = max((number for _, number in page_needs(plan, QUICK, (1, MOST), load, (figure,), 8)), default=1)
     bench = Bench(quick=True, load=load, only=(figure,), page_size=8, pages=least)
     assert measure(plan, registry.load_backends(), bench, quiet).failed == ()
     if least > 1:
