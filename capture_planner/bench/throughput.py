@@ -45,8 +45,8 @@ class Load:
             lengths = {"prompt": prompt, "output": output}
             stated = [f"--{name}-tokens {lengths[name]}" for name in lengths if name in self.stated]
             raise RunError(
-                f"{' and '.join(stated)}: prompt and output together are too long for a model of "
-                f"{counted(longest, 'token')}; name fewer"
+                f"{' and '.join(stated)}: too long for a model of {counted(longest, 'token')}, prompt and "
+                "output together; name fewer"
             )
         return attrs.evolve(self, prompt=prompt, output=output)
 

@@ -176,7 +176,7 @@ def batches(world: World) -> st.SearchStrategy[tuple[list[int], list[int], int]]
 
 
 @given(st.data(), worlds(), st.booleans())
-def test_every_library_computes_what_the_reference_does(data, world, full):
+def test_every_library_equals_the_reference(data, world, full):
     """Each library, uniform and mixed, padded and not; rows of padding become exact zeros."""
     queries, lengths, seed = data.draw(batches(world))
     metadata = world.step(queries, lengths, seed, full=full)
@@ -189,7 +189,7 @@ def test_every_library_computes_what_the_reference_does(data, world, full):
 
 @settings(max_examples=max(settings.default.max_examples // 2, 5))
 @given(st.data(), worlds(), st.lists(st.booleans(), min_size=2, max_size=3))
-def test_rows_of_an_earlier_batch_are_no_longer_owned(data, world, kinds):
+def test_rows_of_an_earlier_batch_become_padding(data, world, kinds):
     """Larger and smaller batches after one another: the mask of real rows is that of the last."""
     with installed():
         runs = FlashAttention().reserve(world.reservation)
@@ -204,7 +204,7 @@ def test_rows_of_an_earlier_batch_are_no_longer_owned(data, world, kinds):
 
 @settings(max_examples=max(settings.default.max_examples // 2, 5))
 @given(st.data(), worlds())
-def test_the_mask_of_real_rows_is_written_where_their_number_changed(data, world):
+def test_prepare_writes_no_mask_if_the_number_of_tokens_is_unchanged(data, world):
     """Other lengths of as many tokens launch nothing; torch counts what is written to a tensor."""
     with installed():
         runs = FlashAttention().reserve(world.reservation)
@@ -216,7 +216,7 @@ def test_the_mask_of_real_rows_is_written_where_their_number_changed(data, world
 
 
 @given(st.data(), worlds())
-def test_what_a_graph_bakes_in_does_not_depend_on_the_batch(data, world):
+def test_baked_in_numbers_do_not_depend_on_the_batch(data, world):
     """Two batches of one entry: equal host numbers, an equal layout, and the schedule in one place."""
     seen = []
     with installed() as stub:
@@ -226,28 +226,28 @@ def test_what_a_graph_bakes_in_does_not_depend_on_the_batch(data, world):
             world.run(runs, world.step(queries, lengths, seed, full=True))
             seen.append((stub.calls[-1], runs.layout()))
     assert seen[0] == seen[1]
-    held = world.reservation.fields.get("scheduler_metadata")
-    if held is not None and world.scoring.softcap is None:
-        assert seen[0][0]["schedule"] == held.data_ptr()
+    field = world.reservation.fields.get("scheduler_metadata")
+    if field is not None and world.scoring.softcap is None:
+        assert seen[0][0]["schedule"] == field.data_ptr()
 
 
 @given(st.data(), worlds(st.just(libraries.FA3)))
-def test_the_tail_of_a_schedule_is_zero(data, world):
+def test_prepare_zeroes_the_tail_of_a_schedule(data, world):
     """What was there before is gone, past the length that the library asked for."""
     with installed() as stub:
         runs = FlashAttention().reserve(world.reservation)
         queries, lengths, seed = data.draw(batches(world))
         world.run(runs, world.step(queries, lengths, seed, full=True))
-    held, layout = world.reservation.fields.get("scheduler_metadata"), runs.layout()
-    if held is None:
+    field, layout = world.reservation.fields.get("scheduler_metadata"), runs.layout()
+    if field is None:
         assert stub.schedules == 0
-        return
-    assert (held[: layout[1]] == stub.schedules).all()
-    assert not held[layout[1] :].any()
+    else:
+        assert (field[: layout[1]] == stub.schedules).all()
+        assert not field[layout[1] :].any()
 
 
 @given(LIBRARIES, st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64), st.integers(1, 200))
-def test_splits_are_bounded_and_never_left_to_the_library(library, reqs, query_len, kv_heads, sms):
+def test_splits_are_bounded_and_never_automatic(library, reqs, query_len, kv_heads, sms):
     """From 1 to the bound; what they need in the pool stays below what the workspace's formula says."""
     tokens = reqs * query_len
     entry = Entry(mode=GraphMode.FULL, num_tokens=tokens, num_reqs=reqs, query_len=query_len)

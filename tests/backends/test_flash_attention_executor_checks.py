@@ -107,7 +107,7 @@ def step(reservation: Reservation) -> Metadata:
 @given(
     st.sampled_from(libraries.LIBRARIES), st.integers(1, 600) | st.sampled_from([16, 64, 128, 256, 512, 768])
 )
-def test_pages_that_a_library_does_not_take_are_refused(library, page_size):
+def test_reserve_rejects_unsupported_page_sizes(library, page_size):
     """Refused in reserve exactly where the kernel would refuse, with what it takes."""
     reservation = reserved(library, page_size)
     with installed():
@@ -121,7 +121,7 @@ def test_pages_that_a_library_does_not_take_are_refused(library, page_size):
 
 
 @pytest.mark.parametrize("library", libraries.LIBRARIES, ids=lambda library: library.package)
-def test_a_missing_library_is_named(library):
+def test_reserve_names_a_missing_library(library):
     """Imported in reserve, not before; the message says what to install."""
     with installed(**{library.module: None}), pytest.raises(BackendError) as caught:
         FlashAttention().reserve(reserved(library))
@@ -138,13 +138,13 @@ def test_a_missing_library_is_named(library):
         (libraries.FA2, {}, "flash_attn_with_kvcache"),
     ],
 )
-def test_a_library_without_the_calls_is_named(library, functions, says):
+def test_reserve_rejects_libraries_without_the_calls(library, functions, says):
     """An older torch has the module and no block tables; flash_attn may be another's namespace."""
     with installed(**{library.module: functions}), pytest.raises(BackendError, match=says):
         FlashAttention().reserve(reserved(library))
 
 
-def test_no_library_at_all_is_refused_with_a_reason():
+def test_reserve_rejects_environments_without_a_library():
     """An environment that plans NEVER does not execute."""
     made = reserved(libraries.FA4)
     bare = attrs.evolve(made, environment=attrs.evolve(made.environment, packages={}))
@@ -162,7 +162,7 @@ def test_no_library_at_all_is_refused_with_a_reason():
         (libraries.FA4, {"dtype": DataType.FLOAT16}, r"keys are torch.bfloat16 .*, expected torch.float16"),
     ],
 )
-def test_what_is_planned_and_not_executed_is_refused(library, changes, says):
+def test_reserve_rejects_layers_that_are_only_planned(library, changes, says):
     """In reserve, before anything is captured."""
     with installed(), pytest.raises(BackendError, match=says):
         FlashAttention().reserve(reserved(library, **changes))
@@ -176,7 +176,7 @@ def test_what_is_planned_and_not_executed_is_refused(library, changes, says):
         (libraries.FA2, Scoring(scale=1.0, sinks=torch.zeros(HEADS)), "takes no attention sinks"),
     ],
 )
-def test_scoring_that_a_library_lacks_is_refused(library, scoring, says):
+def test_attend_rejects_unsupported_scoring(library, scoring, says):
     """In attend, which is where it is known: nothing is left out of the scores in silence."""
     reservation = reserved(library)
     query = torch.zeros(REQS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -187,7 +187,7 @@ def test_scoring_that_a_library_lacks_is_refused(library, scoring, says):
             runs.attend(LAYER, query, torch.empty_like(query), scoring, step(reservation))
 
 
-def test_a_flash_attention_3_without_sinks_is_refused_for_layers_with_them():
+def test_reserve_rejects_sinks_on_upstream_flash_attention_3():
     """Upstream's call has no parameter for them; vLLM's has."""
     upstream = {"flash_attn_with_kvcache": lambda q: None, "get_scheduler_metadata": never}
     with installed():
@@ -200,7 +200,7 @@ def test_a_flash_attention_3_without_sinks_is_refused_for_layers_with_them():
 
 
 @pytest.mark.parametrize(("length", "fits"), [(1, True), (17, True), (18, False), (999, False)])
-def test_a_schedule_longer_than_its_field_is_refused(length, fits):
+def test_prepare_rejects_a_schedule_longer_than_its_field(length, fits):
     """Nothing is cut off: another release may lay it out in another way."""
     made = FUNCTIONS["flash_attn_interface"] | {
         "get_scheduler_metadata": lambda *_, **__: torch.ones(length, dtype=torch.int32)

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.plugins import registry
 from capture_planner.records.backend import Attention, PaddingContract
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
@@ -198,16 +197,16 @@ def test_the_grid_reaches_every_token_of_every_batch(model, entry, multiprocesso
     if entry.query_len is not None:
         assert cut.blocks_each * cut.queries >= entry.query_len
         assert cut.blocks == entry.num_reqs * cut.blocks_each
-        return
-    assert cut.blocks_each is None
-    start = after = 0
-    for request in range(min(entry.num_reqs, 20)):
-        query = data.draw(st.integers(0, entry.num_tokens - start))
-        first = start // cut.queries + request
-        assert first >= after
-        after = first + -(-query // cut.queries)
-        assert after <= cut.blocks
-        start += query
+    else:
+        assert cut.blocks_each is None
+        start = after = 0
+        for request in range(min(entry.num_reqs, 20)):
+            query = data.draw(st.integers(0, entry.num_tokens - start))
+            first = start // cut.queries + request
+            assert first >= after
+            after = first + -(-query // cut.queries)
+            assert after <= cut.blocks
+            start += query
 
 
 @given(groups(), graphs(), st.integers(1, 200), st.integers(0, 1 << 20))
@@ -224,13 +223,3 @@ def test_less_workspace_is_fewer_parts(model, entry, multiprocessors, room):
     assert attrs.evolve(given, splits=wanted.splits) == wanted
     fitting = [n for n in range(2, wanted.splits + 1) if partial_bytes(model, entry.num_tokens, n) <= room]
     assert given.splits == max(fitting, default=1)
-
-
-def test_the_distribution_registers_it():
-    """Under the name that specs use."""
-    assert registry.load_backends()["triton"].distribution == "capture-planner-triton"
-
-
-def test_it_imports_without_torch(imports):
-    """And without Triton: a plan can be made anywhere."""
-    assert not {"torch", "triton"} & imports("capture_planner_triton")

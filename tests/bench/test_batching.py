@@ -79,7 +79,9 @@ def test_what_the_transformers_library_raises_is_the_reason(monkeypatch: pytest.
     monkeypatch.setattr(batching, "copied", lambda target: Broken())
     # All but the comparison runs on the CPU; it alone asks which device this is.
     monkeypatch.setattr(
-        module, "_transformers", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)
+        module,
+        "_transformers",
+        lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest),
     )
     found = module.throughput(rig, Load(requests=2, prompt=3, output=4), lambda now: None, compare=True)
     assert found.tokens_per_second > 0
