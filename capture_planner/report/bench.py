@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.console import RenderableType
 
-from capture_planner.bench.record import BenchReport, CaptureFigure, ChainTiming, Throughput, TargetVerdict
+from capture_planner.bench.record import BenchReport, CaptureFigure, ChainTiming, TargetVerdict, Throughput
 from capture_planner.bench.targets import verdicts
 from capture_planner.records.batch import Entry
 from capture_planner.records.text import counted
