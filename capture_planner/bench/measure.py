@@ -49,11 +49,11 @@ class Bench:
     """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
     seed: int = 0
     requests: tuple[int, ...] | None = None
-    """Numbers of requests, each of which a graph must serve; None: those of ``rig.REQUESTS`` with a graph."""
+    """Numbers of requests, each of which a graph must serve; None: the ``rig.REQUESTS`` with a graph."""
     page_size: int | None = None
     """Tokens per KV-cache page; None: 64 on a GPU, 16 on a CPU."""
     pages: int | None = None
-    """Pages of the KV cache, enough for each figure; None: as many as the figures need and memory allows."""
+    """Pages of the KV cache, enough for each figure; None: enough for all figures, within memory."""
     load: Load = attrs.Factory(Load)
     """The load of a throughput; lengths that were not stated are shortened to fit the model."""
     only: tuple[str, ...] = FIGURES

@@ -36,7 +36,7 @@ class Decode:
 
     num_reqs: int
     graphs: tuple[Replayed, ...]
-    """The graphs of the step: the target's and, with a drafter, those of its forwards."""
+    """The graphs of the step: the target's and, with a drafter, the drafter's."""
     windows: int
     """Windows per median."""
     steps: int

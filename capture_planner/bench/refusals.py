@@ -27,7 +27,7 @@ def refuse_few_pages(needs: Iterable[tuple[str, int]], pages: int, page_size: in
 def page_needs(
     plan: Plan, effort: Effort, sizes: tuple[int, ...], load: Load, only: tuple[str, ...], page_size: int
 ) -> Iterator[tuple[str, int]]:
-    """Yield each measurement with the pages that it needs, including those of drafts past the end."""
+    """Yield each measurement with the pages that it needs, including pages of drafts past the end."""
     k = 0 if plan.speculative is None else plan.speculative.num_tokens
 
     def pages(prompt: int, output: int) -> int:

@@ -279,7 +279,7 @@ def serving_entry(dispatcher: Dispatcher, plan: Plan, role: Role, num_reqs: int)
 
 
 def served_sizes(plan: Plan, stated: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the numbers of requests to measure: ``stated``, or those of ``REQUESTS`` with a graph.
+    """Return the numbers of requests to measure: ``stated``, or the ``REQUESTS`` with a graph.
 
     Raises ``RunError`` if a stated number is above the plan's limit or has no graph, and if no number
     is left.

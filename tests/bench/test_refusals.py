@@ -96,7 +96,7 @@ def test_default_load_marks_stated_lengths(prompt: int | None, output: int | Non
 # Pages.
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(st.sampled_from([0, 2, 4]), st.sampled_from(["decode", "preparation", "chain", "throughput", "pools"]))
 def test_figures_run_with_the_pages_that_they_need(k: int, figure: str) -> None:
     """With one page fewer, the bench is rejected."""
@@ -130,7 +130,7 @@ def test_measure_rejects_bad_choices_before_a_model_is_loaded(chosen: Any) -> No
 @given(
     st.permutations(FIGURES).flatmap(lambda names: st.tuples(st.just(names), st.integers(0, len(names) - 1)))
 )
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_interruption_keeps_earlier_figures(case: tuple[list[str], int]) -> None:
     """Whichever are measured and wherever it comes: the others are absent, and nothing broke."""
     names, count = case
