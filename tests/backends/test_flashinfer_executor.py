@@ -33,7 +33,7 @@ few = settings(max_examples=6)
 
 
 @each_family
-def test_each_setting_takes_its_path(family: KernelFamily) -> None:
+def test_each_setting_takes_its_kernel_family(family: KernelFamily) -> None:
     """The five settings reach the five paths, so that what follows is about all of them."""
     assert rig_of(SETTINGS[family]).family is family
 
@@ -49,7 +49,7 @@ def test_replays_equal_dense_attention(family: KernelFamily, steps: Any) -> None
 @each_family
 @few
 @given(steps=checks.changes())
-def test_replays_depend_on_nothing_that_is_poisoned(family: KernelFamily, steps: Any) -> None:
+def test_replays_ignore_poisoned_memory(family: KernelFamily, steps: Any) -> None:
     """Plans are made again and counters zeroed when the workspace was overwritten."""
     checks.check_poisoned(rig_of(SETTINGS[family]), steps[:2])
 
@@ -100,7 +100,7 @@ def test_wrappers_share_the_fields_and_one_float_workspace(family: KernelFamily)
     assert staged == [i * INT_WORKSPACE for i in range(len(found))]
 
 
-def test_the_first_eager_step_has_the_softcap_of_its_layer() -> None:
+def test_first_eager_step_has_the_softcap_of_its_layer() -> None:
     """The plan before the first layer attends cannot know the softcap, and is made again."""
     rig = rig_of(SETTINGS[KernelFamily.PREFILL])
     rig.executor = FlashInfer().reserve(reservation_of(rig))
@@ -132,7 +132,7 @@ def test_kernels_without_a_plan_get_dense_queries() -> None:
 PIECEWISE = Entry(mode=GraphMode.PIECEWISE, num_tokens=64)
 
 
-def test_without_full_graphs_there_is_the_eager_wrapper_alone() -> None:
+def test_reserve_without_full_graphs_makes_only_the_eager_wrapper() -> None:
     """A PIECEWISE plan needs, and gets, memory for one wrapper."""
     rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     asked = reservation_of(rig, entries=(PIECEWISE,))
@@ -144,7 +144,7 @@ def test_without_full_graphs_there_is_the_eager_wrapper_alone() -> None:
     rig.eager(rig.batch([40, 7], [3, 7], 3, 0.0))
 
 
-def test_release_lets_go_of_everything() -> None:
+def test_release_drops_everything() -> None:
     """After release nothing keeps a wrapper or a cache alive."""
     rig = rig_of(SETTINGS[KernelFamily.PREFILL])
     rig.executor.release()
@@ -171,7 +171,7 @@ def test_masks_are_causal_in_words_of_32_bits(query_len: int, reqs: int) -> None
     rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 4)), min_size=1, max_size=6),
     page_size=st.integers(1, 20),
 )
-def test_page_lists_of_an_eager_step(rows: Any, page_size: int) -> None:
+def test_page_lists_match_the_common_fields(rows: Any, page_size: int) -> None:
     """The lists name the pages of each request in order, and give back its length."""
     lengths = np.array([length for length, _ in rows], dtype=np.int32)
     counts = -(-lengths // page_size)
@@ -188,7 +188,7 @@ def test_page_lists_of_an_eager_step(rows: Any, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("already", [None, "3"])
-def test_a_sequence_has_one_block_where_several_would_all_write(
+def test_xqa_has_one_block_per_sequence_before_0_7_1(
     monkeypatch: pytest.MonkeyPatch, library: Any, already: str | None
 ) -> None:
     """Before 0.7.1, and for the launch alone: what the user set is there again after it."""
@@ -208,7 +208,7 @@ def test_a_sequence_has_one_block_where_several_would_all_write(
     assert os.environ.get("XQA_NB_SUB_SEQ") == already
 
 
-def test_xqa_may_split_sequences_since_it_merges_them_safely() -> None:
+def test_xqa_may_split_sequences_since_0_7_1() -> None:
     """From 0.7.1 on the last block alone writes; a version that is not known is taken for an old one."""
     device = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=1 << 36, multiprocessors=132)
     for version, expected in (("0.6.9", False), ("0.7.0.post1", False), ("0.7.1", True), ("0.7.2", True)):

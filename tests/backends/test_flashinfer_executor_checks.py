@@ -22,7 +22,7 @@ from support.flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_family, res
 pytestmark = pytest.mark.usefixtures("one_thread", "library")
 
 
-def test_scale_is_that_of_each_layer_and_softcap_that_of_the_group() -> None:
+def test_attend_uses_the_scale_of_a_layer_and_the_softcap_of_the_group() -> None:
     """One plan serves layers of any scale, and refuses a second softcap."""
     rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     batch = rig.batch([40, 5], [1, 1], 3, 0.0)
@@ -46,7 +46,7 @@ class TreeScoring(Scoring):
 
 
 @each_family
-def test_a_mask_of_its_own_is_refused_with_its_reason(family: KernelFamily) -> None:
+def test_attend_rejects_custom_masks(family: KernelFamily) -> None:
     """In a graph and in an eager step, before anything is launched: it is never left out in silence."""
     rig = rig_of(SETTINGS[family])
     query_len = rig.setting.query_len
@@ -72,7 +72,7 @@ def test_no_wrapper_gets_a_mask_buffer(library: Any, family: KernelFamily) -> No
 
 
 @each_family
-def test_sinks_are_refused_by_name(family: KernelFamily) -> None:
+def test_attend_rejects_sinks(family: KernelFamily) -> None:
     """Sinks are refused where a layer has them, and before that where the plan says so."""
     rig = rig_of(SETTINGS[family])
     batch = rig.batch([40], [1], 3, 0.0)
@@ -83,14 +83,14 @@ def test_sinks_are_refused_by_name(family: KernelFamily) -> None:
 
 
 @pytest.mark.parametrize("family", [KernelFamily.XQA, KernelFamily.TRTLLM_GEN])
-def test_kernels_without_a_plan_refuse_a_softcap(family: KernelFamily) -> None:
+def test_kernels_without_a_plan_reject_a_softcap(family: KernelFamily) -> None:
     """XQA and trtllm-gen have no softcap, which shows in the first warm-up."""
     setting = attrs.evolve(SETTINGS[family], softcap=30.0)
     with pytest.raises(BackendError, match=f"{family.value} has no softcap.* 30.0"):
         rig_of(setting)
 
 
-def test_a_graph_that_was_not_reserved_is_refused() -> None:
+def test_prepare_rejects_a_graph_that_was_not_reserved() -> None:
     """A wrapper's batch is fixed, so there is none for another shape."""
     rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     entry = Entry(mode=GraphMode.FULL, num_tokens=3, num_reqs=3, query_len=1)
@@ -126,7 +126,7 @@ PIECEWISE = Entry(mode=GraphMode.PIECEWISE, num_tokens=64)
         ("8.0", {}, {"pinned": torch.zeros(64, dtype=torch.uint8)}, "64 bytes of pinned memory"),
     ],
 )
-def test_what_is_not_run_is_refused_at_reserve(setting: str, attention: Any, changes: Any, says: str) -> None:
+def test_reserve_rejects_unsupported_groups(setting: str, attention: Any, changes: Any, says: str) -> None:
     """Each refusal names the role, the group, what is wrong, and what is supported."""
     rig = rig_of(checks.Setting(heads=4, capability=setting, **SMALL))
     asked = reservation_of(rig, **changes)
@@ -136,7 +136,7 @@ def test_what_is_not_run_is_refused_at_reserve(setting: str, attention: Any, cha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-def test_other_element_types_are_refused(dtype: torch.dtype) -> None:
+def test_reserve_rejects_other_element_types(dtype: torch.dtype) -> None:
     """The kernels take half precision alone."""
     rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     keys = rig.cache.keys.to(dtype)
@@ -144,7 +144,7 @@ def test_other_element_types_are_refused(dtype: torch.dtype) -> None:
         FlashInfer().reserve(reservation_of(rig, caches={0: LayerCache(keys=keys, values=keys)}))
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserve_names_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without FlashInfer there is a reason and a remedy, not an ImportError."""
     rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     monkeypatch.setitem(sys.modules, "flashinfer", None)

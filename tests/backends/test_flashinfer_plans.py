@@ -74,7 +74,7 @@ def test_plan_waits_for_the_copy_of_the_last_one(
     assert len(owner) >= 3
 
 
-def test_the_first_plan_covers_the_most_rows() -> None:
+def test_first_plan_covers_the_most_rows() -> None:
     """A graph with more requests than the limits admit is captured on its largest plan."""
     rig = rig_of(SETTINGS[KernelFamily.PREFILL])
     rig.executor = made = FlashInfer().reserve(reservation_of(rig))
@@ -91,7 +91,7 @@ def test_decode_wrappers_use_tensor_cores_as_planned(family: KernelFamily) -> No
     assert {wrapper.tensor_cores for wrapper in found} == {family is KernelFamily.TENSOR_CORE}
 
 
-def test_other_queries_on_the_same_pages_are_planned_again() -> None:
+def test_prefill_wrappers_plan_again_for_other_queries() -> None:
     """A prefill plan depends on query lengths, which a batch may have fewer of than its graph."""
     rig = rig_of(SETTINGS[KernelFamily.PREFILL])
     for queries in ([4, 4], [2, 4], [4, 2]):
