@@ -22,7 +22,7 @@ from _qwen3 import DRAFT_VOCABULARY, shape, write_config
 from capture_planner.bench import Bench, BenchReport, measure, verdicts
 from capture_planner.bench.measure import default_load
 from capture_planner.bench.record import Throughput
-from capture_planner.bench.rig import Progress
+from capture_planner.runtime.launch import Progress
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan

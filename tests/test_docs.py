@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 
 from capture_planner import codec
 from capture_planner.analysis import lint
-from capture_planner.bench.record import Verdict
+from capture_planner.bench.record import TargetVerdict
 from capture_planner.cli import cli
 from capture_planner.modes import Reason
 from capture_planner.planning.planner import plan
@@ -91,7 +91,7 @@ def test_a_target_is_shown_as_met_missed_or_not_measured(
 ) -> None:
     """The table and the list of what is missed follow the verdict; what is not there is never left out."""
     tables, results = (importlib.import_module(name) for name in ("gpu_bench_tables", "gpu_results"))
-    verdict = Verdict(figure="decode", what="a step", wanted=wanted, reached=reached, at_most=at_most)
+    verdict = TargetVerdict(figure="decode", what="a step", wanted=wanted, reached=reached, at_most=at_most)
     shown = {name: getattr(verdict, name) for name in ("holds", "missed_by", *attrs.asdict(verdict))}
     made = {"one, K=0": {"decode": [{}], "targets": [shown]}, "two, K=5": {}}
     if absent != "plan":
