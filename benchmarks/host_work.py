@@ -22,11 +22,11 @@ from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import generated

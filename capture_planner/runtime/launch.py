@@ -19,9 +19,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
-from capture_planner.runtime.execution.capture import without_graphs, without_speculation
 from capture_planner.runtime.execution.fields import tensor_of
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.ledger import RunReport, Served
@@ -29,6 +27,8 @@ from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.runtime.models.huggingface import differences as model_differences
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -324,5 +324,5 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
-            comparison=runner.parts.findings.report() if runner.parts.findings is not None else None,
+            comparison=runner.parts.comparison.report() if runner.parts.comparison is not None else None,
         )

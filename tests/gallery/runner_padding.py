@@ -15,10 +15,10 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.runtime.execution import role as role_module
 from capture_planner.runtime.execution import updates as updates_module
-from capture_planner.runtime.execution.fields import SAMPLED_COUNTS, Extents
+from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
+from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.step import Array, Made
 from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Verified
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving import serving as serving_module
@@ -28,24 +28,24 @@ from capture_planner.runtime.serving.speculative import Settled, sampled_counts
 from gallery.core import Mutant
 from gallery.patching import Patch, nothing, patched
 
-Fill = Callable[[RoleRun, Made], list[Write]]
+Writes = Callable[[RoleRun, StepInputs], list[Write]]
 
 
 def _filled(change: Callable[[RoleRun, Write], None], names: Iterable[str]) -> Patch:
     """Return a patch that changes the writes of the named fields, at every step."""
     wanted = frozenset(names)
 
-    def make(original: Fill) -> Fill:
-        def fill(run: RoleRun, values: Made) -> list[Write]:
-            writes = original(run, values)
+    def make(original: Writes) -> Writes:
+        def changed(run: RoleRun, inputs: StepInputs) -> list[Write]:
+            writes = original(run, inputs)
             for write in writes:
                 if write.buffer.field.name in wanted:
                     change(run, write)
             return writes
 
-        return fill
+        return changed
 
-    return patched((RoleRun, "fill", make))
+    return patched((RoleRun, "writes", make))
 
 
 def _tail_left(run: RoleRun, write: Write) -> None:
@@ -63,19 +63,17 @@ def _zeroed(run: RoleRun, write: Write) -> None:
     write.fill = 0
 
 
-def _within_the_entry(original: object) -> Callable[..., Extents]:
+def _within_the_entry(original: object) -> Callable[[RoleRun, ForwardStep], None]:
     """Pad up to the entry's extents, and remember the real ones as all that has to be cleaned."""
 
-    def stage(run: RoleRun, entry: Entry | None, real: Extents, values: Made) -> Extents:
-        extents = real if entry is None else role_module._padded(entry, real)
-        writes = run.fill(values)
+    def stage_inputs(run: RoleRun, step: ForwardStep) -> None:
+        writes = run.writes(step.inputs)
         for write in writes:
             if write.real is not None:
-                write.rows = max(len(write.real), min(write.rows, extents.rows(write.buffer.field)))
+                write.rows = max(len(write.real), min(write.rows, step.extents.rows(write.buffer.field)))
         run._apply(writes)
-        return run.ready(entry, real, values)
 
-    return stage
+    return stage_inputs
 
 
 # PIECEWISE draft decodes.
@@ -207,7 +205,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.D,
         says="Each step cleans up to its own graph's extents and takes the rest for clean: after a large and "
         "a small batch, a graph between them reads what the large one left",
-        patch=patched((RoleRun, "stage", _within_the_entry)),
+        patch=patched((RoleRun, "stage_inputs", _within_the_entry)),
     ),
     Mutant(
         name="padded-rows-moved-on",

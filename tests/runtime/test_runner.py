@@ -12,10 +12,10 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request, generated

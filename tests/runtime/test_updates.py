@@ -13,9 +13,9 @@ from capture_planner.errors import RunError
 from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer
-from capture_planner.runtime.execution.step import draft_decode_values, draft_prefill_values, target_values
 from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Verified
 from capture_planner.runtime.executor import LayerCache
+from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.speculative import settle
 from support.files import module_at
 
@@ -79,7 +79,7 @@ def same(one, other):
 def verifications(draw):
     """A batch with its target values, and what the target says: often what was drafted."""
     batch = draw(steps.situations() | steps.situations(decodes=True))
-    made = target_values(batch.scheduled, batch.places, batch.pages)
+    made = target_inputs(batch.scheduled, batch.places, batch.pages)
     ids = np.append(made["input_ids"][1:], 0)
     flips = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
     return batch, made, np.where(flips, ids + 1, ids).astype(np.int64)
@@ -90,9 +90,9 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
     target = fields_of(batch, made, padded)
     counts = batch.scheduled.counts
     longest = np.minimum(batch.places.computed[batch.scheduled.places] + counts, batch.max_model_len)
-    prefill = fields_of(batch, draft_prefill_values(made, batch.scheduled, counts, batch.places), padded)
+    prefill = fields_of(batch, draft_prefill_inputs(made, batch.scheduled, counts, batch.places), padded)
     decode = fields_of(
-        batch, draft_decode_values(batch.scheduled, longest, batch.places, batch.pages), padded
+        batch, draft_decode_inputs(batch.scheduled, longest, batch.places, batch.pages), padded
     )
     rows = batch.scheduled.num_reqs
     updates.prepare_drafts(
@@ -117,7 +117,7 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
     prefill, decode = prepare(TORCH, batch, made, answers, padded, decodes=True)
     scheduled, places = batch.scheduled, batch.places
     settled = settle(scheduled, places, answers[made["sampled_rows"]])
-    wanted = draft_prefill_values(made, scheduled, settled.kept, places)
+    wanted = draft_prefill_inputs(made, scheduled, settled.kept, places)
     expected = fields_of(batch, wanted, padded)
     rows, starts = scheduled.num_reqs, made["query_start_loc"]
     for start, kept in zip(starts, settled.kept, strict=False):
@@ -127,7 +127,7 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
     assert prefill["input_ids"][scheduled.num_tokens :].eq(0).all()
     assert prefill["last_token_indices"].tolist() == expected["last_token_indices"].tolist()
     computed = places.computed[scheduled.places]
-    expected = fields_of(batch, draft_decode_values(scheduled, computed, places, batch.pages), padded)
+    expected = fields_of(batch, draft_decode_inputs(scheduled, computed, places, batch.pages), padded)
     for name in ("positions", "seq_lens", "kv_lens", "slot_mapping", "idx_mapping", "input_ids"):
         assert decode[name][:rows].tolist() == expected[name][:rows].tolist(), name
         assert decode[name][rows : rows + padded].tolist() == expected[name][rows : rows + padded].tolist()
@@ -148,7 +148,7 @@ def test_the_kernel_prepares_drafts_as_torch_does(fused, case, padded, decodes):
 def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
     """Positions, lengths and slots up to the model's end, and the tokens that come next."""
     computed = batch.places.computed[batch.scheduled.places]
-    made = draft_decode_values(batch.scheduled, computed, batch.places, batch.pages)
+    made = draft_decode_inputs(batch.scheduled, computed, batch.places, batch.pages)
     rows = len(computed) + padded
     tokens = torch.arange(5, 5 + rows) if takes else None
     found = []

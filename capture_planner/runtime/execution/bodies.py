@@ -15,6 +15,7 @@ import torch
 
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.execution.fields import SAMPLED_ROWS, Extents, Fields, Held
+from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.execution.updates import DraftState, Moving, Updates
 from capture_planner.runtime.models.protocols import Attend, Drafter, TargetModel, Weight
 
@@ -57,9 +58,9 @@ class TargetBody:
     embeddings: torch.Tensor | None = None
     """``[max tokens, hidden_size]``: in place of token ids, where the plan says so."""
     ahead: bool = False
-    """Whether an input id may be negative: -1 - i is what the step before says after its row i."""
-    goes_on: bool = False
-    """Whether a graph of one token a request ends with the fields of the step after it."""
+    """Whether an input id may be negative: -1 - i is what the previous step says after its row i."""
+    advances: bool = False
+    """Whether a graph of one token a request ends with the fields of the next step."""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         """Fill ``hidden`` and ``aux``."""
@@ -89,7 +90,7 @@ class TargetBody:
         rows = extents.tokens
         tokens = self.model.logits(self.hidden[:rows]).argmax(-1)
         self.tokens[:rows].copy_(tokens)
-        if self.goes_on and extents.reqs == rows:
+        if self.advances and extents.reqs == rows:
             self.updates.move_on(self.moving, rows, tokens)
 
     def sample(self, entry: Entry | None, count: int) -> None:
@@ -97,6 +98,14 @@ class TargetBody:
         if not _reads_all(entry):
             rows = self.fields[SAMPLED_ROWS][:count]
             self.tokens.index_copy_(0, rows, self.model.logits(self.hidden[rows]).argmax(-1))
+
+    def embed(self, input_ids: Array) -> None:
+        """Fill ``embeddings`` for ``int32[T]``, where they are the input; rows past them become zero."""
+        if self.embeddings is not None:
+            rows = len(input_ids)
+            self.embeddings[rows:].zero_()
+            ids = torch.from_numpy(input_ids).to(self.embeddings.device)
+            self.embeddings[:rows] = self.model.embed(ids)
 
     def outputs(self) -> Iterator[Held]:
         """What sampling and the drafter read."""

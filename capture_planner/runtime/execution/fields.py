@@ -58,13 +58,13 @@ class Extents:
 
     def along(self, axis: Axis) -> int:
         """Return the extent of an axis; the pages of a vector are those of all requests together."""
-        return {
-            Axis.TOKEN: self.tokens,
-            Axis.REQUEST: self.reqs,
-            Axis.REQUEST_PLUS_ONE: self.reqs + 1,
-            Axis.PAGE: self.reqs * self.pages,
-            Axis.SCALAR: 1,
-        }[axis]
+        if axis is Axis.TOKEN:
+            return self.tokens
+        if axis is Axis.REQUEST:
+            return self.reqs
+        if axis is Axis.REQUEST_PLUS_ONE:
+            return self.reqs + 1
+        return self.reqs * self.pages if axis is Axis.PAGE else 1
 
     def rows(self, field: MetadataField) -> int:
         """Return the elements of a vector, or the rows of a table."""

@@ -73,7 +73,7 @@ class PointerGuard:
 
 
 @attrs.frozen
-class Baked:
+class GraphState:
     """The host's numbers that one graph holds."""
 
     frozen: Mapping[str, int]
@@ -81,7 +81,7 @@ class Baked:
     layouts: Mapping[str, tuple[int, ...] | None]
     """Each group's plan layout."""
 
-    def check(self, now: Baked, who: str) -> None:
+    def check(self, now: GraphState, who: str) -> None:
         """Raise ``GuardError`` with the name of what differs."""
         if now == self:
             return

@@ -8,14 +8,14 @@ import numpy as np
 
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer
-from capture_planner.runtime.execution.step import Array, Made
+from capture_planner.runtime.execution.inputs import Array
 
 
 class HostFields(Mapping[str, Array]):
     """A step's fields on the host, as one group declares them, padded when they are asked for."""
 
     def __init__(
-        self, buffers: Mapping[str, FieldBuffer], values: Made, seen: Extents, num_tokens: int
+        self, buffers: Mapping[str, FieldBuffer], values: Mapping[str, Array], seen: Extents, num_tokens: int
     ) -> None:
         self._buffers, self._values, self._seen, self._num_tokens = buffers, values, seen, num_tokens
 

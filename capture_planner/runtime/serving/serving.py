@@ -9,82 +9,103 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 import torch
 
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
-from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.chain import run_chain
-from capture_planner.runtime.execution.fields import SAMPLED_COUNTS, SAMPLED_ROWS
-from capture_planner.runtime.execution.role import Ran
-from capture_planner.runtime.execution.step import (
-    Array,
-    Made,
-    draft_decode_values,
-    draft_prefill_values,
-    go_on,
-    target_values,
-)
+from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
+from capture_planner.runtime.execution.inputs import Array, StepInputs
+from capture_planner.runtime.execution.role import ForwardTimes
 from capture_planner.runtime.execution.transfer import OnItsWay, on_its_way
 from capture_planner.runtime.execution.updates import Verified
-from capture_planner.runtime.ledger import Forward, Served, Step
+from capture_planner.runtime.ledger import Forward, Served, Session, Step
+from capture_planner.runtime.models.protocols import Drafter
+from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.parts import Parts
 from capture_planner.runtime.serving.scheduler import Live, Scheduled, Scheduler
 from capture_planner.runtime.serving.speculative import Settled, fulfil, promise, settle
-
-if TYPE_CHECKING:
-    from capture_planner.runtime.runner import Runner
 
 Answers = Mapping[str, tuple[int, ...]]
 """What the target says to each request, prompt included, by the request's name."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Launched:
-    """A step that is under way."""
+class PendingStep:
+    """A step that is launched, whose tokens are not read yet."""
 
     index: int
     scheduled: Scheduled
-    values: Made
+    inputs: StepInputs
     started: float
     tokens: OnItsWay
     """``int64[T]``: what the target says after each row that is read."""
+    draft_decodes: Dispatch | None
+    """What serves its draft decodes; None where there are none."""
     proposed: OnItsWay | None
-    """``int64[places + 1, K]``, where the drafter is under way too."""
+    """``int64[states + 1, K]``, where the drafter is launched too."""
     promised: Settled | None
     """What the step counts, where that is known before its tokens are."""
 
 
+@attrs.frozen(eq=False)
+class _Advanced:
+    """Decodes whose last graph filled the fields of the next step."""
+
+    places: Array
+    """``int64[R]``: the request states that were in the batch."""
+    inputs: StepInputs
+    room: int
+    """For how many more tokens the block table on the device has pages."""
+
+
 class Serving:
-    """The requests of one call of ``serve``."""
+    """The requests of one call of ``serve``.
+
+    :param dispatcher: says which graph serves a batch, as captured.
+    :param session: where steps, forwards and finished requests are noted.
+    :param answers: what drafters that copy the target are told.
+    """
 
     def __init__(
         self,
-        runner: Runner,
         scheduler: Scheduler,
+        parts: Parts,
+        dispatcher: Dispatcher,
+        *,
+        pages: PageFormat,
+        drafter: Drafter | None,
+        session: Session,
         answers: Answers,
         progress: Callable[[Served], None] | None,
     ) -> None:
-        self._runner, self.scheduler = runner, scheduler
-        self._answers, self._progress = answers, progress
-        self._session, self._parts = runner.session, runner.parts
-        self._under_way: Launched | None = None
-        self._goes_on: tuple[Array, Made, int] | None = None
-        """Whose decodes the last graph brought to their next token, with what values, and for how many more
-        tokens the block table on the device has pages."""
-        self._count = len(self._session.steps)
-        self._last_end = perf_counter()
+        self.scheduler = scheduler
         self.served: list[Served] = []
         self.is_over = False
         """Whether it was cut off."""
+        self._parts = parts
+        self._policy = parts.policy
+        self._dispatcher = dispatcher
+        self._pages = pages
+        self._drafter = drafter
+        self._session = session
+        self._answers = answers
+        self._progress = progress
+        self._pending: PendingStep | None = None
+        self._advanced: _Advanced | None = None
+        self._count = len(session.steps)
+        self._last_end = perf_counter()
 
     @property
     def done(self) -> bool:
         """Whether all requests are served and nothing is under way."""
-        return self.scheduler.done and self._under_way is None
+        return self.scheduler.done and self._pending is None
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -96,15 +117,16 @@ class Serving:
             raise RunError("this serving was cut off; start another")
         started = perf_counter()
         scheduled, admitted = self.scheduler.schedule()
-        for live in admitted:
-            if self._runner.drafter is not None:
-                self._runner.drafter.learn(live.place, self._answers.get(live.request.name, ()))
+        if self._drafter is not None:
+            for live in admitted:
+                self._drafter.learn(live.place, self._answers.get(live.request.name, ()))
         now = None if scheduled is None else self._launch(scheduled, started)
-        if self._parts.target.ahead:
-            now, self._under_way = self._under_way, now
+        if self._policy.run_ahead:
+            # The device has work now, so that reading the tokens of the step before costs it no pause.
+            now, self._pending = self._pending, now
         if now is not None:
             self._complete(now)
-        return now is not None or self._under_way is not None
+        return now is not None or self._pending is not None
 
     def cut_off(self) -> None:
         """Take down the requests that were not finished, where serving stops early; nothing is run after."""
@@ -114,101 +136,114 @@ class Serving:
 
     # Launching.
 
-    def _launch(self, scheduled: Scheduled, started: float) -> Launched:
+    def _launch(self, scheduled: Scheduled, started: float) -> PendingStep:
         index, self._count = self._count, self._count + 1
-        if self._parts.findings is not None:
-            self._parts.findings.begin(index, scheduled.live, self.scheduler.unfinished)
-        begun, batch = perf_counter(), _batch(Role.TARGET, scheduled)
-        values, goes_on = self._values(scheduled)
+        parts = self._parts
+        if parts.comparison is not None:
+            pages = {live.request.name: live.pages for live in self.scheduler.unfinished}
+            parts.comparison.begin(index, [live.request.name for live in scheduled.live], pages)
+        begun = perf_counter()
+        inputs, filled = self._target_inputs(scheduled)
+        decodes = None
+        if scheduled.draft_tokens > 1:
+            decodes = self._dispatcher.dispatch(_draft_decode_batch(scheduled))
         proposed = None
-        if self._drafts_on_device(scheduled):
-            proposed = self._all_on_device(index, scheduled, batch, values, begun)
+        if self._drafts_on_device(decodes):
+            proposed = self._launch_all(index, scheduled, inputs, decodes, begun)
         else:
-            entry = self._target(index, batch, values, begun, filled=goes_on)
-            if not goes_on and self._parts.target.goes_on and entry is not None and entry.query_len == 1:
-                room = values["block_table"].shape[1] * self._runner.pages.page_size
-                self._goes_on = scheduled.places, values, room - int(values["seq_lens"].max())
-        return Launched(
+            dispatch = self._run_target(index, scheduled, inputs, begun, filled=filled)
+            entry = dispatch.entry
+            if not filled and self._policy.advance_in_graph and entry is not None and entry.query_len == 1:
+                room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
+                self._advanced = _Advanced(scheduled.places, inputs, room)
+        return PendingStep(
             index=index,
             scheduled=scheduled,
-            values=values,
+            inputs=inputs,
             started=started,
-            tokens=on_its_way(self._parts.target.tokens[: scheduled.num_tokens]),
+            tokens=on_its_way(parts.target.tokens[: scheduled.num_tokens]),
+            draft_decodes=decodes,
             proposed=proposed,
-            promised=self._promised(scheduled, values) if self._runner.drafter is None else None,
+            promised=self._promised(scheduled, inputs) if self._drafter is None else None,
         )
 
-    def _values(self, scheduled: Scheduled) -> tuple[Made, bool]:
-        """Return a step's values, and whether the graph of the last one brought the fields to them."""
-        last, self._goes_on = self._goes_on, None
-        if last is not None and not scheduled.prompts and scheduled.query_len == 1:
-            places, values, room = last
-            if room and np.array_equal(places, scheduled.places):
-                go_on(values)
-                self._goes_on = places, values, room - 1
-                return values, True
-        return target_values(scheduled, self.scheduler.places, self._runner.pages), False
+    def _target_inputs(self, scheduled: Scheduled) -> tuple[StepInputs, bool]:
+        """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
+        last, self._advanced = self._advanced, None
+        is_same = (
+            last is not None
+            and not scheduled.prompts
+            and scheduled.query_len == 1
+            and np.array_equal(last.places, scheduled.places)
+        )
+        if last is not None and is_same and last.room:
+            # The same requests in the same rows: the fields on the device are this step's already.
+            inputs = last.inputs.next_decode()
+            self._advanced = _Advanced(last.places, inputs, last.room - 1)
+            return inputs, True
+        return target_inputs(scheduled, self.scheduler.places, self._pages), False
 
-    def _promised(self, scheduled: Scheduled, values: Made) -> Settled:
-        """Count the step before its tokens are there; whoever has all of theirs then is scheduled no more."""
+    def _promised(self, scheduled: Scheduled, inputs: StepInputs) -> Settled:
+        """Count the step before its tokens are there; a request that has all of its then is scheduled no more."""
         places, rows = self.scheduler.places, scheduled.places
-        settled = promise(scheduled, places, values["query_start_loc"])
+        settled = promise(scheduled, places, inputs.query_start_loc)
         for row in np.flatnonzero((settled.gained > 0) & (places.length[rows] >= places.end[rows])):
             self.scheduler.leave(scheduled.live[row])
         return settled
 
-    def _target(self, index: int, batch: Batch, values: Made, begun: float, *, filled: bool) -> Entry | None:
-        """Run the target."""
-        role, body = self._parts.roles[Role.TARGET], self._parts.target
-        if body.embeddings is not None:
-            body.embeddings[batch.num_tokens :].zero_()
-            body.embeddings[: batch.num_tokens] = self._runner.model.embed(
-                torch.from_numpy(values["input_ids"]).to(self._runner.device)
-            )
-        ran = role.run(batch, values, begun, filled=filled)
-        self._note(index, batch, ran)
-        entry = ran.dispatch.entry
-        if len(values[SAMPLED_ROWS]):
-            body.sample(entry, len(values[SAMPLED_ROWS]))
-        return entry
+    def _run_target(
+        self, index: int, scheduled: Scheduled, inputs: StepInputs, begun: float, *, filled: bool
+    ) -> Dispatch:
+        """Run the target, and sample what its graph has not."""
+        batch, body = _batch(Role.TARGET, scheduled), self._parts.target
+        if inputs.input_ids is not None:
+            body.embed(inputs.input_ids)
+        dispatch = self._dispatcher.dispatch(batch)
+        times = self._parts.roles[Role.TARGET].run(batch, dispatch, inputs, begun, filled=filled)
+        self._note(index, batch, dispatch, times)
+        if inputs.sampled_rows is not None and len(inputs.sampled_rows):
+            body.sample(dispatch.entry, len(inputs.sampled_rows))
+        return dispatch
 
-    def _drafts_on_device(self, scheduled: Scheduled) -> bool:
+    def _drafts_on_device(self, draft_decodes: Dispatch | None) -> bool:
         """Say whether the drafter's fields can be worked out without the host.
 
-        Not where a backend needs the lengths there for its draft decodes, nor where these run eager.
+        Not where a backend needs the lengths there for its draft decodes, nor where these run eagerly:
+        eager attention is prepared with the real lengths, which depend on what verification keeps.
         """
-        if self._runner.drafter is None or not self._parts.drafts_on_device:
+        if self._drafter is None or not self._policy.drafts_on_device:
             return False
-        if scheduled.draft_tokens < 2:
+        if draft_decodes is None:
             return True
-        role = self._parts.roles[Role.DRAFT_DECODE]
-        return role.goes_on_alone and role.dispatch(_decodes(scheduled)).entry is not None
+        return not self._policy.draft_decodes_need_host and draft_decodes.entry is not None
 
-    def _all_on_device(
-        self, index: int, scheduled: Scheduled, batch: Batch, values: Made, begun: float
+    def _launch_all(
+        self,
+        index: int,
+        scheduled: Scheduled,
+        inputs: StepInputs,
+        decodes: Dispatch | None,
+        begun: float,
     ) -> OnItsWay:
         """Fill the fields of all roles at once, and run target, verification and drafter in a row."""
         parts, places = self._parts, self.scheduler.places
-        roles = [parts.roles[Role.TARGET], parts.roles[Role.DRAFT_PREFILL]]
-        # As if all drafts were kept; what was kept is put in on the device.
-        longest = places.computed[scheduled.places] + scheduled.counts
-        made = [values, draft_prefill_values(values, scheduled, scheduled.counts, places)]
-        if scheduled.draft_tokens > 1:
-            roles.append(parts.roles[Role.DRAFT_DECODE])
-            made.append(draft_decode_values(scheduled, longest, places, self._runner.pages))
-        if self._runner.options.poison:
-            for role in roles:
-                role.poison()
-        parts.apply([write for role, mine in zip(roles, made, strict=True) for write in role.fill(mine)])
-        self._target(index, batch, values, begun, filled=True)
+        # As if all drafts were kept; the device corrects what verification rejects.
+        prefill = draft_prefill_inputs(inputs, scheduled, scheduled.counts, places)
+        by_role = {Role.TARGET: inputs, Role.DRAFT_PREFILL: prefill}
+        if decodes is not None:
+            longest = places.computed[scheduled.places] + scheduled.counts
+            by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, places, self._pages)
+        if self._policy.poison:
+            for role in by_role:
+                parts.roles[role].poison()
+        parts.apply([write for role, each in by_role.items() for write in parts.roles[role].writes(each)])
+        self._run_target(index, scheduled, inputs, begun, filled=True)
         begun = perf_counter()
         self._prepare_drafts(scheduled)
-        prefill = _batch(Role.DRAFT_PREFILL, scheduled)
-        self._note(index, prefill, roles[1].run(prefill, made[1], begun, filled=True))
-        if scheduled.draft_tokens > 1:
-            self._draft_decodes(index, scheduled, made[2], filled=True)
-        assert parts.state is not None, "a drafter has a state"
-        return on_its_way(parts.state.proposed)
+        self._run_draft_prefill(index, scheduled, prefill, begun, filled=True)
+        if decodes is not None:
+            self._run_draft_decodes(index, scheduled, decodes, by_role[Role.DRAFT_DECODE], filled=True)
+        return self._proposed()
 
     def _prepare_drafts(self, scheduled: Scheduled) -> None:
         """Let the device verify, and put what was kept into the drafter's fields."""
@@ -227,31 +262,49 @@ class Serving:
             parts.moving[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
         )
 
-    def _draft(self, index: int, scheduled: Scheduled, target: Made, settled: Settled) -> OnItsWay:
+    def _draft(self, step: PendingStep, settled: Settled) -> OnItsWay:
         """Run the draft prefill on the target's batch, then k - 1 draft decodes, from what was settled."""
-        places, parts = self.scheduler.places, self._parts
+        places, scheduled = self.scheduler.places, step.scheduled
         begun = perf_counter()
-        values = draft_prefill_values(target, scheduled, settled.kept, places)
+        prefill = draft_prefill_inputs(step.inputs, scheduled, settled.kept, places)
+        self._run_draft_prefill(step.index, scheduled, prefill, begun, filled=False)
+        if step.draft_decodes is not None:
+            computed = places.computed[scheduled.places]
+            decode = draft_decode_inputs(scheduled, computed, places, self._pages)
+            self._run_draft_decodes(step.index, scheduled, step.draft_decodes, decode, filled=False)
+        return self._proposed()
+
+    def _run_draft_prefill(
+        self, index: int, scheduled: Scheduled, inputs: StepInputs, begun: float, *, filled: bool
+    ) -> None:
         batch = _batch(Role.DRAFT_PREFILL, scheduled)
-        self._note(index, batch, parts.roles[Role.DRAFT_PREFILL].run(batch, values, begun))
-        if scheduled.draft_tokens > 1:
-            wanted = places.computed[scheduled.places]
-            values = draft_decode_values(scheduled, wanted, places, self._runner.pages)
-            self._draft_decodes(index, scheduled, values, filled=False)
-        assert parts.state is not None, "a drafter has a state"
-        return on_its_way(parts.state.proposed)
+        dispatch = self._dispatcher.dispatch(batch)
+        times = self._parts.roles[Role.DRAFT_PREFILL].run(batch, dispatch, inputs, begun, filled=filled)
+        self._note(index, batch, dispatch, times)
 
-    def _draft_decodes(self, index: int, scheduled: Scheduled, values: Made, *, filled: bool) -> None:
-        """Run the draft decodes: one fused chain, or one graph again and again."""
-        steps = scheduled.draft_tokens - 1
-        role = self._parts.roles[Role.DRAFT_DECODE]
-        batch = _decodes(scheduled)
-        longest = self._runner.plan.model.max_model_len
-        ran, forwards = run_chain(role, batch, values, steps, max_model_len=longest, filled=filled)
-        self._note(index, batch, ran, forwards)
+    def _run_draft_decodes(
+        self, index: int, scheduled: Scheduled, dispatch: Dispatch, inputs: StepInputs, *, filled: bool
+    ) -> None:
+        """Run the draft decodes: one fused chain, or one graph several times."""
+        batch = _draft_decode_batch(scheduled)
+        times, forwards = run_chain(
+            self._parts.roles[Role.DRAFT_DECODE],
+            batch,
+            dispatch,
+            inputs,
+            scheduled.draft_tokens - 1,
+            max_model_len=self.scheduler.places.max_model_len,
+            filled=filled,
+        )
+        self._note(index, batch, dispatch, times, forwards)
 
-    def _note(self, index: int, batch: Batch, ran: Ran, repeats: int = 1) -> None:
-        answer = ran.dispatch
+    def _proposed(self) -> OnItsWay:
+        assert self._parts.state is not None, "a drafter has a state"
+        return on_its_way(self._parts.state.proposed)
+
+    def _note(
+        self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1
+    ) -> None:
         self._session.forwards.append(
             Forward(
                 step=index,
@@ -259,20 +312,20 @@ class Serving:
                 num_reqs=batch.num_reqs,
                 num_tokens=batch.num_tokens,
                 query_len=batch.uniform_query_len,
-                entry=answer.entry,
-                reason=answer.reason,
-                padded_tokens=answer.padded_tokens,
-                padded_reqs=answer.padded_reqs,
+                entry=dispatch.entry,
+                reason=dispatch.reason,
+                padded_tokens=dispatch.padded_tokens,
+                padded_reqs=dispatch.padded_reqs,
                 repeats=repeats,
-                preparation=ran.preparation,
-                host_seconds=ran.host_seconds,
-                seconds=ran.seconds,
+                preparation=times.preparation,
+                host_seconds=times.host_seconds,
+                seconds=times.seconds,
             )
         )
 
     # Completing.
 
-    def _complete(self, step: Launched) -> None:
+    def _complete(self, step: PendingStep) -> None:
         """Put a step's tokens in their places, finish who has all of theirs, and draft for the others."""
         scheduled, places = step.scheduled, self.scheduler.places
         settled = self._settled(step)
@@ -281,9 +334,9 @@ class Serving:
         drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, settled.accepted).sum())
         finished = self._finished(scheduled, settled)
         proposed = step.proposed
-        if self._runner.drafter is not None:
+        if self._drafter is not None:
             if proposed is None and len(finished) < scheduled.num_reqs:
-                proposed = self._draft(step.index, scheduled, step.values, settled)
+                proposed = self._draft(step, settled)
             if proposed is not None:
                 self._propose(scheduled, settled, proposed())
         done = [self._finish(live) for live in finished]
@@ -305,18 +358,18 @@ class Serving:
             for served in done:
                 self._progress(served)
 
-    def _settled(self, step: Launched) -> Settled:
+    def _settled(self, step: PendingStep) -> Settled:
         scheduled, places = step.scheduled, self.scheduler.places
-        said = step.tokens()
+        tokens = step.tokens()
         if step.promised is None:
-            settled = settle(scheduled, places, said[step.values[SAMPLED_ROWS]])
+            settled = settle(scheduled, places, tokens[step.inputs.sampled_rows])
         else:
             settled = step.promised
             gone = [live.is_finished for live in scheduled.live]
             if any(gone):
                 # A stop token ended them when this step was under way; their places may be others' now.
                 settled = attrs.evolve(settled, gained=np.where(gone, 0, settled.gained))
-            fulfil(scheduled, settled, places, step.values["query_start_loc"], said)
+            fulfil(scheduled, settled, places, step.inputs.query_start_loc, tokens)
         if scheduled.prompts:
             clock = perf_counter()
             for live, gained in zip(scheduled.live, settled.gained, strict=True):
@@ -375,5 +428,5 @@ def _batch(role: Role, scheduled: Scheduled) -> Batch:
     )
 
 
-def _decodes(scheduled: Scheduled) -> Batch:
+def _draft_decode_batch(scheduled: Scheduled) -> Batch:
     return Batch.decode(Role.DRAFT_DECODE, scheduled.num_reqs, 1)
