@@ -33,7 +33,7 @@ def fused():
     pytest.importorskip("triton", reason="the fused updates need triton, which is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        path = Path(capture_planner.__file__).parent / "runtime" / "fused_updates.py"
+        path = Path(capture_planner.__file__).parent / "runtime" / "execution" / "fused_updates.py"
         return module_at(path, "interpreted_fused_updates").FusedUpdates()
 
 
@@ -51,7 +51,7 @@ def fields_of(batch, made, padded):
     """Buffers with room for ``padded`` more rows, filled and padded for a step's values."""
     pages = batch.pages.pages(batch.max_model_len)
     tokens = sum(count for _, _, count, _ in batch.rows())
-    room = Extents(tokens=tokens + padded, reqs=len(made["seq_lens"]) + padded, pages=pages)
+    room = Extents(tokens=tokens + padded, reqs=made.num_reqs + padded, pages=pages)
     held = Held()
     for field in (*COMMON_FIELDS, KV_LENS):
         columns = room.columns(field)
@@ -60,8 +60,8 @@ def fields_of(batch, made, padded):
             field.name, field, torch.zeros(shape, dtype=getattr(torch, field.dtype))
         )
         held.get(field.name).spoil()
-    values = made | {"kv_lens": made["seq_lens"]}
-    padding.apply(padding.table(held, values, len(made["positions"])))
+    values = made.declared | {"kv_lens": made.seq_lens}
+    padding.apply(padding.table(held, values, made.num_tokens))
     return held
 
 
@@ -77,10 +77,10 @@ def same(one, other):
 
 @st.composite
 def verifications(draw):
-    """A batch with its target values, and what the target says: often what was drafted."""
+    """A batch with its target inputs, and what the target says: often what was drafted."""
     batch = draw(steps.situations() | steps.situations(decodes=True))
     made = target_inputs(batch.scheduled, batch.places, batch.pages)
-    ids = np.append(made["input_ids"][1:], 0)
+    ids = np.append(made.input_ids[1:], 0)
     flips = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
     return batch, made, np.where(flips, ids + 1, ids).astype(np.int64)
 
@@ -99,7 +99,7 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
         Verified(
             fields=moving_of(batch, target),
             starts=target["query_start_loc"][: rows + 1],
-            counts=torch.from_numpy(made["sampled_counts"]),
+            counts=torch.from_numpy(made.sampled_counts),
             answers=torch.from_numpy(answers),
             most=1 + int(batch.scheduled.drafts.max()),
         ),
@@ -116,10 +116,10 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
     batch, made, answers = case
     prefill, decode = prepare(TORCH, batch, made, answers, padded, decodes=True)
     scheduled, places = batch.scheduled, batch.places
-    settled = settle(scheduled, places, answers[made["sampled_rows"]])
+    settled = settle(scheduled, places, answers[made.sampled_rows])
     wanted = draft_prefill_inputs(made, scheduled, settled.kept, places)
     expected = fields_of(batch, wanted, padded)
-    rows, starts = scheduled.num_reqs, made["query_start_loc"]
+    rows, starts = scheduled.num_reqs, made.query_start_loc
     for start, kept in zip(starts, settled.kept, strict=False):
         # Rows past what was kept hold rejected drafts, which nobody reads.
         kept_rows = slice(start, start + kept)
