@@ -225,7 +225,7 @@ class Deployment:
                 self.kind,  # type: ignore[arg-type]
                 plan.speculative,
                 self.target,
-                places=plan.limits.max_num_reqs,
+                num_states=plan.limits.max_num_reqs,
                 length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
                 seed=self.seed,
             )

@@ -58,7 +58,7 @@ def serve(plan: Plan, num_reqs: int, steps: int, *, trust: bool = False) -> list
     drafter = None
     if plan.speculative is not None:
         length = plan.model.max_model_len
-        drafter = choose_drafter("random", plan.speculative, model, places=num_reqs, length=length)
+        drafter = choose_drafter("random", plan.speculative, model, num_states=num_reqs, length=length)
     pages = PageFormat(page_size=PAGE_SIZE, num_pages=1 + num_reqs * plan.model.max_model_len // PAGE_SIZE)
     requests = generated(
         num_reqs,

@@ -18,7 +18,7 @@ from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Places, Scheduled
+from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 
 if TYPE_CHECKING:
     from capture_planner.conformance.stage import Stage
@@ -103,7 +103,7 @@ class Rows:
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
             "cu_num_draft_tokens": np.cumsum(drafts, dtype=np.int32),
         }
-        return self._held(Role.TARGET, made, target_inputs(self._scheduled, self._places, self._pages))
+        return self._held(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
     def draft_prefill(self, target: StepInputs) -> StepInputs:
         """Return the drafter's values on the same batch: each token shifted by one."""
@@ -115,7 +115,7 @@ class Rows:
             "last_token_indices": (self.starts[:-1] + kept - 1).astype(np.int32),
         }
         self._settle()
-        theirs = draft_prefill_inputs(target, self._scheduled, kept, self._places)
+        theirs = draft_prefill_inputs(target, self._scheduled, kept, self._states)
         return self._held(Role.DRAFT_PREFILL, made, theirs)
 
     def draft_decode(self) -> StepInputs:
@@ -143,7 +143,7 @@ class Rows:
             "last_token_indices": starts[:-1],
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
         }
-        theirs = draft_decode_inputs(self._scheduled, wanted, self._places, self._pages)
+        theirs = draft_decode_inputs(self._scheduled, wanted, self._states, self._pages)
         return self._held(Role.DRAFT_DECODE, made, theirs)
 
     def _held(self, role: Role, ours: Mapping[str, Array], theirs: StepInputs) -> StepInputs:
@@ -167,13 +167,13 @@ class Rows:
         return self._stage.world.pages
 
     @functools.cached_property
-    def _scheduled(self) -> Scheduled:
+    def _scheduled(self) -> ScheduledBatch:
         """The batch as a scheduler hands it out."""
         decodes = [live.computed >= live.prompt for live, _, _ in self.rows]
         counts = np.array([count for _, count, _ in self.rows], dtype=np.int64)
-        return Scheduled(
+        return ScheduledBatch(
             live=tuple(live for live, _, _ in self.rows),  # type: ignore[misc]
-            places=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
+            state_indices=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
             counts=counts,
             drafts=np.where(decodes, np.maximum(counts - 1, 0), 0),
             prompts=len(decodes) - sum(decodes),
@@ -181,10 +181,10 @@ class Rows:
         )
 
     @functools.cached_property
-    def _places(self) -> Places:
+    def _states(self) -> RequestStates:
         """What a scheduler knows of each request, before the step."""
         scene = self._stage.scene
-        found = Places(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
+        found = RequestStates(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
         for live, count, kept in self.rows:
             row, at = live.place, live.computed
             found.tokens[row, :at] = live.tokens[:at]
@@ -195,8 +195,8 @@ class Rows:
         return found
 
     def _settle(self) -> None:
-        """Let the places know what was kept, as verification does."""
+        """Let the states know what was kept, as verification does."""
         for live, count, kept in self.rows:
             row, at, stays = live.place, live.computed, self.settled(live, count, kept)
-            self._places.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
-            self._places.computed[row] = at + stays
+            self._states.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
+            self._states.computed[row] = at + stays

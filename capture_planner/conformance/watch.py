@@ -220,7 +220,7 @@ class Watch:
         serving = self.runner._serving
         if serving is None or serving.done or serving.is_over:
             return None
-        return serving.scheduler.places.table
+        return serving.scheduler.states.table
 
     # Checks after.
 

@@ -22,7 +22,7 @@ from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, Draf
 from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.role import ExecutionContext, RoleRun
-from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Updates
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, TorchUpdates, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, Runnable
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
@@ -75,19 +75,21 @@ def assemble(
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
     fields = _fields(plan, pages, device)
     apply, updates = _operations(device, list(fields.values()))
-    moving = {
-        role: Moving.of(each, pages.page_size, plan.model.max_model_len) for role, each in fields.items()
+    token_fields = {
+        role: TokenFields.of(each, pages.page_size, plan.model.max_model_len) for role, each in fields.items()
     }
     state = None
     if drafter is not None and plan.speculative is not None:
         most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
         state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
-    target = _target_body(plan, model, drafter, policy, fields[Role.TARGET], updates, moving[Role.TARGET])
+    target = _target_body(
+        plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET]
+    )
     bodies: dict[Role, Body] = {Role.TARGET: target}
     if drafter is not None and state is not None:
         prefill = fields[Role.DRAFT_PREFILL]
         hidden = _zeros(plan, prefill, drafter.hidden_size)
-        decode, advancing = fields[Role.DRAFT_DECODE], moving[Role.DRAFT_DECODE]
+        decode, advancing = fields[Role.DRAFT_DECODE], token_fields[Role.DRAFT_DECODE]
         bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(drafter, prefill, target, hidden, state, updates)
         bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, advancing)
     shapes = {False: LayerShape(model.num_layers, tuple(model.windows))}
@@ -119,7 +121,7 @@ def assemble(
         state=state,
         apply=apply,
         updates=updates,
-        moving=moving,
+        token_fields=token_fields,
         comparison=comparison,
         kv_cache=sum(c.keys.nbytes + c.values.nbytes for each in caches.values() for c in each),
     )
@@ -147,7 +149,7 @@ def _target_body(
     policy: ExecutionPolicy,
     fields: Fields,
     updates: Updates,
-    moving: Moving,
+    token_fields: TokenFields,
 ) -> TargetBody:
     """Allocate the target's outputs, and its inputs other than fields."""
     aux_layers = () if drafter is None else drafter.aux_layers
@@ -160,7 +162,7 @@ def _target_body(
         aux=_zeros(plan, fields, len(aux_layers) * width) if aux_layers else None,
         tokens=tokens,
         updates=updates,
-        moving=moving,
+        token_fields=token_fields,
         aux_layers=aux_layers,
         embeddings=_zeros(plan, fields, width) if plan.model.embeddings else None,
         ahead=policy.run_ahead,

@@ -59,7 +59,7 @@ class Choices:
     seed: int = 0
     page_size: int = 16
     pages: int | None = None
-    """Pages of the KV cache; None: for all places at full length, within ``CACHE_MEMORY``."""
+    """Pages of the KV cache; None: for ``max_num_reqs`` requests of full length, within ``CACHE_MEMORY``."""
     graph_memory: int | None = None
     """Bytes that a pool of graphs may hold; None: the plan's budget, if it has one."""
     step_seconds: float = 0.01
@@ -201,7 +201,7 @@ class _Run:
     grapher: Grapher
 
     def pages(self) -> PageFormat:
-        """Return the KV cache's pages: as chosen, or for every place at full length if that fits."""
+        """Return the KV cache's pages: as chosen, or for every request at full length if that fits."""
         plan, size = self.plan, self.choices.page_size
         lookahead = plan.speculative.num_tokens if plan.speculative else 0
         longest = max(self.requests, key=lambda request: request.length)
@@ -229,7 +229,7 @@ class _Run:
             choices.drafter,
             plan.speculative,
             self.model,
-            places=plan.limits.max_num_reqs,
+            num_states=plan.limits.max_num_reqs,
             length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
             chance=choices.chance,
             seed=choices.seed + 1,

@@ -143,7 +143,7 @@ class Step:
     accepted: int
     seconds: float
     waiting: int
-    """Requests that wait for a place."""
+    """Requests that have arrived and are not admitted."""
 
 
 @attrs.frozen(kw_only=True)

@@ -19,12 +19,17 @@ from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Verified
+from capture_planner.runtime.execution.updates import (
+    DraftState,
+    TokenFields,
+    TorchUpdates,
+    VerificationInputs,
+)
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving import serving as serving_module
-from capture_planner.runtime.serving.scheduler import Places, Scheduled
+from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.serving import Serving
-from capture_planner.runtime.serving.speculative import Settled, sampled_counts
+from capture_planner.runtime.serving.speculative import Verification, sampled_counts
 from gallery.core import Mutant
 from gallery.patching import Patch, nothing, patched
 
@@ -102,21 +107,23 @@ def _clamped(original: object) -> Callable[[DraftState, torch.Tensor], torch.Ten
 
 
 def _all_moved(original: Callable[..., None]) -> Callable[..., None]:
-    def move_on(updates: TorchUpdates, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
-        everybody = attrs.evolve(moving, idx_mapping=torch.zeros_like(moving.idx_mapping))
+    def advance(
+        updates: TorchUpdates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None
+    ) -> None:
+        everybody = attrs.evolve(token_fields, idx_mapping=torch.zeros_like(token_fields.idx_mapping))
         original(updates, everybody, rows, tokens)
 
-    return move_on
+    return advance
 
 
-def _all_verified(original: object) -> Callable[[Serving, Scheduled], None]:
+def _all_verified(original: object) -> Callable[[Serving, ScheduledBatch], None]:
     """Verify as many rows as the fields have room for."""
 
-    def prepare_drafts(serving: Serving, scheduled: Scheduled) -> None:
+    def prepare_drafts(serving: Serving, scheduled: ScheduledBatch) -> None:
         parts = serving._parts
         target = parts.roles[Role.TARGET].fields
-        verified = Verified(
-            fields=parts.moving[Role.TARGET],
+        verified = VerificationInputs(
+            fields=parts.token_fields[Role.TARGET],
             starts=target["query_start_loc"],
             counts=target[SAMPLED_COUNTS],
             answers=parts.target.tokens,
@@ -124,19 +131,19 @@ def _all_verified(original: object) -> Callable[[Serving, Scheduled], None]:
         )
         parts.updates.prepare_drafts(
             verified,
-            parts.moving[Role.DRAFT_PREFILL],
+            parts.token_fields[Role.DRAFT_PREFILL],
             parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
-            parts.moving[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
+            parts.token_fields[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
         )
 
     return prepare_drafts
 
 
-def _first_unverified(original: Callable[..., Settled]) -> Callable[..., Settled]:
-    def settle(scheduled: Scheduled, places: Places, sampled: Array) -> Settled:
+def _first_unverified(original: Callable[..., Verification]) -> Callable[..., Verification]:
+    def settle(scheduled: ScheduledBatch, places: RequestStates, sampled: Array) -> Verification:
         counts = sampled_counts(scheduled, places)
         drafted, first = counts > 1, np.cumsum(counts) - counts
-        rows, said = scheduled.places[drafted], sampled.copy()
+        rows, said = scheduled.state_indices[drafted], sampled.copy()
         said[first[drafted]] = places.tokens[rows, places.length[rows]]
         return original(scheduled, places, said)
 
@@ -190,7 +197,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.D,
         says="The -1 of a padded row is clamped to 0 where it is used, and the row writes a live request's "
         "draft state",
-        patch=patched((updates_module, "_places", _clamped)),
+        patch=patched((updates_module, "_state_rows", _clamped)),
     ),
     Mutant(
         name="query-starts-fall-back",
@@ -212,7 +219,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="A step moves positions and lengths of padded rows on too, so that they become real rows of the next",
-        patch=patched((TorchUpdates, "move_on", _all_moved)),
+        patch=patched((TorchUpdates, "advance", _all_moved)),
     ),
     Mutant(
         name="padded-rows-verified",

@@ -23,7 +23,7 @@ from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import Moving, TorchUpdates
+from capture_planner.runtime.execution.updates import TokenFields, TorchUpdates
 from capture_planner.runtime.executor import Executor, Metadata, Reservation, Runnable, Scoring
 from capture_planner.runtime.graphs import pool as pool_module
 from capture_planner.runtime.graphs.pool import Block, Layout
@@ -126,10 +126,12 @@ def _one_long_request(
 
 
 def _unclamped(original: Callable[..., None]) -> Callable[..., None]:
-    def move_on(updates: TorchUpdates, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
-        original(updates, attrs.evolve(moving, max_model_len=1 << 30), rows, tokens)
+    def advance(
+        updates: TorchUpdates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None
+    ) -> None:
+        original(updates, attrs.evolve(token_fields, max_model_len=1 << 30), rows, tokens)
 
-    return move_on
+    return advance
 
 
 # F: baked state.
@@ -211,7 +213,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.E,
         says="Draft positions are not held at max_model_len, and go on past the last row of what is read by "
         "position",
-        patch=patched((TorchUpdates, "move_on", _unclamped)),
+        patch=patched((TorchUpdates, "advance", _unclamped)),
     ),
     Mutant(
         name="outputs-made-anew",

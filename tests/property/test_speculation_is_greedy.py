@@ -91,7 +91,7 @@ def drafter_of(kind, plan, target, seed):
         kind,
         plan.speculative,
         target,
-        places=plan.limits.max_num_reqs,
+        num_states=plan.limits.max_num_reqs,
         length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
         seed=seed,
     )

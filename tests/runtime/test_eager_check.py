@@ -87,7 +87,9 @@ def runner_of(spec, options, seed):
     drafter = None
     if plan.speculative is not None:
         length += plan.speculative.num_tokens + 1
-        drafter = choose_drafter("random", plan.speculative, target, places=places, length=length, seed=seed)
+        drafter = choose_drafter(
+            "random", plan.speculative, target, num_states=places, length=length, seed=seed
+        )
     pages = PageFormat(page_size=4, num_pages=1 + places * -(-length // 4))
     return Runner(
         plan, target, drafter, registry.load_backends(), RecordedGraphs(), pages=pages, options=options
@@ -450,7 +452,7 @@ class Unmoved:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def move_on(self, moving, rows, tokens=None):
+    def advance(self, moving, rows, tokens=None):
         """Nothing."""
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capture_planner.records.backend import COMMON_FIELDS
 from capture_planner.runtime.execution.fields import FieldBuffer
 from capture_planner.runtime.execution.inputs import DERIVED
-from capture_planner.runtime.execution.updates import Moving, TorchUpdates
+from capture_planner.runtime.execution.updates import TokenFields, TorchUpdates
 from capture_planner.runtime.serving.inputs import (
     draft_decode_inputs,
     draft_prefill_inputs,
@@ -19,7 +19,7 @@ from capture_planner.runtime.serving.inputs import (
     token_rows,
 )
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Live, Places, Scheduled
+from capture_planner.runtime.serving.scheduler import Live, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
 
 DTYPES = {
@@ -43,15 +43,15 @@ OF_THE_TARGET = {"cu_num_draft_tokens", "sampled_rows", "sampled_counts"}
 class Situation:
     """A batch, what is known of all places, and the numbers that they were made with."""
 
-    scheduled: Scheduled
-    places: Places
+    scheduled: ScheduledBatch
+    places: RequestStates
     pages: PageFormat
     max_model_len: int
 
     def rows(self):
         """Yield place, first position, tokens and drafts of each row."""
         s = self.scheduled
-        for place, count, drafts in zip(s.places, s.counts, s.drafts, strict=True):
+        for place, count, drafts in zip(s.state_indices, s.counts, s.drafts, strict=True):
             yield int(place), int(self.places.computed[place]), int(count), int(drafts)
 
     def tokens(self):
@@ -72,7 +72,7 @@ def situations(draw, decodes=False):
     max_model_len = draw(st.sampled_from((2, 7, 30)))
     pages = PageFormat(page_size=draw(st.integers(1, 8)), num_pages=1000)
     k, count = draw(st.integers(0, 4)), draw(st.integers(1, 6))
-    places = Places(8, max_model_len, k, pages)
+    places = RequestStates(8, max_model_len, k, pages)
     free = chosen.sample(range(1, pages.num_pages), 8 * pages.pages(max_model_len))
     places.table[:] = np.array(free).reshape(places.table.shape)
     places.tokens[:] = np.array([chosen.randrange(1000) for _ in places.tokens.flat]).reshape(
@@ -93,9 +93,9 @@ def situations(draw, decodes=False):
             rows.append((place, 1 if same else chosen.randint(1, most), 0))
         request = Request(name=f"r{place}", arrival=0.0, prompt=(1,) * length, max_new_tokens=1)
         live.append(Live(request, place, [], 0.0))
-    scheduled = Scheduled(
+    scheduled = ScheduledBatch(
         live=tuple(live),
-        places=np.array([row[0] for row in rows], dtype=np.int64),
+        state_indices=np.array([row[0] for row in rows], dtype=np.int64),
         counts=np.array([row[1] for row in rows], dtype=np.int64),
         drafts=np.array([row[2] for row in rows], dtype=np.int64),
         prompts=sum(int(places.computed[row[0]] < places.prompt[row[0]]) for row in rows),
@@ -166,14 +166,14 @@ def draft_decode(batch):
     """A draft decode after verification: what is computed may have reached the model's end."""
     for place, first, count, _ in batch.rows():
         batch.places.computed[place] = min(first + count, batch.max_model_len)
-    computed = batch.places.computed[batch.scheduled.places]
+    computed = batch.places.computed[batch.scheduled.state_indices]
     return draft_decode_inputs(batch.scheduled, computed, batch.places, batch.pages)
 
 
 def wanted_draft_decode(batch, moved):
     """Position, length and slot of each row after so many moves: past the end, the last and no slot."""
     last = batch.max_model_len - 1
-    for place in batch.scheduled.places.tolist():
+    for place in batch.scheduled.state_indices.tolist():
         position = int(batch.places.computed[place]) + moved
         if position > last:
             yield last, last + 1, 0
@@ -192,7 +192,7 @@ def test_the_draft_decodes_values_are_held_at_the_models_end(batch):
     assert made["slot_mapping"].tolist() == [slot for _, _, slot in wanted]
     assert made["query_start_loc"].tolist() == [*rows, len(wanted)]
     assert made["last_token_indices"].tolist() == list(rows)
-    assert made["idx_mapping"].tolist() == batch.scheduled.places.tolist()
+    assert made["idx_mapping"].tolist() == batch.scheduled.state_indices.tolist()
     assert len(made["input_ids"]) == len(wanted)
     assert {name: str(array.dtype) for name, array in made.items()} == {
         name: dtype for name, dtype in DTYPES.items() if name not in OF_THE_TARGET
@@ -226,13 +226,13 @@ def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
     inputs = draft_decode(batch)
     held = Held(device_fields(inputs.declared, padding))
     rows, dtypes = inputs.num_reqs, {name: str(array.dtype) for name, array in inputs.declared.items()}
-    moving = Moving.of(held, batch.pages.page_size, batch.max_model_len)
+    token_fields = TokenFields.of(held, batch.pages.page_size, batch.max_model_len)
     updates = TorchUpdates()
     for moved in range(1, batch.scheduled.draft_tokens):
         before, inputs = inputs, inputs.next_draft(batch.max_model_len)
         assert inputs is not before
         made = inputs.declared
-        updates.move_on(moving, rows + padding)
+        updates.advance(token_fields, rows + padding)
         positions, lengths, slots = zip(*wanted_draft_decode(batch, moved), strict=True)
         assert tuple(made["positions"].tolist()) == positions
         assert tuple(made["seq_lens"].tolist()) == lengths

@@ -13,7 +13,12 @@ from capture_planner.errors import RunError
 from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer
-from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Verified
+from capture_planner.runtime.execution.updates import (
+    DraftState,
+    TokenFields,
+    TorchUpdates,
+    VerificationInputs,
+)
 from capture_planner.runtime.executor import LayerCache
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.speculative import settle
@@ -67,7 +72,7 @@ def fields_of(batch, made, padded):
 
 def moving_of(batch, held):
     """The same as what goes on by a token."""
-    return Moving.of(held, batch.pages.page_size, batch.max_model_len)
+    return TokenFields.of(held, batch.pages.page_size, batch.max_model_len)
 
 
 def same(one, other):
@@ -89,14 +94,14 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
     """Fill all roles as if every draft were kept, and let the device put in what was."""
     target = fields_of(batch, made, padded)
     counts = batch.scheduled.counts
-    longest = np.minimum(batch.places.computed[batch.scheduled.places] + counts, batch.max_model_len)
+    longest = np.minimum(batch.places.computed[batch.scheduled.state_indices] + counts, batch.max_model_len)
     prefill = fields_of(batch, draft_prefill_inputs(made, batch.scheduled, counts, batch.places), padded)
     decode = fields_of(
         batch, draft_decode_inputs(batch.scheduled, longest, batch.places, batch.pages), padded
     )
     rows = batch.scheduled.num_reqs
     updates.prepare_drafts(
-        Verified(
+        VerificationInputs(
             fields=moving_of(batch, target),
             starts=target["query_start_loc"][: rows + 1],
             counts=torch.from_numpy(made.sampled_counts),
@@ -112,7 +117,7 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
 
 @given(verifications(), st.integers(0, 2))
 def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
-    """Verified and shifted there as ``settle`` and the draft values do it here; padding is left as it was."""
+    """VerificationInputs and shifted there as ``settle`` and the draft values do it here; padding is left as it was."""
     batch, made, answers = case
     prefill, decode = prepare(TORCH, batch, made, answers, padded, decodes=True)
     scheduled, places = batch.scheduled, batch.places
@@ -126,7 +131,7 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
         assert prefill["input_ids"][kept_rows].tolist() == expected["input_ids"][kept_rows].tolist()
     assert prefill["input_ids"][scheduled.num_tokens :].eq(0).all()
     assert prefill["last_token_indices"].tolist() == expected["last_token_indices"].tolist()
-    computed = places.computed[scheduled.places]
+    computed = places.computed[scheduled.state_indices]
     expected = fields_of(batch, draft_decode_inputs(scheduled, computed, places, batch.pages), padded)
     for name in ("positions", "seq_lens", "kv_lens", "slot_mapping", "idx_mapping", "input_ids"):
         assert decode[name][:rows].tolist() == expected[name][:rows].tolist(), name
@@ -147,7 +152,7 @@ def test_the_kernel_prepares_drafts_as_torch_does(fused, case, padded, decodes):
 @given(steps.situations(), st.integers(0, 2), st.integers(1, 3), st.booleans())
 def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
     """Positions, lengths and slots up to the model's end, and the tokens that come next."""
-    computed = batch.places.computed[batch.scheduled.places]
+    computed = batch.places.computed[batch.scheduled.state_indices]
     made = draft_decode_inputs(batch.scheduled, computed, batch.places, batch.pages)
     rows = len(computed) + padded
     tokens = torch.arange(5, 5 + rows) if takes else None
@@ -155,7 +160,7 @@ def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
     for updates in (fused, TORCH):
         held = fields_of(batch, made, padded)
         for _ in range(moves):
-            updates.move_on(moving_of(batch, held), rows, tokens)
+            updates.advance(moving_of(batch, held), rows, tokens)
         found.append(held)
     assert same(*found)
     if takes:
@@ -202,7 +207,7 @@ def test_lengths_of_another_type_are_refused():
     wide = MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, dtype="int64")
     held = Held(kv_lens=FieldBuffer("own.kv_lens", wide, torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(RunError, match=r"own\.kv_lens is declared int64"):
-        Moving.of(held, 16, 64)
+        TokenFields.of(held, 16, 64)
 
 
 @settings(max_examples=max(settings.default.max_examples // 4, 5))

@@ -149,7 +149,7 @@ def world_of(
             drafts,
             plan.speculative,
             target,
-            places=plan.limits.max_num_reqs,
+            num_states=plan.limits.max_num_reqs,
             length=LONGEST + plan.speculative.num_tokens + 1,
             seed=seed + 1,
         )

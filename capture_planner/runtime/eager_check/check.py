@@ -31,7 +31,7 @@ from capture_planner.runtime.eager_check.agreement import (
 from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSeen, Largest
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.bodies import TargetBody
-from capture_planner.runtime.execution.fields import Held, tensor_of
+from capture_planner.runtime.execution.fields import TensorRef, tensor_of
 from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
 from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
 from capture_planner.runtime.execution.taps import TapKey, Taps
@@ -355,7 +355,7 @@ class EagerCheck:
         return (batch[row], token) if row is not None and row < len(batch) else (None, token)
 
 
-def _in_order(tensors: Iterator[Held]) -> list[tuple[str, torch.Tensor]]:
+def _in_order(tensors: Iterator[TensorRef]) -> list[tuple[str, torch.Tensor]]:
     """Return a body's tensors in the order in which it computes them."""
     return [(each[0], tensor_of(each)) for each in sorted(tensors, key=lambda e: _RESULTS.index(e[0]))]
 

@@ -13,7 +13,7 @@ from capture_planner.modes import Role
 from capture_planner.records.backend import Lifetime
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import GroupPlan
-from capture_planner.runtime.execution.fields import Fields, Held
+from capture_planner.runtime.execution.fields import Fields, TensorRef
 from capture_planner.runtime.execution.guards import GraphState
 from capture_planner.runtime.execution.host_fields import HostFields
 from capture_planner.runtime.execution.inputs import ForwardStep
@@ -53,7 +53,7 @@ class RoleAttention:
         self._group_of = {layer: group for group in groups for layer in group.caches}
         self._frozen = {group.plan.name: _frozen_scalars(group.plan) for group in groups}
 
-    def persistent(self) -> Iterator[Held]:
+    def persistent(self) -> Iterator[TensorRef]:
         """Yield workspaces and caches."""
         for group in self.groups:
             yield f"{self._role.value}.{group.plan.name}.workspace", group, "workspace"

@@ -17,7 +17,7 @@ from capture_planner.records.backend import Axis, Bound, Fill, Lifetime, Metadat
 from capture_planner.records.plan import RolePlan
 from capture_planner.runtime.executor import NULL_SLOT
 
-Held = tuple[str, object, str]
+TensorRef = tuple[str, object, str]
 """A persistent tensor: its name, the object that holds it, and the attribute there."""
 
 _DTYPES = {
@@ -190,7 +190,7 @@ class _Views(Mapping[str, torch.Tensor]):
         return len(self.buffers)
 
 
-def tensor_of(held: Held) -> torch.Tensor:
+def tensor_of(held: TensorRef) -> torch.Tensor:
     """Return the tensor as it is now."""
     found: torch.Tensor = getattr(held[1], held[2])
     return found

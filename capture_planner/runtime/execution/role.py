@@ -23,7 +23,7 @@ from capture_planner.records.plan import RolePlan
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body
-from capture_planner.runtime.execution.fields import Extents, Fields, Held, poison, tensor_of
+from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Bounds, Write
@@ -119,7 +119,7 @@ class RoleRun:
         """Its attention groups, in the plan's order."""
         return self.attention.groups
 
-    def persistent(self) -> Iterator[Held]:
+    def persistent(self) -> Iterator[TensorRef]:
         """Yield every persistent tensor that graphs touch, except for weights."""
         for buffer in self.fields:
             yield f"{self.role.value}.{buffer.key}", buffer, "tensor"

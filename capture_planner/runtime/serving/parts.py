@@ -12,7 +12,7 @@ from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import DraftState, Moving, Updates
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.options import ExecutionPolicy
 
 
@@ -27,7 +27,7 @@ class Parts:
     apply: Callable[[Sequence[Write]], None]
     """Brings buffers of any number of roles up to date."""
     updates: Updates
-    moving: Mapping[Role, Moving]
+    token_fields: Mapping[Role, TokenFields]
     """Each role's fields that advance by a token."""
     kv_cache: int
     """Bytes of the KV cache, over all layers of target and drafter."""

@@ -23,14 +23,14 @@ from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.execution.role import ForwardTimes
 from capture_planner.runtime.execution.transfer import OnItsWay, on_its_way
-from capture_planner.runtime.execution.updates import Verified
+from capture_planner.runtime.execution.updates import VerificationInputs
 from capture_planner.runtime.ledger import Forward, Served, Session, Step
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.parts import Parts
-from capture_planner.runtime.serving.scheduler import Live, Scheduled, Scheduler
-from capture_planner.runtime.serving.speculative import Settled, fulfil, promise, settle
+from capture_planner.runtime.serving.scheduler import Live, ScheduledBatch, Scheduler
+from capture_planner.runtime.serving.speculative import Verification, fulfil, promise, settle
 
 Answers = Mapping[str, tuple[int, ...]]
 """What the target says to each request, prompt included, by the request's name."""
@@ -41,7 +41,7 @@ class PendingStep:
     """A step that is launched, whose tokens are not read yet."""
 
     index: int
-    scheduled: Scheduled
+    scheduled: ScheduledBatch
     inputs: StepInputs
     started: float
     tokens: OnItsWay
@@ -50,7 +50,7 @@ class PendingStep:
     """What serves its draft decodes; None where there are none."""
     proposed: OnItsWay | None
     """``int64[states + 1, K]``, where the drafter is launched too."""
-    promised: Settled | None
+    promised: Verification | None
     """What the step counts, where that is known before its tokens are."""
 
 
@@ -58,8 +58,8 @@ class PendingStep:
 class _Advanced:
     """Decodes whose last graph filled the fields of the next step."""
 
-    places: Array
-    """``int64[R]``: the request states that were in the batch."""
+    state_indices: Array
+    """``int64[R]``: which requests are in the batch."""
     inputs: StepInputs
     room: int
     """For how many more tokens the block table on the device has pages."""
@@ -119,7 +119,7 @@ class Serving:
         scheduled, admitted = self.scheduler.schedule()
         if self._drafter is not None:
             for live in admitted:
-                self._drafter.learn(live.place, self._answers.get(live.request.name, ()))
+                self._drafter.learn(live.state_index, self._answers.get(live.request.name, ()))
         now = None if scheduled is None else self._launch(scheduled, started)
         if self._policy.run_ahead:
             # The device has work now, so that reading the tokens of the step before costs it no pause.
@@ -136,7 +136,7 @@ class Serving:
 
     # Launching.
 
-    def _launch(self, scheduled: Scheduled, started: float) -> PendingStep:
+    def _launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
         index, self._count = self._count, self._count + 1
         parts = self._parts
         if parts.comparison is not None:
@@ -155,7 +155,7 @@ class Serving:
             entry = dispatch.entry
             if not filled and self._policy.advance_in_graph and entry is not None and entry.query_len == 1:
                 room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
-                self._advanced = _Advanced(scheduled.places, inputs, room)
+                self._advanced = _Advanced(scheduled.state_indices, inputs, room)
         return PendingStep(
             index=index,
             scheduled=scheduled,
@@ -167,32 +167,32 @@ class Serving:
             promised=self._promised(scheduled, inputs) if self._drafter is None else None,
         )
 
-    def _target_inputs(self, scheduled: Scheduled) -> tuple[StepInputs, bool]:
+    def _target_inputs(self, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
         """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
         last, self._advanced = self._advanced, None
         is_same = (
             last is not None
             and not scheduled.prompts
             and scheduled.query_len == 1
-            and np.array_equal(last.places, scheduled.places)
+            and np.array_equal(last.state_indices, scheduled.state_indices)
         )
         if last is not None and is_same and last.room:
             # The same requests in the same rows: the fields on the device are this step's already.
             inputs = last.inputs.next_decode()
-            self._advanced = _Advanced(last.places, inputs, last.room - 1)
+            self._advanced = _Advanced(last.state_indices, inputs, last.room - 1)
             return inputs, True
-        return target_inputs(scheduled, self.scheduler.places, self._pages), False
+        return target_inputs(scheduled, self.scheduler.states, self._pages), False
 
-    def _promised(self, scheduled: Scheduled, inputs: StepInputs) -> Settled:
+    def _promised(self, scheduled: ScheduledBatch, inputs: StepInputs) -> Verification:
         """Count the step before its tokens are there; a request that has all of its then is scheduled no more."""
-        places, rows = self.scheduler.places, scheduled.places
-        settled = promise(scheduled, places, inputs.query_start_loc)
-        for row in np.flatnonzero((settled.gained > 0) & (places.length[rows] >= places.end[rows])):
+        states, rows = self.scheduler.states, scheduled.state_indices
+        settled = promise(scheduled, states, inputs.query_start_loc)
+        for row in np.flatnonzero((settled.gained > 0) & (states.length[rows] >= states.end[rows])):
             self.scheduler.leave(scheduled.live[row])
         return settled
 
     def _run_target(
-        self, index: int, scheduled: Scheduled, inputs: StepInputs, begun: float, *, filled: bool
+        self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
     ) -> Dispatch:
         """Run the target, and sample what its graph has not."""
         batch, body = _batch(Role.TARGET, scheduled), self._parts.target
@@ -220,19 +220,19 @@ class Serving:
     def _launch_all(
         self,
         index: int,
-        scheduled: Scheduled,
+        scheduled: ScheduledBatch,
         inputs: StepInputs,
         decodes: Dispatch | None,
         begun: float,
     ) -> OnItsWay:
         """Fill the fields of all roles at once, and run target, verification and drafter in a row."""
-        parts, places = self._parts, self.scheduler.places
+        parts, states = self._parts, self.scheduler.states
         # As if all drafts were kept; the device corrects what verification rejects.
-        prefill = draft_prefill_inputs(inputs, scheduled, scheduled.counts, places)
+        prefill = draft_prefill_inputs(inputs, scheduled, scheduled.counts, states)
         by_role = {Role.TARGET: inputs, Role.DRAFT_PREFILL: prefill}
         if decodes is not None:
-            longest = places.computed[scheduled.places] + scheduled.counts
-            by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, places, self._pages)
+            longest = states.computed[scheduled.state_indices] + scheduled.counts
+            by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
         if self._policy.poison:
             for role in by_role:
                 parts.roles[role].poison()
@@ -245,37 +245,37 @@ class Serving:
             self._run_draft_decodes(index, scheduled, decodes, by_role[Role.DRAFT_DECODE], filled=True)
         return self._proposed()
 
-    def _prepare_drafts(self, scheduled: Scheduled) -> None:
+    def _prepare_drafts(self, scheduled: ScheduledBatch) -> None:
         """Let the device verify, and put what was kept into the drafter's fields."""
         parts, rows = self._parts, scheduled.num_reqs
         target = parts.roles[Role.TARGET].fields
         parts.updates.prepare_drafts(
-            Verified(
-                fields=parts.moving[Role.TARGET],
+            VerificationInputs(
+                fields=parts.token_fields[Role.TARGET],
                 starts=target["query_start_loc"][: rows + 1],
                 counts=target[SAMPLED_COUNTS][:rows],
                 answers=parts.target.tokens[: scheduled.num_tokens],
                 most=1 + int(scheduled.drafts.max()),
             ),
-            parts.moving[Role.DRAFT_PREFILL],
+            parts.token_fields[Role.DRAFT_PREFILL],
             parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
-            parts.moving[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
+            parts.token_fields[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
         )
 
-    def _draft(self, step: PendingStep, settled: Settled) -> OnItsWay:
+    def _draft(self, step: PendingStep, settled: Verification) -> OnItsWay:
         """Run the draft prefill on the target's batch, then k - 1 draft decodes, from what was settled."""
-        places, scheduled = self.scheduler.places, step.scheduled
+        states, scheduled = self.scheduler.states, step.scheduled
         begun = perf_counter()
-        prefill = draft_prefill_inputs(step.inputs, scheduled, settled.kept, places)
+        prefill = draft_prefill_inputs(step.inputs, scheduled, settled.kept, states)
         self._run_draft_prefill(step.index, scheduled, prefill, begun, filled=False)
         if step.draft_decodes is not None:
-            computed = places.computed[scheduled.places]
-            decode = draft_decode_inputs(scheduled, computed, places, self._pages)
+            computed = states.computed[scheduled.state_indices]
+            decode = draft_decode_inputs(scheduled, computed, states, self._pages)
             self._run_draft_decodes(step.index, scheduled, step.draft_decodes, decode, filled=False)
         return self._proposed()
 
     def _run_draft_prefill(
-        self, index: int, scheduled: Scheduled, inputs: StepInputs, begun: float, *, filled: bool
+        self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
     ) -> None:
         batch = _batch(Role.DRAFT_PREFILL, scheduled)
         dispatch = self._dispatcher.dispatch(batch)
@@ -283,7 +283,7 @@ class Serving:
         self._note(index, batch, dispatch, times)
 
     def _run_draft_decodes(
-        self, index: int, scheduled: Scheduled, dispatch: Dispatch, inputs: StepInputs, *, filled: bool
+        self, index: int, scheduled: ScheduledBatch, dispatch: Dispatch, inputs: StepInputs, *, filled: bool
     ) -> None:
         """Run the draft decodes: one fused chain, or one graph several times."""
         batch = _draft_decode_batch(scheduled)
@@ -293,7 +293,7 @@ class Serving:
             dispatch,
             inputs,
             scheduled.draft_tokens - 1,
-            max_model_len=self.scheduler.places.max_model_len,
+            max_model_len=self.scheduler.states.max_model_len,
             filled=filled,
         )
         self._note(index, batch, dispatch, times, forwards)
@@ -326,11 +326,11 @@ class Serving:
     # Completing.
 
     def _complete(self, step: PendingStep) -> None:
-        """Put a step's tokens in their places, finish who has all of theirs, and draft for the others."""
-        scheduled, places = step.scheduled, self.scheduler.places
+        """Store a step's tokens, finish the requests that are complete, and draft for the others."""
+        scheduled, states = step.scheduled, self.scheduler.states
         settled = self._settled(step)
         # A row that was filled up with any token is no draft of anybody.
-        drafts = np.minimum(scheduled.drafts, places.proposed[scheduled.places])
+        drafts = np.minimum(scheduled.drafts, states.proposed[scheduled.state_indices])
         drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, settled.accepted).sum())
         finished = self._finished(scheduled, settled)
         proposed = step.proposed
@@ -358,18 +358,18 @@ class Serving:
             for served in done:
                 self._progress(served)
 
-    def _settled(self, step: PendingStep) -> Settled:
-        scheduled, places = step.scheduled, self.scheduler.places
+    def _settled(self, step: PendingStep) -> Verification:
+        scheduled, states = step.scheduled, self.scheduler.states
         tokens = step.tokens()
         if step.promised is None:
-            settled = settle(scheduled, places, tokens[step.inputs.sampled_rows])
+            settled = settle(scheduled, states, tokens[step.inputs.sampled_rows])
         else:
             settled = step.promised
             gone = [live.is_finished for live in scheduled.live]
             if any(gone):
-                # A stop token ended them when this step was under way; their places may be others' now.
+                # A stop token ended them after this step was launched; their states may be other requests' now.
                 settled = attrs.evolve(settled, gained=np.where(gone, 0, settled.gained))
-            fulfil(scheduled, settled, places, step.inputs.query_start_loc, tokens)
+            fulfil(scheduled, settled, states, step.inputs.query_start_loc, tokens)
         if scheduled.prompts:
             clock = perf_counter()
             for live, gained in zip(scheduled.live, settled.gained, strict=True):
@@ -377,27 +377,27 @@ class Serving:
                     live.first_token = clock
         return settled
 
-    def _propose(self, scheduled: Scheduled, settled: Settled, proposed: Array) -> None:
+    def _propose(self, scheduled: ScheduledBatch, settled: Verification, proposed: Array) -> None:
         """Put the drafts after what is settled."""
-        places, k = self.scheduler.places, scheduled.draft_tokens
-        rows = scheduled.places[settled.gained > 0]
-        places.proposed[scheduled.places] = np.where(settled.gained > 0, k, 0)
-        places.tokens[rows[:, None], places.length[rows][:, None] + np.arange(k)] = proposed[rows, :k]
+        states, k = self.scheduler.states, scheduled.draft_tokens
+        rows = scheduled.state_indices[settled.gained > 0]
+        states.proposed[scheduled.state_indices] = np.where(settled.gained > 0, k, 0)
+        states.tokens[rows[:, None], states.length[rows][:, None] + np.arange(k)] = proposed[rows, :k]
 
-    def _finished(self, scheduled: Scheduled, settled: Settled) -> list[Live]:
+    def _finished(self, scheduled: ScheduledBatch, settled: Verification) -> list[Live]:
         """Return the requests that had their last token in this step."""
-        places, rows = self.scheduler.places, scheduled.places
+        states, rows = self.scheduler.states, scheduled.state_indices
         length = settled.at + settled.gained
-        ended = (settled.gained > 0) & (length >= places.end[rows])
-        for row in np.flatnonzero((settled.gained > 0) & places.stops[rows] & ~ended):
-            new = places.tokens[rows[row], settled.at[row] : length[row]]
+        ended = (settled.gained > 0) & (length >= states.end[rows])
+        for row in np.flatnonzero((settled.gained > 0) & states.stops[rows] & ~ended):
+            new = states.tokens[rows[row], settled.at[row] : length[row]]
             ended[row] = not scheduled.live[row].request.stop.isdisjoint(new.tolist())
         return [scheduled.live[row] for row in np.flatnonzero(ended)]
 
     def _output(self, live: Live) -> tuple[int, ...]:
         """Return what a request has been given; a token that is on its way is negative."""
-        places, start = self.scheduler.places, len(live.request.prompt)
-        tokens = places.tokens[live.place, start : int(places.length[live.place])]
+        states, start = self.scheduler.states, len(live.request.prompt)
+        tokens = states.tokens[live.state_index, start : int(states.length[live.state_index])]
         return live.request.cut(tuple(tokens[tokens >= 0].tolist()))
 
     def _finish(self, live: Live, *, cut_off: bool = False) -> Served:
@@ -418,7 +418,7 @@ class Serving:
         return served
 
 
-def _batch(role: Role, scheduled: Scheduled) -> Batch:
+def _batch(role: Role, scheduled: ScheduledBatch) -> Batch:
     return Batch(
         role=role,
         num_reqs=scheduled.num_reqs,
@@ -428,5 +428,5 @@ def _batch(role: Role, scheduled: Scheduled) -> Batch:
     )
 
 
-def _draft_decode_batch(scheduled: Scheduled) -> Batch:
+def _draft_decode_batch(scheduled: ScheduledBatch) -> Batch:
     return Batch.decode(Role.DRAFT_DECODE, scheduled.num_reqs, 1)
