@@ -26,10 +26,10 @@ UPPER = {"engines", "runtime", "bench", "testing", "conformance", "report", "cli
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_exports_are_sorted_and_exist(name):
-    """``__all__`` names what is there, once and in order."""
+def test_exports_exist(name):
+    """``__all__`` names what the package has, each once."""
     package = importlib.import_module(name)
-    assert package.__all__ == sorted(set(package.__all__))
+    assert len(package.__all__) == len(set(package.__all__))
     assert [each for each in package.__all__ if not hasattr(package, each)] == []
 
 

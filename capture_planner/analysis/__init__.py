@@ -7,7 +7,7 @@ that they return, and the modules that they are in.
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
 from capture_planner.analysis.diff import Change
-from capture_planner.analysis.explain import Explanation, Rejected
+from capture_planner.analysis.explain import Explanation, NearMiss
 
 __all__ = [
     "Agreement",
@@ -16,7 +16,7 @@ __all__ = [
     "Change",
     "Coverage",
     "Explanation",
-    "Rejected",
+    "NearMiss",
     "Submission",
     "Vector",
     "agree",

@@ -84,8 +84,7 @@ def coverage(plan: Plan) -> Coverage:
     """Walk the admissible space of every role of ``plan``."""
     dispatcher = Dispatcher(plan)
     return Coverage(
-        plan=plan,
-        cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher)),
+        plan=plan, cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher))
     )
 
 
@@ -120,7 +119,7 @@ def _cell(
         kind=kind,
         query_len=largest.query_len,
         first=first,
-        last=largest.num_reqs if kind is Kind.DECODE else largest.num_tokens,
+        last=largest.extent(kind),
         min_reqs=min_reqs,
         max_reqs=largest.num_reqs,
         min_loras=largest.active_loras,

@@ -51,12 +51,12 @@ WHY_NONE = {
 
 
 @attrs.frozen(kw_only=True)
-class Rejected:
+class NearMiss:
     """An entry that was near, and what it lacked."""
 
     entry: Entry
     rejection: Rejection
-    says: str
+    message: str
 
 
 @attrs.frozen(kw_only=True)
@@ -65,8 +65,8 @@ class Explanation:
 
     batch: Batch
     answer: Dispatch
-    says: str
-    rejected: tuple[Rejected, ...]
+    message: str
+    near_misses: tuple[NearMiss, ...]
 
 
 def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
@@ -80,16 +80,18 @@ def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
     return Explanation(
         batch=batch,
         answer=answer,
-        says=_says(batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1),
-        rejected=tuple(_nearer(dispatcher.plan, batch, answer)),
+        message=_message(
+            batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1
+        ),
+        near_misses=tuple(_nearer(dispatcher.plan, batch, answer)),
     )
 
 
-def _says(batch: Batch, answer: Dispatch, steps: int) -> str:
+def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
     entry = answer.entry
     if entry is None:
         assert answer.reason is not None
-        detail = f" ({answer.waiver.says})" if answer.waiver is not None else ""
+        detail = f" ({answer.waiver.message})" if answer.waiver is not None else ""
         return f"runs eager, unpadded: {WHY_NONE[answer.reason]}{detail}"
     if entry.mode is GraphMode.PIECEWISE:
         kind = "the nearest piecewise graph; attention runs outside it on the real requests"
@@ -111,8 +113,8 @@ def _says(batch: Batch, answer: Dispatch, steps: int) -> str:
     return f"{kind}, {exact}"
 
 
-def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[Rejected]:
-    """Return the rejected entries as near as the answer: between it and the batch, and by kind.
+def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
+    """Return the misses entries as near as the answer: between it and the batch, and by kind.
 
     Of each kind of graph (mode, query length, chain) that is the first one with room for the
     tokens, and the last one without.
@@ -132,10 +134,10 @@ def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[Rejected]:
         between = [e for e in larger if e.num_tokens <= limit]
         for entry in (*smaller, *larger[:1], *between):
             near[entry] = None
-    rejected = []
+    misses = []
     for entry in near:
         rejection = entry.rejection(batch, steps)
         if rejection is not None:
-            says = _WHY_NOT[rejection](entry, batch)
-            rejected.append(Rejected(entry=entry, rejection=rejection, says=says))
-    return sorted(rejected, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]
+            message = _WHY_NOT[rejection](entry, batch)
+            misses.append(NearMiss(entry=entry, rejection=rejection, message=message))
+    return sorted(misses, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]

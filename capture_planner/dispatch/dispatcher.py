@@ -1,9 +1,8 @@
-"""Dispatcher(plan).dispatch(...): which entry serves this batch, in constant time.
+"""Dispatcher(plan).dispatch(batch): which entry serves a batch, in constant time.
 
-The rule is ``Entry.rejection``: of all entries of the role that do not reject the batch, the one of
-least ``Entry.cost``. Nothing is searched when a batch arrives: next-fit tables are laid out per
-query length and adapter case, and an answer that was given once is kept, so that a batch costs two
-look-ups and a few comparisons.
+The rule: of all entries of the role that do not reject the batch (``Entry.rejection``), the one with
+the least ``Entry.cost``. Nothing is searched per batch: next-fit tables are built per query length and
+LoRA case, and answers are cached, so that a batch costs two look-ups and a few comparisons.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from capture_planner.records.plan import Plan, RolePlan, Waiver
 
 @attrs.frozen
 class Dispatch:
-    """The answer: an entry with its padding, or no entry with the reason."""
+    """The answer for a batch: an entry and the padding, or the reason for none."""
 
     entry: Entry | None
     padded_tokens: int = 0
@@ -29,9 +28,9 @@ class Dispatch:
     padded_reqs: int = 0
     """Rows of padding on the request axis; 0 for PIECEWISE, which does not pad requests."""
     reason: Reason | None = None
-    """Why there is no entry; None where there is one."""
+    """Why there is no entry; None with an entry."""
     waiver: Waiver | None = None
-    """The waiver that the reason comes from, where it comes from one."""
+    """The waiver that gives the reason, if one does."""
 
     @property
     def mode(self) -> GraphMode:
@@ -44,10 +43,7 @@ _CACHE_SIZE = 1 << 16
 
 
 class Dispatcher:
-    """Answers for one plan. Pure: the same batch has the same answer for ever, on every rank.
-
-    :param plan: the plan; its tables are built when a batch first needs them.
-    """
+    """Finds the entries of one plan for batches. The same batch always has the same answer, on every rank."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -89,9 +85,11 @@ class Dispatcher:
         past_prompt: bool = True,
         active_loras: int = 0,
     ) -> Dispatch:
-        """Return ``dispatch`` of the ``Batch`` with these counts, which says what each means.
+        """Dispatch a batch given by its counts, which ``Batch`` explains.
 
-        :param role: a role, or its name as plan files have it.
+        Makes a ``Batch`` on every call: a serving loop that has one should call ``dispatch``.
+
+        :param role: a role, or its name.
         """
         return self.dispatch(
             Batch(
@@ -124,7 +122,7 @@ class Dispatcher:
 
 
 class _RoleTables:
-    """Next-fit tables of one role, each made when it is first needed."""
+    """Next-fit tables of one role, each built when first needed."""
 
     def __init__(self, role: RolePlan, plan: Plan) -> None:
         self._role, self._plan = role, plan
@@ -171,7 +169,7 @@ class _RoleTables:
         return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
 
     def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
-        """Return the cheapest uniform entry by requests."""
+        """Return the cheapest uniform entries, by requests."""
         key = (query_len, steps, loras)
         if key not in self._decode_fits:
             self._decode_fits[key] = _Fit.of(
@@ -184,7 +182,7 @@ class _RoleTables:
         return self._decode_fits[key]
 
     def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
-        """Return the cheapest entry for any batch by tokens, among those for ``bound`` requests."""
+        """Return the cheapest entries for any batch, by tokens, that have room for ``bound`` requests."""
         key = (bound, steps, loras)
         if key not in self._mixed_fits:
             self._mixed_fits[key] = _Fit.of(
@@ -199,7 +197,7 @@ class _RoleTables:
 
 
 def _binding_reqs(entry: Entry) -> int | None:
-    """Return an entry's bound on requests where its tokens do not imply it (a request has a token)."""
+    """Return an entry's bound on requests unless its tokens imply it (each request has a token)."""
     if entry.num_reqs is None or entry.num_reqs >= entry.num_tokens:
         return None
     return entry.num_reqs
@@ -207,14 +205,14 @@ def _binding_reqs(entry: Entry) -> int | None:
 
 @attrs.frozen
 class _Fit:
-    """The cheapest entry at each count: ascending sizes, each with the entry up to it."""
+    """The cheapest entry for each count: ascending sizes, each with its entry."""
 
     sizes: tuple[int, ...]
     entries: tuple[Entry, ...]
 
     @classmethod
     def of(cls, sized: Iterable[tuple[int, Entry]]) -> _Fit:
-        """Keep of ``(size, entry)`` pairs, cheapest first, those larger than all before them."""
+        """Keep the ``(size, entry)`` pairs, cheapest first, that are larger than all before them."""
         sizes, entries = [0], []
         for size, entry in sized:
             if size > sizes[-1]:
@@ -223,5 +221,6 @@ class _Fit:
         return cls(tuple(sizes[1:]), tuple(entries))
 
     def at(self, count: int) -> Entry | None:
+        """Return the entry for a count, or None above the largest size."""
         index = bisect_left(self.sizes, count)
         return self.entries[index] if index < len(self.sizes) else None

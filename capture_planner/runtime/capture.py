@@ -87,7 +87,7 @@ def _waiver(role: RolePlan, entry: Entry, message: str) -> Waiver:
         last=_extent(entry),
         max_loras=entry.active_loras,
         reason=Reason.MEMORY,
-        says=f"{entry} did not fit into memory when it was captured: {message}"[:500],
+        message=f"{entry} did not fit into memory when it was captured: {message}"[:500],
     )
 
 

@@ -59,7 +59,7 @@ def _eager(role: RolePlan, plan: Plan) -> RolePlan:
             last=plan.limits.max_num_tokens,
             max_loras=loras,
             reason=Reason.MODE,
-            says="everything runs eager",
+            message="everything runs eager",
         )
         for kind in Kind
     )

@@ -23,7 +23,7 @@ def plan_of(*entries, waivers=(), most=16, lora=None, machine):
     """A plan of one role, made by hand."""
     role = RolePlan(role=Role.TARGET, requested=FULL, mode=FULL, groups=(), entries=entries, waivers=waivers)
     return Plan(
-        spec="sha256:" + "0" * 64,
+        spec_digest="sha256:" + "0" * 64,
         environment=machine,
         model=MODEL,
         limits=Limits(max_num_reqs=most, max_num_tokens=64),
@@ -163,8 +163,8 @@ def test_a_binding_bound_on_requests_is_heeded(hand_made):
 
 def test_a_waiver_gives_its_reason(hand_made):
     """The one that names the batch, and itself."""
-    decode = Waiver(kind=Kind.DECODE, query_len=1, first=1, last=4, reason=Reason.BUDGET, says="so")
-    mixed = Waiver(kind=Kind.MIXED, first=1, last=64, reason=Reason.MODE, says="so")
+    decode = Waiver(kind=Kind.DECODE, query_len=1, first=1, last=4, reason=Reason.BUDGET, message="so")
+    mixed = Waiver(kind=Kind.MIXED, first=1, last=64, reason=Reason.MODE, message="so")
     dispatcher = Dispatcher(hand_made(waivers=(decode, mixed)))
     assert dispatcher.dispatch_counts("target", 4, 4, 1) == Dispatch(
         None, reason=Reason.BUDGET, waiver=decode

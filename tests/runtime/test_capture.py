@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_waived_and_the_rest_serves_the_same(world, share, 
     assert len(runner.session.captured) == world.plan.num_graphs
     for (role, entry), waiver in lost.items():
         assert waiver.reason is Reason.MEMORY
-        assert str(entry) in waiver.says
+        assert str(entry) in waiver.message
         assert entry not in runner.parts.roles[role].graphs
     before, after = Dispatcher(world.plan), runner.dispatcher
     assert after.plan == as_captured(world.plan, runner.session.captured)

@@ -54,7 +54,7 @@ class Row:
     """One request when a batch was made. ``count`` is None where it has a place and no row."""
 
     name: str
-    place: int
+    state_index: int
     pages: tuple[int, ...]
     table: tuple[int, ...]
     prompt: int
@@ -158,7 +158,7 @@ def moment(scheduler, scheduled, admitted, proposed):
         (count, drafts), tokens = given.get(live.state_index, (None, 0)), places.tokens[live.state_index]
         return Row(
             name=live.request.name,
-            place=live.state_index,
+            state_index=live.state_index,
             pages=tuple(live.pages),
             table=tuple(places.table[live.state_index].tolist()),
             prompt=int(places.prompt[live.state_index]),

@@ -24,7 +24,7 @@ def scheduled_of(rows, most_drafts, prompts=0):
     places, counts, drafts = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
     return ScheduledBatch(
         live=tuple(Live(request, place, [], 0.0) for place, _, _ in rows),
-        places=places,
+        state_indices=places,
         counts=counts,
         drafts=drafts,
         prompts=prompts,

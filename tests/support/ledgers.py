@@ -58,7 +58,7 @@ def captures(draw, plan):
         taken, memory, alone, reason, says = kinds[index % len(kinds)]
         waiver = None
         if reason is not None:
-            waiver = Waiver(kind=Kind.MIXED, first=1, last=entry.num_tokens, reason=reason, says=says)
+            waiver = Waiver(kind=Kind.MIXED, first=1, last=entry.num_tokens, reason=reason, message=says)
         seen = None
         if moments:
             seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
