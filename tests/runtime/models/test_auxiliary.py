@@ -130,7 +130,7 @@ def test_answers_that_do_not_fit_are_refused(drafter):
     """A place that is not there, that of padded rows, more tokens than places for them, no chance."""
     told = answering(drafter, "copy")
     for place, tokens in ((-1, ()), (PLACES, (1,)), (0, (1,) * (LENGTH + 1))):
-        with pytest.raises(RunError, match="the table has places 0 to 2, of 12 tokens"):
+        with pytest.raises(RunError, match="the table has states 0 to 2, of 12 tokens"):
             told.learn(place, tokens)
     with pytest.raises(RunError, match="expected at least 2 tokens"):
         OracleDrafter(drafter, "miss", num_states=1, length=1, vocab_size=1)
@@ -140,7 +140,7 @@ def test_answers_that_do_not_fit_are_refused(drafter):
 
 def test_a_drafter_is_chosen_by_name_or_folder(target, tmp_path):
     """The kinds that answer wrap a random head; a folder is loaded."""
-    options = {"places": PLACES, "length": LENGTH}
+    options = {"num_states": PLACES, "length": LENGTH}
     for kind in KINDS:
         chosen = choose_drafter(kind, PLAN, target, **options, chance=0.25, seed=3)
         assert isinstance(chosen, OracleDrafter)
