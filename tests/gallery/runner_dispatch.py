@@ -13,7 +13,7 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
-from capture_planner.runtime.serving.serving import Serving
+from capture_planner.runtime.serving.launching import StepLauncher
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 
@@ -135,10 +135,15 @@ def _never_for_drafts(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]
 
 def _graphs_noted(original: Callable[..., None]) -> Callable[..., None]:
     def note(
-        serving: Serving, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1
+        launcher: StepLauncher,
+        index: int,
+        batch: Batch,
+        dispatch: Dispatch,
+        times: ForwardTimes,
+        repeats: int = 1,
     ) -> None:
         if dispatch.entry is not None:
-            original(serving, index, batch, dispatch, times, repeats)
+            original(launcher, index, batch, dispatch, times, repeats)
 
     return note
 
@@ -232,6 +237,6 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#47460",),
         bug_class=BugClass.J,
         says="Steps that run from a graph are written down, and those that run eager are not",
-        patch=patched((Serving, "_note", _graphs_noted)),
+        patch=patched((StepLauncher, "_note", _graphs_noted)),
     ),
 )

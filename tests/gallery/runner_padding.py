@@ -27,8 +27,8 @@ from capture_planner.runtime.execution.updates import (
 )
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving import serving as serving_module
+from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
-from capture_planner.runtime.serving.serving import Serving
 from capture_planner.runtime.serving.speculative import Verification, sampled_counts
 from gallery.core import Mutant
 from gallery.patching import Patch, nothing, patched
@@ -116,11 +116,11 @@ def _all_moved(original: Callable[..., None]) -> Callable[..., None]:
     return advance
 
 
-def _all_verified(original: object) -> Callable[[Serving, ScheduledBatch], None]:
+def _all_verified(original: object) -> Callable[[StepLauncher, ScheduledBatch], None]:
     """Verify as many rows as the fields have room for."""
 
-    def prepare_drafts(serving: Serving, scheduled: ScheduledBatch) -> None:
-        parts = serving._parts
+    def prepare_drafts(launcher: StepLauncher, scheduled: ScheduledBatch) -> None:
+        parts = launcher._parts
         target = parts.roles[Role.TARGET].fields
         verified = VerificationInputs(
             fields=parts.token_fields[Role.TARGET],
@@ -226,7 +226,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="Verification on the device counts all rows that its fields have room for, not those of the batch",
-        patch=patched((Serving, "_prepare_drafts", _all_verified)),
+        patch=patched((StepLauncher, "_prepare_drafts", _all_verified)),
     ),
     Mutant(
         name="first-draft-unverified",
