@@ -88,7 +88,7 @@ class RoleAttention:
             length = int(inputs.seq_lens.max(initial=0))
         for group in self.groups:
             name = group.plan.name
-            host = HostFields(self._fields.by_group[name], inputs.declared, seen, step.real.tokens)
+            host = HostFields(self._fields.by_group[name], inputs, seen, step.real.tokens)
             self.metadata[name] = Metadata(
                 entry=entry,
                 num_reqs=seen.reqs,
