@@ -18,11 +18,11 @@ import torch
 from capture_planner.bench.record import CaptureCost, CaptureFigure
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
-from capture_planner.modes import Pool as Pooling
+from capture_planner.modes import Pool
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import warm_values
-from capture_planner.runtime.graphs.graph import Pool
-from capture_planner.runtime.ledger import Captured, Reading
+from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.reading import Reading
+from capture_planner.runtime.ledger import Captured
 from capture_planner.runtime.runner import Runner
 
 
@@ -106,12 +106,11 @@ def _bare(rig: Rig, advance: Callable[[str], None]) -> CaptureCost:
         started = perf_counter()
         shared = grapher.pool()
         for role in roles:
-            role.pool = shared if rig.plan.pool is Pooling.SHARED else grapher.pool()
+            role.begin_capture(shared if rig.plan.pool is Pool.SHARED else grapher.pool())
         with torch.no_grad():
             for role, entry in work:
-                assert role.pool is not None, "each role was given one"
-                role.warm_up(entry, warm_values(role, entry))
-                role.capture(entry, warm_values(role, entry), role.pool)
+                role.warm_up(entry)
+                role.capture(entry)
                 advance(f"bare: {role.role.value} {entry}")
         torch.cuda.synchronize()
         return _cost(rig, runner, perf_counter() - started, before)
@@ -164,7 +163,7 @@ class BareGraphs:
         """Make a pool without a limit."""
         return BarePool()
 
-    def capture(self, forward: Callable[[], object], pool: Pool) -> BareGraph:
+    def capture(self, forward: Callable[[], object], pool: GraphPool) -> BareGraph:
         """Capture ``forward`` as one graph, or as pieces if it splits."""
         assert isinstance(pool, BarePool), "pools are made here"
         self._graph, self._pool, self._piece = BareGraph(), pool, contextlib.ExitStack()

@@ -15,16 +15,15 @@ import attrs
 
 from capture_planner.bench.record import ChainTiming
 from capture_planner.bench.rig import Absence, Rig, trimmed
-from capture_planner.modes import Refresh, Role
+from capture_planner.modes import GraphMode, Refresh, Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import without_graphs
-from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.ledger import Forward
+from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 
 MOST = 8
@@ -154,14 +153,15 @@ def _once(runner: Runner, plan: Plan, size: int) -> Callable[[], object]:
     role = runner.parts.roles[Role.DRAFT_DECODE]
     assert plan.speculative is not None, "a draft decode has a drafter"
     steps = plan.speculative.draft_tokens(size) - 1
-    answer = role.dispatcher.dispatch(Batch.decode(Role.DRAFT_DECODE, size, 1))
-    entry = answer.entry
+    batch = Batch.decode(Role.DRAFT_DECODE, size, 1)
+    entry = runner.dispatcher.dispatch(batch).entry
     if entry is None:
-        extents = Extents(tokens=size, reqs=size, pages=role.fields.capacity.pages)
+        shape = Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)
+        step = role.step(batch, None, role.warm_up_inputs(shape))
 
         def eager() -> None:
             for _ in range(steps):
-                role.again(answer, None, extents, perf_counter())
+                role.execute(step, perf_counter())
 
         return eager
     graph = role.graphs[entry]

@@ -15,7 +15,7 @@ import attrs
 from capture_planner.bench.record import Decode, Replayed
 from capture_planner.bench.rig import Absence, Decoding, Rig, trimmed
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import without_graphs
+from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 
 WARM = 3

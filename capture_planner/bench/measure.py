@@ -171,7 +171,7 @@ def _rig(
             "random",
             plan.speculative,
             model,
-            places=plan.limits.max_num_reqs,
+            num_states=plan.limits.max_num_reqs,
             length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
             seed=bench.seed + 1,
         )

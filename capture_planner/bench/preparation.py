@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
+import attrs
 import numpy as np
 import torch
 
@@ -18,12 +19,10 @@ from capture_planner.bench.record import Preparation
 from capture_planner.bench.rig import Absence, Rig, query_len, serving_entry, trimmed
 from capture_planner.bench.timing import PrepareTimer
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records.batch import Entry
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import warm_values
-from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.step import Made
 from capture_planner.runtime.runner import Runner
 
 
@@ -42,7 +41,7 @@ def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, 
             with rig.trying("preparation"):
                 served = _served(rig, runner, size, steps)
             for role in runner.parts.roles.values():
-                entry = serving_entry(role.dispatcher, rig.plan, role.role, size)
+                entry = serving_entry(runner.dispatcher, rig.plan, role.role, size)
                 if entry is not None and role.role in served:
                     with rig.trying("preparation"):
                         rows.append(_measured(rig, role, timer, entry, size, steps, served[role.role]))
@@ -65,18 +64,20 @@ def _measured(
 ) -> Preparation:
     query = 1 if role.role is Role.DRAFT_DECODE else query_len(rig.plan, size)
     first = rig.prompt + query
-    real = Extents(tokens=size * query, reqs=size, pages=role.fields.capacity.pages)
+    batch = Batch.decode(role.role, size, query)
     stages: list[float] = []
     prepares: list[float] = []
     stocks: list[float] = []
     # Step -1 warms up: it fills the fields that the largest graph left, and a library's own call
     # allocates and compiles.
     for step in range(-1, steps):
-        made = values_at(rig, role, size, query, first + max(step, 0))
+        inputs = inputs_at(rig, role, size, query, first + max(step, 0))
         timer.clear()
         _wait(rig)
         started = perf_counter()
-        role.stage(entry, real, made)
+        forward = role.step(batch, entry, inputs)
+        role.stage_inputs(forward)
+        role.prepare_backends(forward)
         ended = perf_counter()
         stock = timer.stock()
         if step >= 0:
@@ -102,21 +103,21 @@ def _wait(rig: Rig) -> None:
         torch.cuda.synchronize()
 
 
-def values_at(rig: Rig, role: RoleRun, size: int, query: int, length: int) -> Made:
-    """Return the values of a decode: ``size`` requests of ``query`` tokens, ``length`` tokens long.
+def inputs_at(rig: Rig, role: RoleRun, size: int, query: int, length: int) -> StepInputs:
+    """Return the inputs of a decode: ``size`` requests of ``query`` tokens, ``length`` tokens long.
 
     Requests share pages if there are too few; nothing reads their contents.
     """
     shape = Entry(mode=GraphMode.FULL, num_tokens=size * query, num_reqs=size, query_len=query)
-    made = warm_values(role, shape)
     pages = rig.pages
     each, width = pages.pages(rig.plan.model.max_model_len), pages.pages(length)
     table = 1 + (np.arange(size)[:, None] * each + np.arange(width)) % (pages.num_pages - 1)
     positions = np.tile(np.arange(length - query, length), size)
     page, offset = np.divmod(positions, pages.page_size)
-    made["positions"] = positions.astype(made["positions"].dtype)
-    made["seq_lens"] = np.full(size, length, dtype=made["seq_lens"].dtype)
-    made["block_table"] = table.astype(made["block_table"].dtype)
-    slots = table[np.repeat(np.arange(size), query), page] * pages.page_size + offset
-    made["slot_mapping"] = slots.astype(made["slot_mapping"].dtype)
-    return made
+    return attrs.evolve(
+        role.warm_up_inputs(shape),
+        positions=positions,
+        seq_lens=np.full(size, length, dtype=np.int32),
+        block_table=table.astype(np.int32),
+        slot_mapping=table[np.repeat(np.arange(size), query), page] * pages.page_size + offset,
+    )

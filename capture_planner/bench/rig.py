@@ -24,11 +24,11 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import without_graphs
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.huggingface import HuggingFaceModel
 from capture_planner.runtime.models.protocols import Drafter
+from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request

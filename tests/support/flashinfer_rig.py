@@ -23,7 +23,7 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, Fields
-from capture_planner.runtime.execution.step import derive
+from capture_planner.runtime.execution.inputs import DERIVED, StepInputs
 from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
 from capture_planner_flashinfer import FlashInfer
 from capture_planner_flashinfer.selection import kernel_family
@@ -145,9 +145,17 @@ class Rig:
         """Fill and pad the fields of a step, and let the executor prepare."""
         values = dict(values)
         names = {field.name for field in self._contract.fields}
-        derive(values, names, self.setting.page_size)
         starts = values["query_start_loc"]
         tokens, reqs = int(starts[-1]), len(starts) - 1
+        inputs = StepInputs(
+            **values,
+            input_ids=None,
+            positions=np.zeros(tokens, dtype=np.int64),
+            slot_mapping=None,
+            idx_mapping=np.arange(reqs, dtype=np.int32),
+            page_size=self.setting.page_size,
+        )
+        values |= {name: DERIVED[name](inputs) for name in names & set(DERIVED)}
         padding.apply(padding.table(self.fields, values, tokens))
         extents = Extents(tokens=tokens, reqs=reqs, pages=self._capacity.pages)
         if entry is not None:
