@@ -1,4 +1,4 @@
-"""Every error a user can meet.
+"""Every error a user can meet::
 
     CapturePlannerError
      +- InvalidValue          a value breaks a rule; carries one Problem per broken rule

@@ -37,6 +37,7 @@ copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"capture-planner {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

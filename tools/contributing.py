@@ -20,21 +20,12 @@ def script() -> str:
     """Return the commands of the section, as one script for bash."""
     section = re.search(r"^## Set up\n(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S)
     assert section is not None, "CONTRIBUTING.md has no section 'Set up'"
-    lines = [
-        line
-        for block in re.findall(r"^```sh\n(.*?)^```$", section[1], re.M | re.S)
-        for line in block.splitlines()
-    ]
-    assert "pytest" in lines, "the section runs no pytest"
-    return "\n".join(
-        [
-            "set -exo pipefail",
-            *(
-                line if line != "pytest" else "PYTEST_ADDOPTS='--collect-only -q' pytest | tail -3"
-                for line in lines
-            ),
-        ]
+    commands = "".join(re.findall(r"^```sh\n(.*?)^```$", section[1], re.M | re.S))
+    bounded, count = re.subn(
+        r"^pytest$", "PYTEST_ADDOPTS='--collect-only -q' pytest | tail -3", commands, flags=re.M
     )
+    assert count == 1, "the section runs pytest other than once"
+    return f"set -exo pipefail\n{bounded}"
 
 
 def main() -> None:

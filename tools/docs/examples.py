@@ -102,17 +102,22 @@ class Workspace:
         if pipeline is None:
             return self._shell(command)
         stdin = self._shell(pipeline["source"]) if pipeline["source"] else ""
-        output = self._call(shlex.split(pipeline["arguments"]), stdin)
-        return self._shell(pipeline["filter"], output) if pipeline["filter"] else output
-
-    def _call(self, arguments: list[str], stdin: str) -> str:
-        """Run capture-planner in this process."""
+        arguments = shlex.split(pipeline["arguments"])
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+        if not pipeline["filter"]:
+            self._call(arguments, stdin, out, out)
+            return _text(out)
+        err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+        self._call(arguments, stdin, out, err)
+        return _text(err) + self._shell(pipeline["filter"], _text(out))
+
+    def _call(self, arguments: list[str], stdin: str, out: io.TextIOWrapper, err: io.TextIOWrapper) -> None:
+        """Run capture-planner in this process."""
         source = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
         with (
             contextlib.chdir(self.folder),
             contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(out),
+            contextlib.redirect_stderr(err),
             mock.patch.object(sys, "argv", ["capture-planner", *arguments]),
             mock.patch.object(sys, "stdin", source),
             mock.patch.object(sys, "path", [*self.plugin_path, *sys.path]),
@@ -124,9 +129,6 @@ class Workspace:
                 self.exit_code = int(end.code or 0)
             finally:
                 self._forget_plugins()
-        buffer = out.buffer
-        assert isinstance(buffer, io.BytesIO)
-        return buffer.getvalue().decode("utf-8")
 
     def _forget_plugins(self) -> None:
         """Drop the page's own modules, so that the next command sees what the page changed in them."""
@@ -178,6 +180,12 @@ class Workspace:
             exec(compile(source, where, "exec"), self.names)
         self._forget_plugins()
         return out.getvalue()
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    buffer = stream.buffer
+    assert isinstance(buffer, io.BytesIO)
+    return buffer.getvalue().decode("utf-8")
 
 
 def _environment() -> dict[str, str]:
