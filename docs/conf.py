@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from sphinx.application import Sphinx
 
 import capture_planner
+from capture_planner import codec, dispatch, errors, modes, plugins, records
+
+HOMES = (records, codec, plugins, dispatch, errors, modes)
+"""Packages whose classes the root exports too."""
 
 project = "capture-planner"
 author = "capture-planner contributors"
@@ -43,13 +48,21 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
 
-def without_generated_attributes(
-    _app: Sphinx, _kind: str, name: str, _value: Any, _skip: bool, _options: Any
-) -> bool | None:
-    """Leave out what attrs and enum add to a class."""
-    return True if name in ("__attrs_attrs__", "__match_args__") else None
+def skip_member(app: Sphinx, kind: str, name: str, value: Any, _skip: bool, _options: Any) -> bool | None:
+    """Leave out what attrs adds to a class; document a class on the page of its own package, not on the root's."""
+    if name in ("__attrs_attrs__", "__match_args__"):
+        return True
+    elsewhere = any(value is getattr(package, name, None) for package in HOMES)
+    if (
+        kind == "module"
+        and inspect.isclass(value)
+        and elsewhere
+        and app.env.docname == "reference/api/capture_planner"
+    ):
+        return True
+    return None
 
 
 def setup(app: Sphinx) -> None:
     """Register the event handlers of this file."""
-    app.connect("autodoc-skip-member", without_generated_attributes)
+    app.connect("autodoc-skip-member", skip_member)

@@ -25,6 +25,7 @@ PACKAGES = (
     "capture_planner.planning",
     "capture_planner.dispatch",
     "capture_planner.analysis",
+    "capture_planner.analysis.lint",
     "capture_planner.engines",
     "capture_planner.conformance",
     "capture_planner.testing",
