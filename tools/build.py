@@ -29,9 +29,9 @@ PLUGINS = sorted(
 
 def build(source: Path, target: Path, *, sdist: bool) -> list[Path]:
     """Build the wheel of one distribution, and its source distribution if asked to."""
-    builders = [build_wheel, *([build_sdist] if sdist else [])]
     with contextlib.chdir(source), contextlib.redirect_stdout(io.StringIO()):
-        return [target / builder(str(target)) for builder in builders]
+        names = [build_wheel(str(target)), *([build_sdist(str(target))] if sdist else [])]
+    return [target / name for name in names]
 
 
 def install_plugins() -> None:

@@ -45,7 +45,9 @@ def rules() -> str:
         ]
         sections += [f"Reported in {_links(rule.threads)}."] if rule.threads else []
         sections += [f"Fix: {rule.remedy}."]
-        sections += [f"The part of the spec to change: `{'.'.join(rule.spec_path)}`."] if rule.spec_path else []
+        sections += (
+            [f"The part of the spec to change: `{'.'.join(rule.spec_path)}`."] if rule.spec_path else []
+        )
     rows.append((f"[{DRIFT_CODE}](#{DRIFT_CODE.lower()})", "drift", "error", "J (observability)"))
     return "\n\n".join([table(("code", "name", "severity", "class"), rows, text=4), *sections])
 
