@@ -29,17 +29,21 @@ PACKAGES = (
     "capture_planner.engines",
     "capture_planner.conformance",
     "capture_planner.testing",
-    "capture_planner.runtime",
 )
 """The public packages. A name that none of them exports is private."""
 
-MODULES = ("capture_planner.errors", "capture_planner.modes")
-"""Public modules: all that they define is public."""
+MODULES = (
+    "capture_planner.errors",
+    "capture_planner.modes",
+    "capture_planner.runtime.executor",
+    "capture_planner.runtime.runner",
+)
+"""Public modules: all that they define is public. Importing those of runtime needs torch."""
 
 
 def load(name: str) -> ModuleType:
     """Import a package; a test is skipped where an optional dependency of the package is missing."""
-    if name == "capture_planner.runtime":
+    if name == "capture_planner.conformance":
         pytest.importorskip("torch")
     if name in ("capture_planner.testing", "capture_planner.conformance"):
         pytest.importorskip("hypothesis")
