@@ -18,7 +18,7 @@ from capture_planner.analysis.lint import Severity, lint  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
 from capture_planner.bench.chain import chain, host_seconds, with_chains, with_single_steps  # noqa: E402
 from capture_planner.bench.decode import bare, decode  # noqa: E402
-from capture_planner.bench.preparation import preparation, values_at  # noqa: E402
+from capture_planner.bench.preparation import inputs_at, preparation  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.dispatch.dispatcher import Dispatcher  # noqa: E402
@@ -217,17 +217,17 @@ def test_preparation_without_a_stock_call() -> None:
 @given(st.integers(1, MOST), st.integers(1, 3), st.integers(0, 80))
 def test_preparation_values_are_those_of_a_decode(size: int, query: int, more: int) -> None:
     """Each token's slot is where the block table has its position; positions end at the length."""
-    made = values_at(RIG, ROLE, size, query, query + more)
+    step_inputs = inputs_at(RIG, ROLE, size, query, query + more)
     page = RIG.pages.page_size
     for row in range(size):
-        positions = made["positions"][row * query : (row + 1) * query].tolist()
+        positions = step_inputs.positions[row * query : (row + 1) * query].tolist()
         assert positions == list(range(more, more + query))
-        assert made["seq_lens"][row] == more + query
+        assert step_inputs.seq_lens[row] == more + query
         for index, position in enumerate(positions):
-            slot = int(made["block_table"][row, position // page]) * page + position % page
-            assert made["slot_mapping"][row * query + index] == slot
-    assert np.unique(made["slot_mapping"]).size == size * query
-    assert 0 < made["block_table"].min() <= made["block_table"].max() < RIG.pages.num_pages
+            slot = int(step_inputs.block_table[row, position // page]) * page + position % page
+            assert step_inputs.slot_mapping[row * query + index] == slot
+    assert np.unique(step_inputs.slot_mapping).size == size * query
+    assert 0 < step_inputs.block_table.min() <= step_inputs.block_table.max() < RIG.pages.num_pages
 
 
 RIG = rigged(planned(0))
