@@ -22,7 +22,6 @@ from _qwen3 import DRAFT_VOCABULARY, shape, write_config
 from capture_planner.bench import Bench, BenchReport, measure, verdicts
 from capture_planner.bench.measure import default_load
 from capture_planner.bench.record import Throughput
-from capture_planner.bench.rig import Progress
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
@@ -36,6 +35,7 @@ from capture_planner.report.page import page
 from capture_planner.report.plain import plain
 from capture_planner.report.terminal import tables
 from capture_planner.runtime.host import this_environment
+from capture_planner.runtime.launch import Progress
 
 MODEL = shape(max_model_len=1024)
 K = 5

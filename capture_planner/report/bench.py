@@ -7,14 +7,14 @@ from typing import Any
 
 from capture_planner.bench.record import (
     BenchReport,
-    Capturing,
-    Chain,
+    CaptureFigure,
+    ChainTiming,
     Decode,
     Pools,
     Preparation,
     Replayed,
+    TargetVerdict,
     Throughput,
-    Verdict,
 )
 from capture_planner.bench.targets import verdicts
 from capture_planner.codec import json_of, plain, plain_fields
@@ -121,7 +121,7 @@ def _optional(value: float | None) -> str:
     return NONE if value is None else seconds(value)
 
 
-def verdict_text(verdict: Verdict) -> str:
+def verdict_text(verdict: TargetVerdict) -> str:
     """Say whether a target is met, or by how much it is missed."""
     return "met" if verdict.holds else f"missed by {verdict.missed_by:.0%}"
 
@@ -218,7 +218,7 @@ def _chain(report: BenchReport) -> Section:
     return _figure_section(report, "chain", "Draft chain", columns, text=0, notes=notes)
 
 
-def _bound(row: Chain) -> str:
+def _bound(row: ChainTiming) -> str:
     """Say what bounds the gain over single steps."""
     step = f"With {counted(row.num_reqs, 'request')}, a single step takes {seconds(row.one)} on the device"
     if row.host is None:
@@ -310,11 +310,11 @@ def _bench(report: BenchReport) -> dict[str, Any]:
 _DERIVED: dict[type, tuple[str, ...]] = {
     Decode: ("overhead", "gain"),
     Preparation: ("of_stock",),
-    Chain: ("one", "over_single", "over_eager"),
+    ChainTiming: ("one", "over_single", "over_eager"),
     Throughput: ("gain",),
-    Capturing: ("of_seconds", "of_memory"),
+    CaptureFigure: ("of_seconds", "of_memory"),
     Pools: ("saved",),
-    Verdict: ("holds", "missed_by"),
+    TargetVerdict: ("holds", "missed_by"),
 }
 """Properties that the JSON of a figure has after its fields."""
 

@@ -104,7 +104,9 @@ class Brought:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run) -> Iterator[Run]:
     """Return a function that calls ``conformance`` in an empty folder, with the backends of this file."""
     load, before = registry.load_backends, torch.get_num_threads()
-    monkeypatch.setattr(registry, "load_backends", lambda *plugins, **options: load(Brought(), *plugins, **options))
+    monkeypatch.setattr(
+        registry, "load_backends", lambda *plugins, **options: load(Brought(), *plugins, **options)
+    )
     monkeypatch.chdir(tmp_path)
     yield partial(call, "conformance")
     torch.set_num_threads(before)
@@ -141,7 +143,7 @@ def test_the_same_seed_does_the_same(run: Run) -> None:
 
 def test_json_has_the_documented_keys(run: Run) -> None:
     """docs/conformance.md lists them, whether one searches or does one case again."""
-    text = (ROOT / "docs" / "conformance.md").read_text("utf-8")
+    text = (ROOT / "docs" / "extending" / "conformance.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     searched = run("reference", *FEW, "--format", "json").data
