@@ -11,7 +11,7 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch, Entry
-from capture_planner_vllm import data_parallel, first, legacy, schedule
+from capture_planner_vllm import data_parallel, legacy, schedule
 from capture_planner_vllm.drafter import DraftDecode, DraftPrefill, draft_modes
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.settings import Drafter, Runner
@@ -200,8 +200,7 @@ def test_empty_batch_has_no_graph() -> None:
     old = legacy.PaddedManager(
         role=Role.TARGET, mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8, query_len=1
     )
-    oldest = first.FirstManager(mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8)
-    for manager in (target, old, oldest):
+    for manager in (target, old):
         assert manager.dispatch(empty).reason is Reason.NOT_ADMISSIBLE
 
 
@@ -223,8 +222,7 @@ def test_prompt_in_the_shape_of_a_decode_has_no_decode_graph() -> None:
         assert manager.dispatch(batch).reason is Reason.MODE
     mode = GraphMode.FULL_DECODE_ONLY
     old = legacy.PaddedManager(role=Role.TARGET, mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
-    oldest = first.FirstManager(mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
-    assert old.dispatch(batch).mode is oldest.dispatch(batch).mode is GraphMode.FULL
+    assert old.dispatch(batch).mode is GraphMode.FULL
 
 
 def test_drafter_is_asked_with_the_targets_padding() -> None:
@@ -331,35 +329,6 @@ def test_legacy_sizes_are_multiples(sizes: tuple[int, ...], width: int, mode: Gr
         multiples = range(width, sizes[-1] + 1, width)
         assert {*kept} == {m for m in multiples if any(m - width < s <= m for s in sizes)} or kept == (width,)
         assert legacy.speculative_sizes(kept, kept[-1], query_len=width, mode=mode) == kept
-
-
-@given(SIZES, st.integers(1, 4), st.integers(1, 20), st.sampled_from(GraphMode))
-def test_first_table_is_the_rule_in_words(
-    sizes: tuple[int, ...], width: int, reqs: int, mode: GraphMode
-) -> None:
-    """A table from each count to the smallest size; decodes keep the entries that decodes can fill."""
-    manager = first.FirstManager(mode=mode, sizes=sizes, max_num_reqs=reqs, query_len=width)
-    table = {n: min(s for s in sizes if s >= n) for n in range(1, sizes[-1] + 1)}
-    decodes = {n: size for n, size in table.items() if width <= size <= reqs * width}
-    captured = {graph.entry for graph in manager.graphs}
-    if mode.is_separate:
-        full = {entry.num_tokens for entry in captured if entry.mode is GraphMode.FULL}
-        assert full == {size for size in sizes if width <= size <= reqs * width}
-    for n in range(1, reqs + 1):
-        for batch in (decode(n, width), mixed(n, n * width + 1)):
-            is_decode = batch.past_prompt
-            kind = mode.decode_mode if is_decode else mode.mixed_mode
-            size = (decodes if is_decode and mode.is_separate else table).get(batch.num_tokens)
-            answer = manager.dispatch(batch)
-            if kind is GraphMode.NONE or size is None:
-                assert answer.entry is None
-                assert answer.reason is (Reason.MODE if kind is GraphMode.NONE else Reason.SIZES)
-                continue
-            assert answer.entry in captured
-            assert (answer.entry.mode, answer.entry.num_tokens) == (kind, size)
-            filled = -(-size // width) if is_decode and mode.is_separate else size
-            expected = None if kind is GraphMode.PIECEWISE else min(filled, reqs)
-            assert answer.entry.num_reqs == expected
 
 
 @given(SEEDS)

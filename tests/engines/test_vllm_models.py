@@ -12,13 +12,11 @@ from capture_planner.engines.walk import walk
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.batch import Kind
-from capture_planner_vllm import emulate, resolve
 from capture_planner_vllm.attention import EMULATED, Attention
-from capture_planner_vllm.flags import table
+from capture_planner_vllm.engine import emulate, resolve
 from capture_planner_vllm.model import Model
-from capture_planner_vllm.parts import names
 from capture_planner_vllm.settings import Drafter
-from capture_planner_vllm.unemulated import _FLAGS
+from capture_planner_vllm.tables import flag_table, names, rules
 from engines.generators.vllm_models import MODELS, write_models
 
 H100 = find_environment("h100")
@@ -122,7 +120,6 @@ def test_the_blocks_decide_the_backend():
         ["--dtype", "float32", "--attention-backend", "FLASH_ATTN"],
         ["--block-size", "0"],
         ["--block-size", "24"],
-        ["--quantization", "int3"],
         ["--kv-cache-dtype", "fp8_e5m2", "--attention-backend", "FLASH_ATTN"],
     ],
 )
@@ -173,10 +170,10 @@ def test_attention_in_chunks_has_no_full_graphs(tmp_path):
     assert resolve([str(tmp_path / "chunked")], H100)[0].mode is GraphMode.PIECEWISE
 
 
-@pytest.mark.parametrize("flag", sorted(_FLAGS))
+@pytest.mark.parametrize("flag", sorted(rules()["unemulated_flags"]))
 def test_flags_that_are_not_emulated_are_refused(flag):
     """Each such flag is vLLM's, takes its plain value, and is refused with another."""
-    entry = table()[flag]
+    entry = flag_table()[flag]
     name = entry["names"][0]
     odd = {"runner": "draft", "prefill_context_parallel_size": "2"}.get(
         flag, "{}" if "json" in entry["kind"] else "x"

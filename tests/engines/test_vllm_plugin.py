@@ -118,16 +118,26 @@ def test_without_a_plan_it_does_nothing(engine, plan, monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_importing_and_registering_brings_nothing_heavy():
-    """Neither torch nor vLLM, with a plan named or without."""
+def test_register_without_a_plan_imports_nothing_of_the_planner():
+    """A vLLM process without a plan loads this module and no other of ours."""
+    code = "import sys; from capture_planner_vllm import vllm_plugin as v; v.register(); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert [name for name in loaded if name.startswith("capture_planner")] == [
+        "capture_planner_vllm",
+        "capture_planner_vllm.vllm_plugin",
+    ]
+
+
+def test_register_with_a_plan_imports_nothing_heavy():
+    """Neither torch nor vLLM; calling it again installs no second finder."""
     code = (
-        "import os, sys; from capture_planner.engines import vllm_plugin as v; v.register(); "
-        "os.environ[v.PLAN] = 'x'; v.register(); v.register(); "
+        "import os, sys; from capture_planner_vllm import vllm_plugin as v; os.environ[v.PLAN] = 'x'; "
+        "v.register(); v.register(); "
         "print(sum(isinstance(f, v._Finder) for f in sys.meta_path), *sys.modules)"
     )
-    count, *loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, *loaded = run.stdout.split()
     assert count == "1"
     assert not {"torch", "vllm", "numpy", "hypothesis"} & set(loaded)
 

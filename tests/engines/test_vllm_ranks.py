@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from capture_planner_vllm import data_parallel, emulate, resolve
+from capture_planner_vllm import data_parallel
+from capture_planner_vllm.engine import emulate, resolve
 from capture_planner_vllm.legacy import PaddedManager
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.settings import Drafter, Runner
@@ -65,18 +66,11 @@ def test_ranks_that_overlap_are_refused(runner):
     assert emulate([*words, "--enforce-eager"], H100).graphs == ()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [*OVERLAP, "--dbo-decode-token-threshold", "1"],
-        ["--ubatch-size", "4", "--dbo-prefill-token-threshold", "3", *OVERLAP[1:]],
-        ["--ubatch-size", "-1"],
-    ],
-)
-def test_batches_too_small_to_split_are_refused(words):
-    """A threshold has a token for each part."""
+def test_negative_ubatch_size_is_refused():
+    """A batch has no negative number of parts; 0 and 1 split nothing."""
     with pytest.raises(FlagError):
-        resolve(["m", *words], H100)
+        resolve(["m", "--ubatch-size", "-1"], H100)
+    assert resolve(["m", "--ubatch-size", "1"], H100)[0] == resolve(["m"], H100)[0]
 
 
 def test_a_role_without_work_asks_as_a_decode():

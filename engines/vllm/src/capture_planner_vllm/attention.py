@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import attrs
 
+from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphSupport
-from capture_planner_vllm.flags import refusal
 from capture_planner_vllm.model import Model
-from capture_planner_vllm.parts import names
-from capture_planner_vllm.unemulated import not_emulated
+from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.tables import names
 
 FLAG = "--attention-backend"
 _SM80, _SM90, _SM121 = (8, 0), (9, 0), (12, 1)

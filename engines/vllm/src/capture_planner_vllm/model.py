@@ -14,10 +14,10 @@ import attrs
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED, KNOWN, Checkpoint
+from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError
-from capture_planner_vllm.flags import refusal
 from capture_planner_vllm.mtp import Modules, modules
-from capture_planner_vllm.parts import names
+from capture_planner_vllm.tables import names
 
 ASSUMED_LENGTH = 32768
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import attrs
 
+from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport
-from capture_planner_vllm.flags import refusal
 
 
 @attrs.frozen(kw_only=True)
