@@ -11,12 +11,13 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch, Entry
-from capture_planner_vllm import data_parallel, legacy, schedule
+from capture_planner_vllm import legacy, schedule
 from capture_planner_vllm.drafter import DraftDecode, DraftPrefill, draft_modes
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.settings import Drafter, Runner
 from capture_planner_vllm.table import TableManager
 from engines.generators import vllm_managers as cases
+from engines.generators import vllm_ranks
 
 PUBLISHED = [
     (((1, 16, 2), (17, 256, 1)), 20, 102, 53),
@@ -288,11 +289,11 @@ def test_ranks_agree(seed: int) -> None:
     assume(isinstance(target, TableManager))
     for step in case.steps:
         batches = [
-            cases.as_batch(Role.TARGET, rows, loras) if rows else data_parallel.idle(target)
+            cases.as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target)
             for rows, loras in step
         ]
         alone = [target.dispatch(batch) for batch in batches]
-        answers, agreement = data_parallel.agree(target, batches)
+        answers, agreement = vllm_ranks.agree(target, batches)
         assert agreement is not None
         assert agreement.eager == any(answer.entry is None for answer in alone)
         assert len({answer.mode for answer in answers}) == 1
@@ -303,7 +304,7 @@ def test_ranks_agree(seed: int) -> None:
             rows = {b.num_tokens + a.padded_tokens for b, a in zip(batches, answers, strict=True)}
             assert rows == {*agreement.num_tokens}
             assert len(rows) == 1
-        assert data_parallel.agree(target, batches[:1]) == ((alone[0],), None)
+        assert vllm_ranks.agree(target, batches[:1]) == ((alone[0],), None)
 
 
 def test_no_rank_has_work() -> None:
@@ -311,7 +312,7 @@ def test_no_rank_has_work() -> None:
     target = managers(cases.case(3, 0).configuration.settings)[0]
     assert isinstance(target, TableManager)
     nothing = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
-    answers, agreement = data_parallel.agree(target, [nothing, nothing])
+    answers, agreement = vllm_ranks.agree(target, [nothing, nothing])
     assert agreement is None
     assert {answer.reason for answer in answers} == {Reason.IDLE}
 

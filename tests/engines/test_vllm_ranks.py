@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from capture_planner_vllm import data_parallel
+from engines.generators import vllm_ranks
 from capture_planner_vllm.engine import emulate, resolve
 from capture_planner_vllm.legacy import PaddedManager
 from capture_planner_vllm.managers import managers
@@ -27,11 +27,11 @@ def test_legacy_ranks_agree(seed):
     for manager in found:
         for step in case.steps:
             batches = [
-                cases.as_batch(manager.role, rows, loras) if rows else data_parallel.legacy_idle(manager)
+                cases.as_batch(manager.role, rows, loras) if rows else vllm_ranks.legacy_idle(manager)
                 for rows, loras in step
             ]
             alone = [manager.dispatch(batch) for batch in batches]
-            answers = data_parallel.legacy(manager, batches)
+            answers = vllm_ranks.legacy(manager, batches)
             rows = [
                 batch.num_tokens + answer.padded_tokens
                 for batch, answer in zip(batches, answers, strict=True)
@@ -41,7 +41,7 @@ def test_legacy_ranks_agree(seed):
             ]
             assert {answer.mode for answer in answers} == {min((one.mode for one in alone), key=_rank)}
             assert rows == (own if answers[0].entry is None else [max(own)] * len(own))
-            assert data_parallel.legacy(manager, batches[:1]) == (alone[0],)
+            assert vllm_ranks.legacy(manager, batches[:1]) == (alone[0],)
 
 
 def _rank(mode):
@@ -85,5 +85,5 @@ def test_a_role_without_work_asks_as_a_decode():
         drafter=Drafter.CHAIN,
     )
     found = managers(drawn.settings)
-    idle = {manager.role: data_parallel.legacy_idle(manager).num_tokens for manager in found}
+    idle = {manager.role: vllm_ranks.legacy_idle(manager).num_tokens for manager in found}
     assert idle == {Role.TARGET: 4, Role.DRAFT_PREFILL: 4, Role.DRAFT_DECODE: 4}

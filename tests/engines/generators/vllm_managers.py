@@ -19,7 +19,7 @@ from capture_planner.engines.emulation import Graph, Manager
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_vllm import data_parallel, legacy, schedule
+from capture_planner_vllm import legacy, schedule
 from capture_planner_vllm.drafter import DraftDecode, draft_modes
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.settings import Drafter, Runner, VllmSettings, lora_cases
@@ -238,14 +238,14 @@ def _step_answers(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) ->
         return _legacy_step(found, step)
     assert isinstance(target, TableManager)
     batches = [
-        as_batch(Role.TARGET, rows, loras) if rows else data_parallel.idle(target) for rows, loras in step
+        as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target) for rows, loras in step
     ]
-    given, agreement = data_parallel.agree(target, batches)
+    given, agreement = vllm_ranks.agree(target, batches)
     assert agreement is not None
     ranks = [[answer_row(target, batch, answer)] for batch, answer in zip(batches, given, strict=True)]
     for manager in drafters:
         assert not isinstance(manager, TableManager | legacy.PaddedManager)
-        answers = data_parallel.draft(manager, batches, agreement)  # type: ignore[arg-type]
+        answers = vllm_ranks.draft(manager, batches, agreement)  # type: ignore[arg-type]
         for rank, batch, answer in zip(ranks, batches, answers, strict=True):
             rank.append(answer_row(manager, batch, answer))
     return ranks
@@ -256,10 +256,10 @@ def _legacy_step(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) -> 
     for manager in found:
         assert isinstance(manager, legacy.PaddedManager)
         batches = [
-            as_batch(manager.role, rows, loras) if rows else data_parallel.legacy_idle(manager)
+            as_batch(manager.role, rows, loras) if rows else vllm_ranks.legacy_idle(manager)
             for rows, loras in step
         ]
-        answers = data_parallel.legacy(manager, batches)
+        answers = vllm_ranks.legacy(manager, batches)
         for rank, batch, answer in zip(ranks, batches, answers, strict=True):
             rank.append(answer_row(manager, batch, answer))
     return ranks

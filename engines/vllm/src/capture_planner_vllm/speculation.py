@@ -14,29 +14,14 @@ from capture_planner_vllm.model import Model, read_model
 from capture_planner_vllm.parts import Part, whole_number
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.settings import Drafter
-from capture_planner_vllm.tables import names
+from capture_planner_vllm.tables import names, rules
 
 FLAG = "--speculative-config"
 _TOKENS = "num_speculative_tokens"
-_NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-_BY_ARCHITECTURE = {
-    "dflash": ("MuseGlimmerAssistantModel",),
-    "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "MuseSparkDSparkModel", "Gemma4DSparkModel"),
-}
-"""The draft architectures from which vLLM infers the method."""
-_PREFIXES = {"eagle": "Eagle", "eagle3": "Eagle3", "dflash": "DFlash"}
-"""The prefix of a draft's architecture, once vLLM rewrites it."""
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _PARALLEL = ("dflash", "dspark")
 _CANDIDATES = ("DFlash2", "LiLiCorr", "DFlashQwen3XPress")
 _SUFFIX_DEPTH = 24
-_DRAFTERS = {
-    "eagle": Drafter.CHAIN,
-    "eagle3": Drafter.CHAIN,
-    "mtp": Drafter.CHAIN,
-    "dflash": Drafter.PARALLEL,
-    "dspark": Drafter.PARALLEL,
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -108,14 +93,13 @@ def speculation(line: CommandLine, target: Model, tensor: int, max_len: int) -> 
         _check_draft(part, method, draft, target)
         _check_ranks(part, draft, ranks, tensor)
         longest = _draft_length(part, draft, target, max_len)
-    several = draft.modules is not None and min(draft.modules.stages, tokens) > 1
     own = ("moe_backend", "kv_cache_dtype")
     return Speculation(
         method=method,
         tokens=tokens,
         schedule=schedule,
         model=draft,
-        drafter=Drafter.MODULES if method == "mtp" and several else _DRAFTERS.get(method, Drafter.NONE),
+        drafter=_drafter(method, draft, tokens),
         tensor=(ranks or tensor) if method == "draft_model" else tensor,
         backend=backend,
         adaptive=bool(part.boolean("enable_adaptive_verification")),
@@ -128,6 +112,12 @@ def speculation(line: CommandLine, target: Model, tensor: int, max_len: int) -> 
         cache=_cache(part, checked=loaded),
         max_len=longest if loaded and (method == "draft_model" or not draft.stretches) else None,
     )
+
+
+def _drafter(method: str, draft: Model, tokens: int) -> Drafter:
+    if method == "mtp" and draft.modules is not None and min(draft.modules.stages, tokens) > 1:
+        return Drafter.MODULES
+    return Drafter(rules()["speculative_methods"]["drafters"].get(method, "none"))
 
 
 def _backend(part: Part) -> str | None:
@@ -220,9 +210,11 @@ def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
     """Return the method that vLLM infers from the draft model's name, architecture and type."""
     if method in ("eagle", "eagle3", "dflash", "dspark"):
         return method
-    for text, named in _NAMED.items():
-        if text in name.lower() or draft.architecture in _BY_ARCHITECTURE.get(named, ()):
-            return named
+    table = rules()["speculative_methods"]
+    by_architecture = table["by_architecture"].get(draft.architecture)
+    for text, named in table["by_name"].items():
+        if text in name.lower() or by_architecture == named:
+            return str(named)
     if draft.architecture == "DSparkDraftModel" and draft.model_type == "qwen3":
         return "dspark"
     if draft.modules is not None or (method == "mtp" and not draft.known):
@@ -255,10 +247,10 @@ def _check_draft(part: Part, method: str, draft: Model, target: Model) -> None:
 
 def _rewritten(method: str, draft: Model) -> str:
     """Return the architecture that vLLM looks for in a draft of a method, or nothing where any will do."""
-    if method not in _PREFIXES or not draft.architecture or draft.model_type in ("", "eagle", "speculators"):
+    prefix: str | None = rules()["speculative_methods"]["architecture_prefixes"].get(method)
+    if prefix is None or not draft.architecture or draft.model_type in ("", "eagle", "speculators"):
         return ""
     name = draft.modules.architecture if draft.modules is not None else draft.architecture
-    prefix = _PREFIXES[method]
     as_it_is = name.startswith(prefix) or (method != "eagle" and name.endswith(prefix))
     return name if as_it_is or (method, name) == ("dflash", "LiLiCorrDraftModel") else prefix + name
 
