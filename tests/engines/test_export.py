@@ -230,12 +230,12 @@ def test_published_schedules_are_mended(schedule, policy):
     planned = made(schedule, sizes=Sizes(policy=policy))
     export = proved("vllm", planned)
     names = {loss.name: loss for loss in export.losses}
-    assert "sizes-mended" in names
+    assert "sizes-replaced" in names
     for role in (Role.TARGET, Role.DRAFT_PREFILL):
         assert export.proof.count(Effect.WEAKER, role, Kind.DECODE) == 0
         assert export.proof.count(Effect.EAGER, role, Kind.DECODE) == 0
-    assert names["sizes-mended"].cost == export.proof.cost(names["sizes-mended"].scope)
-    assert names["sizes-mended"].cost.weaker == 0
+    assert names["sizes-replaced"].cost == export.proof.cost(names["sizes-mended"].scope)
+    assert names["sizes-replaced"].cost.weaker == 0
 
 
 def test_own_sizes_would_have_missed():

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from engines.generators import vllm_ranks
 from capture_planner_vllm.engine import emulate, resolve
 from capture_planner_vllm.legacy import PaddedManager
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.settings import Drafter, Runner
 from engines.generators import vllm_managers as cases
+from engines.generators import vllm_ranks
 
 H100 = find_environment("h100")
 OVERLAP = ("--enable-dbo", "--all2all-backend", "deepep_low_latency")

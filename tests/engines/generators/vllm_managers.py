@@ -24,6 +24,7 @@ from capture_planner_vllm.drafter import DraftDecode, draft_modes
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.settings import Drafter, Runner, VllmSettings, lora_cases
 from capture_planner_vllm.table import TableManager
+from engines.generators import vllm_ranks
 
 Rows = tuple[tuple[int, bool], ...]
 

@@ -55,7 +55,6 @@ class Configuration(Options):
 
     def _runner(self) -> None:
         spec, variable = self.spec, self.line.variables.get(_V2)
-        self.state_block = self.max_model_len
         missing = self._missing_in_v2()
         if variable is None:
             missing += ["dual batch overlap"] if self.ubatching else []
@@ -74,7 +73,6 @@ class Configuration(Options):
             message = "the draft model takes no longer prompts"
             self.note("draft-length", self.max_model_len, spec.max_len, message)
             self.max_model_len = spec.max_len
-        self._check_state(self.max_model_len)
         without_async = spec is not None and (spec.method not in _ASYNC_ON_V1 or spec.unpadded)
         incompatible = not v2 and (without_async or self.pipeline > 1)
         asynchronous = self.line.get("async_scheduling")
@@ -119,17 +117,6 @@ class Configuration(Options):
             "context parallelism": self.decode_context > 1,
         }
         return [f"overlap with {name}" for name, present in others.items() if present and self.ubatching]
-
-    def _check_state(self, length: int) -> None:
-        """Raise where prefixes are not cached and recurrent states cover another length than ``length``."""
-        block = self.line.get("mamba_block_size")
-        if self.line.get("enable_prefix_caching", True):
-            return
-        if block is None and self.model.recurrent:
-            block = self.state_block
-        if block is not None and block != length:
-            message = f"the recurrent state covers {block} tokens, and the model's length is {length}"
-            raise refusal("--enable-prefix-caching", message, "keep prefix caching on")
 
     def _compilation(self) -> None:
         if self.eager:
@@ -306,7 +293,6 @@ class Configuration(Options):
             runner, overlaps, self.ubatching = self.runner, self.ubatching, False
             if self.line.variables.get(_V2) is None and not self._missing_in_v2():
                 self.runner = Runner.V2
-            self._check_state(spec.length)
             self._rewrite_again(of_target=False)
             self.runner, self.ubatching = runner, overlaps
 

@@ -29,11 +29,7 @@ from capture_planner_vllm.tables import rules
 VERSION = "0.33.0"
 FLAGS: dict[str, str] = {**rules()["flags"], **rules()["variables"]}
 """The flags and variables that affect graphs, each with its help."""
-_METHODS = {
-    "eagle": Method.EAGLE,
-    "eagle3": Method.EAGLE3,
-    "mtp": Method.MTP,
-}
+_METHODS = {"eagle": Method.EAGLE, "eagle3": Method.EAGLE3, "mtp": Method.MTP}
 
 
 def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSettings, Configuration]:
@@ -122,13 +118,15 @@ def _lora(settings: VllmSettings) -> Lora | None:
 
 
 def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Setting, ...]:
-    given, sources = configuration.line, configuration.sources
+    """Return the settings to show, each with its source: a flag, the file, the model, or a rule."""
+    line, sources, model = configuration.line, configuration.sources, configuration.model
+
+    def by_flag(name: str, value: Any) -> tuple[Any, str]:
+        return value, line.source(name)
+
     values: dict[str, tuple[Any, str]] = {
-        "model": (configuration.model.name, given.source("model") if given.model is None else "flag"),
-        "model_facts": (
-            checkpoints.says(configuration.model.source, "a dense decoder"),
-            configuration.model.source,
-        ),
+        "model": (model.name, line.source("model") if line.model is None else "flag"),
+        "model_facts": (checkpoints.says(model.source, "a dense decoder"), model.source),
         "model_runner": (settings.runner.value, "default"),
         "max_num_seqs": (settings.max_num_seqs, sources["max_num_seqs"]),
         "max_num_batched_tokens": (settings.max_num_batched_tokens, sources["max_num_batched_tokens"]),
@@ -138,40 +136,37 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
         "cudagraph_capture_sizes": (list(settings.sizes), sources["cudagraph_capture_sizes"]),
         "max_cudagraph_capture_size": (settings.max_size, sources["max_cudagraph_capture_size"]),
         "compilation_mode": (settings.compilation, sources["compilation_mode"]),
-        "dtype": (configuration.dtype, given.source("dtype")),
-        "kv_cache_dtype": (configuration.cache, given.source("kv_cache_dtype")),
+        "dtype": by_flag("dtype", configuration.dtype),
+        "kv_cache_dtype": by_flag("kv_cache_dtype", configuration.cache),
         "attention_backend": (settings.backend, _backend_source(configuration)),
-        "async_scheduling": (settings.async_scheduling, given.source("async_scheduling")),
-        "data_parallel_size": (settings.data_parallel_size, given.source("data_parallel_size")),
-        "tensor_parallel_size": (settings.tensor_parallel_size, given.source("tensor_parallel_size")),
+        "async_scheduling": by_flag("async_scheduling", settings.async_scheduling),
+        "data_parallel_size": by_flag("data_parallel_size", settings.data_parallel_size),
+        "tensor_parallel_size": by_flag("tensor_parallel_size", settings.tensor_parallel_size),
     }
     if settings.method is not None:
         schedule = None if settings.schedule is None else [list(entry) for entry in settings.schedule]
-        source = given.source("speculative_config")
         values |= {
-            "speculative_method": (settings.method, source),
-            "num_speculative_tokens": (settings.num_speculative_tokens, source),
-            "num_speculative_tokens_per_batch_size": (schedule, source),
+            "speculative_method": by_flag("speculative_config", settings.method),
+            "num_speculative_tokens": by_flag("speculative_config", settings.num_speculative_tokens),
+            "num_speculative_tokens_per_batch_size": by_flag("speculative_config", schedule),
             "decode_query_lens": (list(settings.decode_query_lens), "default"),
-            "adaptive_verification": (settings.varlen, source),
+            "adaptive_verification": by_flag("speculative_config", settings.varlen),
         }
     if settings.max_loras:
-        values |= {
-            "max_loras": (settings.max_loras, given.source("max_loras")),
-            "lora_cases": (list(settings.lora_cases), given.source("specialize_active_lora")),
-        }
-    others = sorted(name for name in given.values if f"--{name.replace('_', '-')}" not in FLAGS)
-    others += sorted(name for name in given.variables if name not in FLAGS)
+        values["max_loras"] = by_flag("max_loras", settings.max_loras)
+        values["lora_cases"] = by_flag("specialize_active_lora", list(settings.lora_cases))
+    others = sorted(name for name in line.values if f"--{name.replace('_', '-')}" not in FLAGS)
+    others += sorted(name for name in line.variables if name not in FLAGS)
     values["not_relevant"] = (others, "flag" if others else "default")
     return tuple(Setting(name=name, value=value, source=source) for name, (value, source) in values.items())
 
 
 def _backend_source(configuration: Configuration) -> str:
     """Return the source of the flag that names the backend, or of the model facts that chose it."""
+    line = configuration.line
     if configuration.backend is None:
         return configuration.model.source
-    given = configuration.line
-    return given.source("attention_backend" if "attention_backend" in given.values else "attention_config")
+    return line.source("attention_backend" if "attention_backend" in line.values else "attention_config")
 
 
 ENGINE = Engine(

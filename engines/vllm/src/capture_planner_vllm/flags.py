@@ -238,35 +238,29 @@ def _object(text: str) -> Any:
     return value
 
 
-_READERS: dict[str, Any] = {
-    "text": str,
-    "int": int,
-    "float": float,
-    "json": json.loads,
-    "object": _object,
-    "count": short_number,
-    "length": lambda text: (
-        -1 if text.strip() == "-1" or text.strip().lower() == "auto" else short_number(text)
+def _length(text: str) -> int:
+    return -1 if text.strip().lower() in ("-1", "auto") else short_number(text)
+
+
+_KINDS: dict[str, tuple[Any, str, str]] = {
+    "text": (str, "text", "give text"),
+    "int": (int, "integer", "give a whole number, in digits"),
+    "float": (float, "number", "give a number"),
+    "json": (json.loads, "JSON", ""),
+    "object": (_object, "JSON object", "give a JSON object, as in '{\"a\": 1}', or dotted parts"),
+    "count": (
+        short_number,
+        "count",
+        "give a whole number, or one such as 8k or 8K; fractions go with k only",
     ),
-    "name": lambda text: text.lower().replace("-", "_"),
+    "length": (_length, "length", "give auto, a whole number, or one such as 8k or 8K"),
+    "name": (lambda text: text.lower().replace("-", "_"), "name", "give one of its names"),
 }
-
-
-_WANTED = {
-    "text": ("text", "give text"),
-    "int": ("integer", "give a whole number, in digits"),
-    "float": ("number", "give a number"),
-    "json": ("JSON", ""),
-    "object": ("JSON object", "give a JSON object, as in '{\"a\": 1}', or dotted parts"),
-    "count": ("count", "give a whole number, or one such as 8k or 8K; fractions go with k only"),
-    "length": ("length", "give auto, a whole number, or one such as 8k or 8K"),
-    "name": ("name", "give one of its names"),
-}
-"""The name of each kind of value in messages, and the remedy for a value of another kind."""
+"""Of each kind of value: how it is read, its name in messages, and the remedy for another value."""
 
 
 def _reader(kind: str) -> Any:
-    inner, optional = _READERS[kind.rstrip("?")], kind.endswith("?")
+    (inner, name, _), optional = _KINDS[kind.rstrip("?")], kind.endswith("?")
 
     def read_value(text: str) -> Any:
         if optional and text in ("", "None"):
@@ -277,7 +271,7 @@ def _reader(kind: str) -> Any:
             raise not_json(text, error) from None
 
     # argparse names the function in its message.
-    read_value.__name__ = _WANTED[kind.rstrip("?")][0]
+    read_value.__name__ = name
     return read_value
 
 
@@ -292,7 +286,7 @@ class _Switch(argparse.Action):
 
 class _Parser(Parser):
     engine = "vLLM 0.33"
-    wanted: ClassVar = dict(_WANTED.values())
+    wanted: ClassVar = {name: remedy for _, name, remedy in _KINDS.values()}
     renamed: ClassVar = rules()["renamed_flags"]
 
     def _placing(self, word: str) -> str:

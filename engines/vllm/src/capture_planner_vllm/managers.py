@@ -1,4 +1,4 @@
-"""From vLLM's settled flags to its graph managers: the target's, and those of the drafter."""
+"""From vLLM's settings to its graph managers: the target's and the drafter's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
             sizes=settings.sizes,
             max_num_reqs=settings.max_num_seqs,
             query_len=settings.query_len,
-            # Drafters are asked without adapters, and have the cases of the target.
+            # Drafters run without adapters, but capture the target's case 0.
             lora_cases=tuple(case for case in settings.lora_cases if is_target or case == 0),
             max_loras=settings.max_loras if is_target else 0,
             specialize_lora=settings.specialize_lora and is_target,

@@ -1,7 +1,4 @@
-"""The last steps of vLLM's mode: what the attention backends leave of it.
-
-The ladder is that of ``resolve_cudagraph_mode_and_sizes``; ``attention.py`` knows the backends.
-"""
+"""The last rewrites of vLLM's mode, by the attention backends (``resolve_cudagraph_mode_and_sizes``)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from capture_planner.modes import GraphMode, GraphSupport
 
 @attrs.frozen(kw_only=True)
 class Ladder:
-    """What the ladder needs beside the mode. ``note`` is told (rule, before, after, sentence)."""
+    """The inputs of the rewrites, except the mode; ``note`` is called with rule, before, after, message."""
 
     support: GraphSupport
     backend: str
@@ -29,7 +26,7 @@ class Ladder:
     note: Callable[[str, GraphMode, GraphMode, str], None]
 
     def resolve(self, mode: GraphMode) -> GraphMode:
-        """Return the mode that is left; raises ``FlagError`` where nothing can be."""
+        """Return the mode that the backend supports; raises ``FlagError`` where there is none."""
         if mode is GraphMode.NONE:
             return mode
         if mode.mixed_mode is GraphMode.FULL and self.support < GraphSupport.ALWAYS:
@@ -44,24 +41,18 @@ class Ladder:
         wide = self.query_len > 1 and self.support < GraphSupport.UNIFORM_BATCH
         if mode.decode_mode is GraphMode.FULL and wide:
             after = GraphMode.PIECEWISE if self.splits_attention else GraphMode.NONE
-            says = f"captures decodes of one token, and they have {self.query_len}"
-            mode = self._step("speculative-support", mode, after, says)
+            message = f"captures decodes of one token, and they have {self.query_len}"
+            mode = self._step("speculative-support", mode, after, message)
         if not self.piecewise_capture and mode.has_piecewise:
-            after = mode.without_piecewise
-            self.note(
-                "piecewise-capture", mode, after, "nothing is compiled in pieces, so nothing is captured so"
-            )
-            mode = after
+            message = "nothing is compiled piecewise, so nothing is captured piecewise"
+            self.note("piecewise-capture", mode, mode.without_piecewise, message)
+            mode = mode.without_piecewise
         return mode
 
-    def _step(self, rule: str, mode: GraphMode, after: GraphMode, says: str) -> GraphMode:
-        self.note(rule, mode, after, f"{self.backend} {says}, so {mode.value} becomes {after.value}")
+    def _step(self, rule: str, mode: GraphMode, after: GraphMode, message: str) -> GraphMode:
+        self.note(rule, mode, after, f"{self.backend} {message}, so {mode.value} becomes {after.value}")
         return after
 
     def _no_graph(self, mode: GraphMode) -> FlagError:
-        return refusal(
-            "--compilation-config",
-            f"vLLM refuses {mode.value}: {self.backend} captures no attention",
-            "ask for PIECEWISE",
-            "cudagraph_mode",
-        )
+        message = f"vLLM cannot run {mode.value}: {self.backend} captures no attention"
+        return refusal("--compilation-config", message, "ask for PIECEWISE", "cudagraph_mode")

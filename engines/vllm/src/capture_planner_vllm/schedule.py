@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
-from capture_planner.errors import FlagError, Problem
+from capture_planner.engines.parsing import refusal
+from capture_planner.errors import FlagError
 
 Tier = tuple[int, int, int]
 """First and last batch size, in requests, and the draft tokens between them."""
@@ -15,10 +16,9 @@ _ALL = "give ranges of batch sizes from 1 on, without overlap, as in [[1, 16, 3]
 
 
 def normalized(schedule: Any) -> tuple[Tier, ...]:
-    """Return the schedule, as given, by batch size; raises ``FlagError`` as vLLM's scheduler refuses it.
+    """Return the schedule's tiers by batch size; raises ``FlagError`` as vLLM's scheduler does.
 
-    Every number goes through ``int``, as in the engine's own function. A command line gives whole numbers
-    only: its types have refused 2.9 before.
+    Every number goes through ``int``, as in the engine's own function (``build_dynamic_sd_schedule_lookup``).
     """
     if not isinstance(schedule, list):
         raise _refused("not a list of [first, last, draft tokens]", _ALL)
@@ -78,5 +78,4 @@ def _tier(index: int, entry: Any) -> Tier:
 
 
 def _refused(reason: str, remedy: str, *path: int) -> FlagError:
-    message = f"vLLM refuses the schedule: {reason}"
-    return FlagError([Problem(path=(*FLAG, *path), message=message, remedy=remedy)])
+    return refusal(FLAG[0], f"vLLM does not accept the schedule: {reason}", remedy, FLAG[1], *path)

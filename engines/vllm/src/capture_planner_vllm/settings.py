@@ -1,4 +1,4 @@
-"""VllmSettings: what vLLM's graph managers are made from, once flags, defaults and rewrites are through."""
+"""VllmSettings: the inputs of vLLM's graph managers, after flags, defaults and rewrites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Runner(enum.StrEnum):
 
 
 class Drafter(enum.StrEnum):
-    """What kind of drafter runs, by the graphs that it has under model runner V2."""
+    """The kind of drafter, by its graphs under model runner V2."""
 
     NONE = "none"
     """No drafter, or one without graphs: n-gram, suffix, an independent draft model."""
@@ -33,7 +33,7 @@ class Drafter(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class VllmSettings:
-    """Everything that decides which graphs vLLM captures and how it dispatches. Sizes are in tokens."""
+    """Everything that decides which graphs vLLM captures and how it dispatches; sizes are in tokens."""
 
     runner: Runner
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class VllmSettings:
     max_num_batched_tokens: int
     max_model_len: int
     requested_mode: GraphMode
-    """``cudagraph_mode`` as the flags or the optimization level have it."""
+    """``cudagraph_mode`` of the flags or the optimization level."""
     configured_mode: GraphMode
     """``cudagraph_mode`` after all rewrites of the configuration, before backends are known."""
     mode: GraphMode
@@ -74,7 +74,7 @@ class VllmSettings:
     max_loras: int = 0
     """``--max-loras`` with ``--enable-lora``, else 0."""
     specialize_lora: bool = False
-    """``--specialize-active-lora``: fewer adapters look for a graph of their own, captured or not."""
+    """``--specialize-active-lora``: batches with fewer adapters look for graphs of their own."""
     compilation: str = "VLLM_COMPILE"
     """How the model is compiled: NONE, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE or VLLM_COMPILE."""
     async_scheduling: bool = True

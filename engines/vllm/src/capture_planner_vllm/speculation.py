@@ -45,12 +45,10 @@ class Speculation:
     heterogeneous: bool
     copies: int
     """How many settings of its own the draft has; for each, vLLM copies the whole configuration."""
-    length: int
-    """The draft model's maximum length, in tokens."""
     cache: str | None
     """``kv_cache_dtype`` of the draft where it has its own."""
     max_len: int | None
-    """``length`` where it can bound the target's, else None."""
+    """The draft model's maximum length in tokens, where it can bound the target's."""
 
     @property
     def has_draft_cache(self) -> bool:
@@ -108,7 +106,6 @@ def speculation(line: CommandLine, target: Model, tensor: int, max_len: int) -> 
         parallel=method not in _PARALLEL and bool(part.boolean("parallel_drafting")),
         heterogeneous=_heterogeneous(part, method),
         copies=sum(part.given.get(key) is not None for key in own) + (backend is not None),
-        length=longest,
         cache=_cache(part, checked=loaded),
         max_len=longest if loaded and (method == "draft_model" or not draft.stretches) else None,
     )
