@@ -26,7 +26,7 @@ KNOWN = {
 }
 """Every flag that each engine takes."""
 RENAMED = {
-    "vllm": vllm._Parser.renamed,
+    "vllm": vllm.ServeParser.renamed,
     "sglang": sglang._Parser.renamed,
     "tensorrt-llm": tensorrt_llm._RENAMED,
 }

@@ -14,7 +14,7 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner_vllm import legacy, schedule
 from capture_planner_vllm.drafter import DraftDecode, DraftPrefill, draft_modes
 from capture_planner_vllm.managers import managers
-from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion
 from capture_planner_vllm.table import TableManager
 from engines.generators import vllm_managers as cases
 from engines.generators import vllm_ranks
@@ -351,17 +351,19 @@ def test_schedule_carries_forward(seed: int) -> None:
     assert [*schedule.query_lens(lookup)] == sorted({1 + drafts for drafts in dense[1:]})
 
 
-@given(st.sampled_from(GraphMode), st.sampled_from(Drafter), st.booleans(), st.sampled_from(GraphSupport))
-def test_modes_of_drafters(mode: GraphMode, drafter: Drafter, breakable: bool, support: GraphSupport) -> None:
+@given(st.sampled_from(GraphMode), st.sampled_from(DrafterKind), st.booleans(), st.sampled_from(GraphSupport))
+def test_modes_of_drafters(
+    mode: GraphMode, drafter: DrafterKind, breakable: bool, support: GraphSupport
+) -> None:
     """A drafter captures no more than its target, pieces in its first pass only, and eager drafts nothing."""
-    first_, later = draft_modes(mode, drafter, Runner.V2, breakable=breakable, support=support)
-    assert (first_ is None) == (drafter in (Drafter.NONE, Drafter.PARALLEL))
-    assert (later is None) == (drafter in (Drafter.NONE, Drafter.MODULES))
+    first_, later = draft_modes(mode, drafter, RunnerVersion.V2, breakable=breakable, support=support)
+    assert (first_ is None) == (drafter in (DrafterKind.NONE, DrafterKind.PARALLEL))
+    assert (later is None) == (drafter in (DrafterKind.NONE, DrafterKind.MODULES))
     assert first_ is None or first_ <= mode
     assert later in (None, GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
     assert later is not GraphMode.FULL_DECODE_ONLY or mode.decode_mode is GraphMode.FULL
-    if drafter is Drafter.MODULES and first_ is not None:
+    if drafter is DrafterKind.MODULES and first_ is not None:
         assert breakable or not first_.has_piecewise
-    if drafter is Drafter.PARALLEL and support < GraphSupport.UNIFORM_BATCH:
+    if drafter is DrafterKind.PARALLEL and support < GraphSupport.UNIFORM_BATCH:
         assert later is GraphMode.NONE
-    assert set(draft_modes(mode, drafter, Runner.V1, eager=True)) == {GraphMode.NONE}
+    assert set(draft_modes(mode, drafter, RunnerVersion.V1, eager=True)) == {GraphMode.NONE}

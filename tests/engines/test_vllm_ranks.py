@@ -10,7 +10,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner_vllm.engine import emulate, resolve
 from capture_planner_vllm.legacy import PaddedManager
 from capture_planner_vllm.managers import managers
-from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion
 from engines.generators import vllm_managers as cases
 from engines.generators import vllm_ranks
 
@@ -76,13 +76,13 @@ def test_negative_ubatch_size_is_refused():
 def test_a_role_without_work_asks_as_a_decode():
     """A rank without work stands for one decode of full width in each pass."""
     drawn = cases.Configuration(
-        runner=Runner.V1,
+        runner=RunnerVersion.V1,
         mode=GraphMode.PIECEWISE,
         sizes=(4, 8),
         max_size=8,
         max_num_seqs=2,
         num_speculative_tokens=3,
-        drafter=Drafter.CHAIN,
+        drafter=DrafterKind.CHAIN,
     )
     found = managers(drawn.settings)
     idle = {manager.role: vllm_ranks.legacy_idle(manager).num_tokens for manager in found}

@@ -12,7 +12,7 @@ import attrs
 
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphSupport
-from capture_planner_vllm.model import Model
+from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.tables import names
 
@@ -48,11 +48,11 @@ _PACKED = "turboquant_"
 
 
 @attrs.frozen(kw_only=True)
-class Attention:
+class AttentionChoice:
     """The inputs of the choice: the machine, the model, and the flags about attention and the KV cache."""
 
     capability: tuple[int, int]
-    model: Model
+    model: ModelFacts
     tensor: int = 1
     decode_context: int = 1
     flash_attn: int | None = None
@@ -274,10 +274,10 @@ class Attention:
         raise self.model.refusal(flag, message, "change one of these")
 
 
-def backend_name(flag: str, text: str | None) -> str | None:
+def backend_name(flag: str, text: str | None, *inside: str) -> str | None:
     """Return a backend in vLLM's capitals, None for ``auto``; raises ``FlagError`` for an unknown one."""
     if text is None or text.lower() == "auto":
         return None
     if text.upper() not in names()["backends"]:
-        raise refusal(flag, f"vLLM has no backend {text}", f"give one of {', '.join(EMULATED)}")
+        raise refusal(flag, f"vLLM has no backend {text}", f"give one of {', '.join(EMULATED)}", *inside)
     return text.upper()

@@ -8,15 +8,15 @@ from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, GraphSupport
 from capture_planner_vllm import legacy
 from capture_planner_vllm.attention import FLAG as BACKEND
-from capture_planner_vllm.attention import Attention
+from capture_planner_vllm.attention import AttentionChoice
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.drafter import draft_modes
-from capture_planner_vllm.model import Model
+from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.options import COMPILATION
 from capture_planner_vllm.parts import COMPILE
 from capture_planner_vllm.precision import check_cache
-from capture_planner_vllm.resolution import Ladder
-from capture_planner_vllm.settings import Drafter, Runner, VllmSettings, lora_cases
+from capture_planner_vllm.resolution import resolve_mode
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion, VllmSettings, lora_cases
 from capture_planner_vllm.speculation import FLAG as SPECULATIVE
 from capture_planner_vllm.speculation import Speculation
 
@@ -26,7 +26,7 @@ _DEFAULT_BLOCK = 16
 
 def final_settings(config: Configuration) -> VllmSettings:
     """Choose the attention backends, and resolve the mode of every manager; raises ``FlagError``."""
-    spec, v1 = config.spec, config.runner is Runner.V1
+    spec, v1 = config.spec, config.runner is RunnerVersion.V1
     tokens = spec.tokens if spec is not None else 0
     attention = _attention(config, config.model)
     backend = weakest = attention.choose(BACKEND, config.backend)
@@ -46,7 +46,17 @@ def final_settings(config: Configuration) -> VllmSettings:
         message = "vLLM's V1 runner captures pieces that end at attention, which is not split off"
         remedy = "leave it out, or ask for a mode without PIECEWISE"
         raise refusal(COMPILATION, message, remedy, "splitting_ops")
-    mode = _ladder(config, support, weakest, 1 + tokens).resolve(config.mode)
+    mode = resolve_mode(
+        config.mode,
+        support=support,
+        backend=weakest,
+        query_len=1 + tokens,
+        splits_attention=config.splits_attention(),
+        graph_partition=config.partition,
+        compiles=config.compile == 3,
+        piecewise_capture=config.captures_pieces,
+        note=lambda rule, old, new, text: config.note(rule, old.value, new.value, text, backend=weakest),
+    )
     sizes, max_size = config.sizes, config.max_size
     if v1 and mode.decode_mode is GraphMode.FULL and tokens and sizes:
         sizes = legacy.speculative_sizes(sizes, max_size, query_len=1 + tokens, mode=mode)
@@ -76,7 +86,7 @@ def final_settings(config: Configuration) -> VllmSettings:
         mode=mode,
         draft_prefill_mode=prefill,
         draft_decode_mode=decode,
-        drafter=spec.drafter if spec is not None else Drafter.NONE,
+        drafter=spec.drafter if spec is not None else DrafterKind.NONE,
         method=spec.method if spec is not None else None,
         num_speculative_tokens=tokens,
         schedule=config.schedule,
@@ -85,8 +95,6 @@ def final_settings(config: Configuration) -> VllmSettings:
         draft_query_len=spec.width if spec is not None else 0,
         lora_cases=lora_cases(loras, config.runner, separate=separate, specialize=specialize),
         varlen=varlen,
-        data_parallel_size=config.data,
-        tensor_parallel_size=config.tensor,
         max_loras=loras,
         specialize_lora=specialize,
         compilation=COMPILE[config.compile or 0],
@@ -95,21 +103,8 @@ def final_settings(config: Configuration) -> VllmSettings:
     )
 
 
-def _ladder(config: Configuration, support: GraphSupport, backend: str, query_len: int) -> Ladder:
-    return Ladder(
-        support=support,
-        backend=backend,
-        query_len=query_len,
-        splits_attention=config.splits_attention(),
-        graph_partition=config.partition,
-        compiles=config.compile == 3,
-        piecewise_capture=config.captures_pieces,
-        note=lambda rule, old, new, text: config.note(rule, old.value, new.value, text, backend=backend),
-    )
-
-
-def _attention(config: Configuration, model: Model) -> Attention:
-    return Attention(
+def _attention(config: Configuration, model: ModelFacts) -> AttentionChoice:
+    return AttentionChoice(
         capability=config.environment.device.sm,
         model=model,
         tensor=config.tensor,
@@ -143,8 +138,8 @@ def _draft_attention(config: Configuration, spec: Speculation) -> _DraftAttentio
         # vLLM copies the KV-cache settings for it, and reads the default block size in the copy as the
         # user's: backends of larger blocks are out.
         attention = attrs.evolve(attention, cache=cache, block=attention.block or _DEFAULT_BLOCK)
-    independent, parallel = spec.method == "draft_model", spec.drafter is Drafter.PARALLEL
-    v2, backend = config.runner is Runner.V2, spec.backend
+    independent, parallel = spec.method == "draft_model", spec.drafter is DrafterKind.PARALLEL
+    v2, backend = config.runner is RunnerVersion.V2, spec.backend
     # V1 never passes the target's backend on; V2 does, and gives an independent model no other.
     if v2 and not parallel:
         backend = config.backend if independent else backend or config.backend
@@ -159,12 +154,12 @@ def _draft_attention(config: Configuration, spec: Speculation) -> _DraftAttentio
     heads, kv_heads = config.model.heads // config.tensor, max(1, spec.model.kv_heads // spec.tensor)
     built = attrs.evolve(spec.model, heads=heads, kv_heads=kv_heads)
     shared = attrs.evolve(attention, model=built, tensor=1)
-    fused = shared.refreshes(chosen) and spec.tokens > 1 and spec.drafter is Drafter.CHAIN
+    fused = shared.refreshes(chosen) and spec.tokens > 1 and spec.drafter is DrafterKind.CHAIN
     own = attrs.evolve(alone, model=built, tensor=1)
     return _DraftAttention(chosen, own.support(chosen), shared.support(chosen), fused)
 
 
-def _set_adaptive_mode(config: Configuration, attention: Attention, backend: str) -> None:
+def _set_adaptive_mode(config: Configuration, attention: AttentionChoice, backend: str) -> None:
     """Set the mode that adaptive verification runs in; raises ``FlagError`` where it has none."""
     key = "enable_adaptive_verification"
     if not attention.varies(backend):

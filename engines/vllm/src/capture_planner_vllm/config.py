@@ -8,11 +8,11 @@ from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.environment import Environment
 from capture_planner_vllm.connector import works_between_layers
 from capture_planner_vllm.flags import CommandLine
-from capture_planner_vllm.options import COMPILATION, Options
+from capture_planner_vllm.options import COMPILATION, ServeOptions
 from capture_planner_vllm.parts import COMPILE
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.schedule import draft_tokens, normalized
-from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion
 from capture_planner_vllm.speculation import FLAG as SPECULATIVE
 from capture_planner_vllm.tables import names
 
@@ -24,10 +24,10 @@ _WIDE = "GptOssForCausalLM"
 _MICROBATCHING = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 
 
-class Configuration(Options):
+class Configuration(ServeOptions):
     """One run through vLLM's configuration; its attributes are what vLLM's own objects hold at each step."""
 
-    runner: Runner
+    runner: RunnerVersion
     mode: GraphMode
     """The current mode; after the last rewrite the target's, before backends are known."""
     sizes: tuple[int, ...]
@@ -65,7 +65,7 @@ class Configuration(Options):
             if missing:
                 raise refusal(_V2, f"vLLM's V2 runner has no {', '.join(missing)}", "leave it out")
         v2 = variable == "1" or (variable is None and not missing)
-        self.runner = Runner.V2 if v2 else Runner.V1
+        self.runner = RunnerVersion.V2 if v2 else RunnerVersion.V1
         if self.ubatching and self.data == 1:
             message = "a single data-parallel rank splits no batch, and has no graph for it"
             self.note("overlap", "on", "off", message)
@@ -141,7 +141,7 @@ class Configuration(Options):
             reason = None
             if self.data > 1:
                 reason = "data-parallel ranks could draft different numbers of tokens"
-            elif self.runner is Runner.V1 and spec.method not in _DYNAMIC_ON_V1:
+            elif self.runner is RunnerVersion.V1 and spec.method not in _DYNAMIC_ON_V1:
                 reason = f"the V1 runner has no schedule for {spec.method}"
             if reason is not None:
                 self.note("schedule", "schedule", f"K = {tokens}", f"{reason}, so K is {tokens} throughout")
@@ -151,7 +151,11 @@ class Configuration(Options):
         self._schedule_without_full()
 
     def _schedule_without_full(self) -> None:
-        if self.schedule is not None and self.runner is Runner.V1 and GraphMode.FULL in self.mode.allowed:
+        if (
+            self.schedule is not None
+            and self.runner is RunnerVersion.V1
+            and GraphMode.FULL in self.mode.allowed
+        ):
             message = "the V1 runner captures no FULL graphs with a schedule"
             self.set_mode("schedule-v1", GraphMode.PIECEWISE, message)
 
@@ -222,11 +226,11 @@ class Configuration(Options):
 
     def _last_rewrites(self) -> None:
         self._without_compilation()
-        if self.runner is Runner.V2 and self.compile == 1 and self.mode is not GraphMode.NONE:
+        if self.runner is RunnerVersion.V2 and self.compile == 1 and self.mode is not GraphMode.NONE:
             message = "V2 captures nothing around stock torch.compile"
             self.set_mode("stock-compile", GraphMode.NONE, message)
             self.sizes, self.max_size = (), 0
-        if self.ubatching and self.runner is Runner.V2 and self.mode is GraphMode.PIECEWISE:
+        if self.ubatching and self.runner is RunnerVersion.V2 and self.mode is GraphMode.PIECEWISE:
             message = "vLLM's V2 runner has no overlap with PIECEWISE graphs"
             raise refusal("--enable-dbo", message, "ask for a FULL mode")
         if self.spec is not None and self.spec.adaptive:
@@ -281,10 +285,10 @@ class Configuration(Options):
             return
         self._schedule_without_full()
         independent, copies = spec.method == "draft_model", spec.copies
-        if self.runner is Runner.V1:
+        if self.runner is RunnerVersion.V1:
             # V1 sets the backend in a copy, given or not.
             copies += spec.backend is None
-        elif independent or spec.drafter is Drafter.PARALLEL:
+        elif independent or spec.drafter is DrafterKind.PARALLEL:
             copies = 0 if independent else 1
         for _ in range(copies):
             self._rewrite_again()
@@ -292,7 +296,7 @@ class Configuration(Options):
             # An independent draft's ranks overlap nothing, so its copy may choose V2 where the target has V1.
             runner, overlaps, self.ubatching = self.runner, self.ubatching, False
             if self.line.variables.get(_V2) is None and not self._missing_in_v2():
-                self.runner = Runner.V2
+                self.runner = RunnerVersion.V2
             self._rewrite_again(of_target=False)
             self.runner, self.ubatching = runner, overlaps
 

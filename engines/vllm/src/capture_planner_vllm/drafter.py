@@ -15,7 +15,7 @@ from capture_planner.engines.emulation import Graph
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner_vllm import legacy
-from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion
 from capture_planner_vllm.table import Query, TableManager, answered
 
 
@@ -26,8 +26,8 @@ def draft_decode_mode(mode: GraphMode) -> GraphMode:
 
 def draft_modes(
     mode: GraphMode,
-    drafter: Drafter,
-    runner: Runner,
+    drafter: DrafterKind,
+    runner: RunnerVersion,
     *,
     support: GraphSupport = GraphSupport.ALWAYS,
     breakable: bool = False,
@@ -39,16 +39,16 @@ def draft_modes(
     piecewise graphs without torch.compile; ``eager`` is the draft's ``enforce_eager``, which only model runner
     V1 applies. Under V1 any draft with a KV cache has one dispatcher.
     """
-    if runner is Runner.V1:
+    if runner is RunnerVersion.V1:
         every = GraphMode.NONE if eager else legacy.draft_mode(mode)
         return every, every
     decode = draft_decode_mode(mode)
     match drafter:
-        case Drafter.CHAIN:
+        case DrafterKind.CHAIN:
             return mode, decode
-        case Drafter.MODULES:
+        case DrafterKind.MODULES:
             return (decode if mode.has_piecewise and not breakable else mode), None
-        case Drafter.PARALLEL:
+        case DrafterKind.PARALLEL:
             return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
     return None, None
 

@@ -48,7 +48,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     if captures and settings.sizes and settings.sizes[0] < 1:
         message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
         raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
-    if captures and configuration.ubatching and settings.data_parallel_size > 1:
+    if captures and configuration.ubatching and configuration.data > 1:
         subject = "data-parallel ranks that split a batch also have a graph of both halves"
         raise not_emulated("--enable-dbo", subject, "leave it out, or emulate one rank")
     speculative = _speculative(settings)
@@ -65,11 +65,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         speculative=speculative,
         drafts=_drafts(settings, speculative),
         lora=_lora(settings),
-        parallel=Parallel(
-            data=settings.data_parallel_size,
-            tensor=settings.tensor_parallel_size,
-            decode_context=configuration.decode_context,
-        ),
+        parallel=_parallel(configuration),
         notes=tuple(_notes(configuration)),
     )
 
@@ -110,6 +106,10 @@ def _drafts(settings: VllmSettings, speculative: Speculative | None) -> tuple[De
     return (DecodeFamily(query_len=settings.draft_query_len, draft_steps=None, requests=requests),)
 
 
+def _parallel(options: Configuration) -> Parallel:
+    return Parallel(data=options.data, tensor=options.tensor, decode_context=options.decode_context)
+
+
 def _lora(settings: VllmSettings) -> Lora | None:
     if not settings.max_loras:
         return None
@@ -140,8 +140,8 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
         "kv_cache_dtype": by_flag("kv_cache_dtype", configuration.cache),
         "attention_backend": (settings.backend, _backend_source(configuration)),
         "async_scheduling": by_flag("async_scheduling", settings.async_scheduling),
-        "data_parallel_size": by_flag("data_parallel_size", settings.data_parallel_size),
-        "tensor_parallel_size": by_flag("tensor_parallel_size", settings.tensor_parallel_size),
+        "data_parallel_size": by_flag("data_parallel_size", configuration.data),
+        "tensor_parallel_size": by_flag("tensor_parallel_size", configuration.tensor),
     }
     if settings.method is not None:
         schedule = None if settings.schedule is None else [list(entry) for entry in settings.schedule]

@@ -284,7 +284,7 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.negatives)
 
 
-class _Parser(Parser):
+class ServeParser(Parser):
     engine = "vLLM 0.33"
     wanted: ClassVar = {name: remedy for _, name, remedy in _KINDS.values()}
     renamed: ClassVar = rules()["renamed_flags"]
@@ -294,8 +294,8 @@ class _Parser(Parser):
 
 
 @cache
-def _parser() -> _Parser:
-    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+def _parser() -> ServeParser:
+    parser = ServeParser(add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("model_tag", nargs="?")
     for dest, entry in flag_table().items():
         kind, names = entry["kind"], entry["names"]

@@ -6,13 +6,13 @@ from capture_planner.engines.emulation import Manager
 from capture_planner.modes import GraphMode, Role
 from capture_planner_vllm import legacy
 from capture_planner_vllm.drafter import DraftDecode, DraftPrefill
-from capture_planner_vllm.settings import Runner, VllmSettings
+from capture_planner_vllm.settings import RunnerVersion, VllmSettings
 from capture_planner_vllm.table import TableManager
 
 
 def managers(settings: VllmSettings) -> tuple[Manager, ...]:
     """Return the managers that can have graphs, target first."""
-    if settings.runner is Runner.V1:
+    if settings.runner is RunnerVersion.V1:
         return _legacy(settings)
     most, lookup = settings.num_speculative_tokens, settings.drafted
 

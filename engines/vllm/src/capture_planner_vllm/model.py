@@ -31,7 +31,7 @@ _TABLES = ("default", "linear", "llama3", "ntk", "proportional")
 
 
 @attrs.frozen(kw_only=True)
-class Model:
+class ModelFacts:
     """The facts of one model, and where they come from."""
 
     name: str
@@ -93,11 +93,11 @@ class Model:
         return refusal(flag, reason, remedy, *inside)
 
 
-def read_model(flag: str, name: str) -> Model:
+def read_model(flag: str, name: str) -> ModelFacts:
     """Return the facts of a model by folder or name; raises ``FlagError`` for a broken ``config.json``."""
     try:
         checkpoint = checkpoints.find(name)
-        return _from_config(checkpoint) if checkpoint.source != ASSUMED else Model(name=name)
+        return _from_config(checkpoint) if checkpoint.source != ASSUMED else ModelFacts(name=name)
     except FileNotFoundError as error:
         remedy = "name a model's folder; a plan is checked without --engine"
         raise refusal(flag, f"vLLM finds no config.json in {name}", remedy) from error
@@ -106,7 +106,7 @@ def read_model(flag: str, name: str) -> Model:
         raise refusal(flag, f"vLLM cannot read {file}: {error}", "give a model's own config.json") from error
 
 
-def _from_config(checkpoint: Checkpoint) -> Model:
+def _from_config(checkpoint: Checkpoint) -> ModelFacts:
     config, text = checkpoint.config, checkpoint.text
     heads = int(text.get("num_attention_heads") or text.get("encoder_attention_heads") or 0)
     width = int(text.get("hidden_size") or text.get("d_model") or 0)
@@ -119,7 +119,7 @@ def _from_config(checkpoint: Checkpoint) -> Model:
     max_len, limit = _lengths(checkpoint)
     # The list of known models has no dtypes: all of them are served in 16 bits.
     unstated = "bfloat16" if checkpoint.source == KNOWN else "float32"
-    return Model(
+    return ModelFacts(
         name=checkpoint.name,
         source=checkpoint.source,
         architecture=architecture,

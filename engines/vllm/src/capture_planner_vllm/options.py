@@ -23,7 +23,7 @@ from capture_planner_vllm.unemulated import check_emulated
 COMPILATION = "--compilation-config"
 
 
-class Options:
+class ServeOptions:
     """The options of one command line; its attributes are what vLLM's configuration objects start with.
 
     Raises ``FlagError`` where vLLM rejects them, ``NotEmulated`` where it accepts something unknown here.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from capture_planner.engines.parsing import refusal
 from capture_planner_vllm.flags import CommandLine
-from capture_planner_vllm.model import Model
+from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.tables import names
 
@@ -12,7 +12,7 @@ _SHORT = {"half": "float16", "float": "float32"}
 _NO_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
 
 
-def model_dtype(line: CommandLine, model: Model, capability: tuple[int, int], *, pooling: bool) -> str:
+def model_dtype(line: CommandLine, model: ModelFacts, capability: tuple[int, int], *, pooling: bool) -> str:
     """Return the dtype of weights and activations; raises ``FlagError`` where vLLM does not support it."""
     dtype = str(line.get("dtype", "auto")).lower()
     dtype = _SHORT.get(dtype, dtype)
@@ -28,7 +28,7 @@ def model_dtype(line: CommandLine, model: Model, capability: tuple[int, int], *,
     return dtype
 
 
-def check_quantization(line: CommandLine, model: Model, dtype: str, capability: tuple[int, int]) -> None:
+def check_quantization(line: CommandLine, model: ModelFacts, dtype: str, capability: tuple[int, int]) -> None:
     """Raise where vLLM cannot load the checkpoint, or where ``--quantization`` overrides its method.
 
     The flag has no effect on graphs with other checkpoints, and is not checked there.
@@ -51,7 +51,7 @@ def check_quantization(line: CommandLine, model: Model, dtype: str, capability: 
         )
 
 
-def cache_dtype(line: CommandLine, model: Model, dtype: str) -> str:
+def cache_dtype(line: CommandLine, model: ModelFacts, dtype: str) -> str:
     """Return the KV cache's dtype; raises ``FlagError`` as vLLM does."""
     cache = str(line.get("kv_cache_dtype", "auto"))
     if cache not in names()["cache_dtypes"]:

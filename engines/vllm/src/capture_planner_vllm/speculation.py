@@ -9,11 +9,12 @@ from __future__ import annotations
 import attrs
 
 from capture_planner.engines.parsing import did_you_mean, refusal
+from capture_planner_vllm.attention import backend_name
 from capture_planner_vllm.flags import CommandLine
-from capture_planner_vllm.model import Model, read_model
+from capture_planner_vllm.model import ModelFacts, read_model
 from capture_planner_vllm.parts import Part, whole_number
 from capture_planner_vllm.refusals import not_emulated
-from capture_planner_vllm.settings import Drafter
+from capture_planner_vllm.settings import DrafterKind
 from capture_planner_vllm.tables import names, rules
 
 FLAG = "--speculative-config"
@@ -32,8 +33,8 @@ class Speculation:
     tokens: int
     """Draft tokens: K."""
     schedule: tuple[tuple[int, int, int], ...] | None
-    model: Model
-    drafter: Drafter
+    model: ModelFacts
+    drafter: DrafterKind
     tensor: int
     """Ranks that share the draft model; an independent one may run on each alone."""
     backend: str | None
@@ -52,12 +53,12 @@ class Speculation:
 
     @property
     def has_draft_cache(self) -> bool:
-        return self.drafter is not Drafter.NONE or self.method == "draft_model"
+        return self.drafter is not DrafterKind.NONE or self.method == "draft_model"
 
     @property
     def width(self) -> int:
         """Tokens of each request in a parallel drafter's pass; 0 for the others."""
-        if self.drafter is not Drafter.PARALLEL:
+        if self.drafter is not DrafterKind.PARALLEL:
             return 0
         return self.tokens + (0 if self.method == "dspark" and self.model.anchored else 1)
 
@@ -67,7 +68,7 @@ class Speculation:
         return (self.width or self.tokens) if self.has_draft_cache else 0
 
 
-def speculation(line: CommandLine, target: Model, tensor: int, max_len: int) -> Speculation | None:
+def speculation(line: CommandLine, target: ModelFacts, tensor: int, max_len: int) -> Speculation | None:
     """Return the drafter that the flags name, or None.
 
     ``tensor`` are the target's tensor-parallel ranks, ``max_len`` is its maximum length in tokens. Raises
@@ -81,7 +82,8 @@ def speculation(line: CommandLine, target: Model, tensor: int, max_len: int) -> 
         raise refusal(FLAG, "expected a JSON object", example)
     part = Part(FLAG, "speculative_config", {key.replace("-", "_"): item for key, item in value.items()})
     ranks = part.integer("draft_tensor_parallel_size", least=1)
-    schedule, backend = _schedule(part), _backend(part)
+    key = "attention_backend"
+    schedule, backend = _schedule(part), backend_name(FLAG, part.text(key), key)
     method, name = _method(part)
     loaded = method not in _MODEL_FREE
     draft = read_model(FLAG, name) if loaded and name is not None else target
@@ -91,7 +93,7 @@ def speculation(line: CommandLine, target: Model, tensor: int, max_len: int) -> 
         _check_draft(part, method, draft, target)
         _check_ranks(part, draft, ranks, tensor)
         longest = _draft_length(part, draft, target, max_len)
-    own = ("moe_backend", "kv_cache_dtype")
+    own_settings = ("moe_backend", "kv_cache_dtype")
     return Speculation(
         method=method,
         tokens=tokens,
@@ -105,25 +107,16 @@ def speculation(line: CommandLine, target: Model, tensor: int, max_len: int) -> 
         unpadded=bool(part.boolean("disable_padded_drafter_batch")),
         parallel=method not in _PARALLEL and bool(part.boolean("parallel_drafting")),
         heterogeneous=_heterogeneous(part, method),
-        copies=sum(part.given.get(key) is not None for key in own) + (backend is not None),
+        copies=sum(part.given.get(name) is not None for name in own_settings) + (backend is not None),
         cache=_cache(part, checked=loaded),
         max_len=longest if loaded and (method == "draft_model" or not draft.stretches) else None,
     )
 
 
-def _drafter(method: str, draft: Model, tokens: int) -> Drafter:
+def _drafter(method: str, draft: ModelFacts, tokens: int) -> DrafterKind:
     if method == "mtp" and draft.modules is not None and min(draft.modules.stages, tokens) > 1:
-        return Drafter.MODULES
-    return Drafter(rules()["speculative_methods"]["drafters"].get(method, "none"))
-
-
-def _backend(part: Part) -> str | None:
-    text = part.text("attention_backend")
-    if text is None or text.lower() == "auto":
-        return None
-    if text.upper() not in names()["backends"]:
-        raise part.refuse("attention_backend", f"vLLM has no backend {text}", "give one of its backends")
-    return text.upper()
+        return DrafterKind.MODULES
+    return DrafterKind(rules()["speculative_methods"]["drafters"].get(method, "none"))
 
 
 def _cache(part: Part, *, checked: bool) -> str | None:
@@ -180,7 +173,7 @@ def _method(part: Part) -> tuple[str, str | None]:
 
 
 def _method_and_tokens(
-    part: Part, method: str, name: str | None, draft: Model, target: Model
+    part: Part, method: str, name: str | None, draft: ModelFacts, target: ModelFacts
 ) -> tuple[str, int]:
     """Return the method as vLLM infers it from the draft, and the draft tokens."""
     if _TOKENS in part.given and part.given[_TOKENS] is None:
@@ -203,7 +196,7 @@ def _method_and_tokens(
     return method, tokens
 
 
-def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
+def _by_model(part: Part, method: str, name: str, draft: ModelFacts) -> str:
     """Return the method that vLLM infers from the draft model's name, architecture and type."""
     if method in ("eagle", "eagle3", "dflash", "dspark"):
         return method
@@ -221,7 +214,7 @@ def _by_model(part: Part, method: str, name: str, draft: Model) -> str:
     raise part.refuse("method", f"vLLM finds no {method} module in {name}", "name a model that ships one")
 
 
-def _check_draft(part: Part, method: str, draft: Model, target: Model) -> None:
+def _check_draft(part: Part, method: str, draft: ModelFacts, target: ModelFacts) -> None:
     """Raise for a draft model that vLLM has no drafter for, or whose graphs are not emulated."""
     architecture, modules = draft.architecture, draft.modules
     if modules is not None and not modules.emulated and method != "draft_model":
@@ -242,7 +235,7 @@ def _check_draft(part: Part, method: str, draft: Model, target: Model) -> None:
         raise part.refuse("model", sizes, "name a draft model with the target's tokenizer")
 
 
-def _rewritten(method: str, draft: Model) -> str:
+def _rewritten(method: str, draft: ModelFacts) -> str:
     """Return the architecture that vLLM looks for in a draft of a method, or nothing where any will do."""
     prefix: str | None = rules()["speculative_methods"]["architecture_prefixes"].get(method)
     if prefix is None or not draft.architecture or draft.model_type in ("", "eagle", "speculators"):
@@ -252,7 +245,7 @@ def _rewritten(method: str, draft: Model) -> str:
     return name if as_it_is or (method, name) == ("dflash", "LiLiCorrDraftModel") else prefix + name
 
 
-def _check_ranks(part: Part, draft: Model, ranks: int | None, tensor: int) -> None:
+def _check_ranks(part: Part, draft: ModelFacts, ranks: int | None, tensor: int) -> None:
     if ranks not in (None, 1, tensor):
         message = f"vLLM accepts 1 or the target's {tensor}, got {ranks}"
         raise part.refuse("draft_tensor_parallel_size", message, "give one of both")
@@ -261,7 +254,7 @@ def _check_ranks(part: Part, draft: Model, ranks: int | None, tensor: int) -> No
         raise part.refuse("model", message, "give a divisor")
 
 
-def _draft_length(part: Part, draft: Model, target: Model, max_len: int) -> int:
+def _draft_length(part: Part, draft: ModelFacts, target: ModelFacts, max_len: int) -> int:
     length = part.integer("max_model_len", least=1)
     if length is None:
         return min(draft.max_len, max_len) if draft.known else max_len

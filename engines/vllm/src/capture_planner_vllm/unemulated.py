@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from capture_planner.errors import NotEmulated
 from capture_planner_vllm.flags import CommandLine
-from capture_planner_vllm.model import Model
+from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.tables import rules
 
 
-def check_emulated(line: CommandLine, model: Model) -> None:
+def check_emulated(line: CommandLine, model: ModelFacts) -> None:
     """Raise ``NotEmulated`` for the first flag or model feature that is not emulated.
 
     ``rules.json`` lists the flags and JSON parts, each with the values that change nothing; the first of
