@@ -111,6 +111,13 @@ def _connector(name: str | None, role: str | None = "kv_both", **extra: Any) -> 
 
 
 DIRECTED: dict[str, dict[str, Any]] = {
+    # config/vllm.py 3422: a copy of an MLA target's configuration has the draft's KV cache dtype
+    _drafts(
+        "mla", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "nvfp4"}
+    ): REFUSED,
+    _drafts("dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "fp8"}): {
+        "K": 3
+    },
     # config/speculative.py 1732: without a number, the depth of the tree is one; 1741: its ranges
     _drafts("dense", method="suffix", suffix_decoding_max_tree_depth=7): {"K": 7},
     _drafts("dense", method="suffix"): {"K": 24},

@@ -6,42 +6,21 @@ machine, model, dtypes and block size (vllm/platforms/cuda.py and vllm/v1/attent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphSupport
 from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
-from capture_planner_vllm.tables import names
+from capture_planner_vllm.tables import names, rules
 
 FLAG = "--attention-backend"
 _SM80, _SM90, _SM121 = (8, 0), (9, 0), (12, 1)
-_ORDER = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
-_ORDER_SM100 = ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
-_MLA_ORDER = {
-    10: ("FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"),
-    12: ("TRITON_MLA",),
-}
-_MLA_ELSE = ("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA")
-EMULATED = (*_ORDER, *_MLA_ORDER[10])
+_RULES = rules()["attention"]
+"""Backends in vLLM's order, their quantized KV cache dtypes, and the number that a KV block is a multiple of."""
+EMULATED = (*_RULES["order"], *_RULES["mla_order_sm100"])
 """The backends whose support is emulated."""
-
 _PLAIN = ("auto", "float16", "bfloat16")
-_E4M3 = ("fp8", "fp8_e4m3")
-_E5M2 = (*_E4M3, "fp8_e5m2")
-_PER_HEAD = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
-_CACHES = {
-    "FLASH_ATTN": _E4M3,
-    "FLASHINFER": (*_E5M2, "nvfp4", "nvfp4_4over6"),
-    "TRITON_ATTN": (*_E5M2, *_PER_HEAD),
-    "FLEX_ATTENTION": (),
-    "FLASH_ATTN_MLA": (),
-}
-"""Quantized KV cache dtypes; MLA backends that are not listed have ``_E4M3``."""
-_BLOCKS = {"FLASHMLA": 64, "CUTLASS_MLA": 128, "FLASHINFER_MLA": 32}
-"""The number that a KV block's size is a multiple of; 16 for the others."""
 _MLA_HEADS = (320, 512, 576)
 _NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN")
 _PACKED = "turboquant_"
@@ -187,14 +166,10 @@ class AttentionChoice:
 
     def _fits_machine(self, backend: str) -> bool:
         major = self.capability[0]
-        return {
-            "FLASH_ATTN": self.capability >= _SM80,
-            "FLASHINFER": _SM80 <= self.capability <= _SM121,
-            "FLASHINFER_MLA": major == 10,
-            "CUTLASS_MLA": major == 10,
-            "FLASH_ATTN_MLA": major == 9,
-            "FLASHMLA": major == 9,
-        }.get(backend, True)
+        if backend in ("FLASH_ATTN", "FLASHINFER"):
+            return self.capability >= _SM80 and (backend == "FLASH_ATTN" or self.capability <= _SM121)
+        majors = {"FLASHINFER_MLA": 10, "CUTLASS_MLA": 10, "FLASH_ATTN_MLA": 9, "FLASHMLA": 9}
+        return majors.get(backend, major) == major
 
     def _fits_heads(self, backend: str) -> bool:
         size = self.model.head_size
@@ -212,7 +187,7 @@ class AttentionChoice:
     def _fits_cache(self, backend: str) -> bool:
         if not self._quantized:
             return True
-        if self.cache not in _CACHES.get(backend, _E4M3):
+        if self.cache not in _RULES["caches"].get(backend, _RULES["mla_cache"]):
             return False
         major = self.capability[0]
         if backend == "FLASH_ATTN":
@@ -230,9 +205,14 @@ class AttentionChoice:
 
     def _block_base(self, backend: str) -> int:
         if backend != "FLASH_ATTN":
-            return _BLOCKS.get(backend, 16)
+            return int(_RULES["blocks"].get(backend, 16))
         size, major = self.model.head_size, self.capability[0]
-        if major == 9 and size == 512 and self.cache in _E4M3 and self.flash_attn_version(size) == 4:
+        if (
+            major == 9
+            and size == 512
+            and self.cache in _RULES["mla_cache"]
+            and self.flash_attn_version(size) == 4
+        ):
             return 64
         if size == 256 and major in (10, 11) and self.flash_attn_version(size, wide=True) == 4:
             return 128
@@ -262,13 +242,13 @@ class AttentionChoice:
                 raise self.model.refusal(flag, message, "leave the flag out, or give another")
             return name
         major = self.capability[0]
-        order: Sequence[str] = _ORDER_SM100 if major == 10 and self.causal else _ORDER
+        key = "order_sm100" if major == 10 and self.causal else "order"
         if self.model.mla:
-            order = _MLA_ORDER.get(major, _MLA_ELSE)
-        reasons = {backend: self.unusable(backend) for backend in order}
+            key = {10: "mla_order_sm100", 12: "mla_order_sm120"}.get(major, "mla_order")
+        reasons = {backend: self.unusable(backend) for backend in _RULES[key]}
         for backend, reason in reasons.items():
             if reason is None:
-                return backend
+                return str(backend)
         listed = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
         message = f"no attention backend supports this machine, model and KV cache: {listed}"
         raise self.model.refusal(flag, message, "change one of these")

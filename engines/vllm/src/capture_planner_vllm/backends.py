@@ -134,7 +134,11 @@ class _DraftAttention:
 def _draft_attention(config: Configuration, spec: Speculation) -> _DraftAttention:
     attention = _attention(config, spec.model)
     if spec.cache is not None:
-        cache = check_cache(SPECULATIVE, spec.cache, config.dtype, "kv_cache_dtype")
+        cache, key = spec.cache, "kv_cache_dtype"
+        if config.model.mla and cache.startswith("nvfp4") and not cache.endswith("_ds_mla"):
+            # vLLM validates a copy of the target's configuration with it (validate_nvfp4_kv_cache_with_mla).
+            raise refusal(SPECULATIVE, f"vLLM does not combine {cache} with MLA", "give fp8 or auto", key)
+        check_cache(SPECULATIVE, cache, config.dtype, key)
         # vLLM copies the KV-cache settings for it, and reads the default block size in the copy as the
         # user's: backends of larger blocks are out.
         attention = attrs.evolve(attention, cache=cache, block=attention.block or _DEFAULT_BLOCK)

@@ -151,11 +151,8 @@ class Configuration(ServeOptions):
         self._schedule_without_full()
 
     def _schedule_without_full(self) -> None:
-        if (
-            self.schedule is not None
-            and self.runner is RunnerVersion.V1
-            and GraphMode.FULL in self.mode.allowed
-        ):
+        on_v1 = self.schedule is not None and self.runner is RunnerVersion.V1
+        if on_v1 and GraphMode.FULL in self.mode.allowed:
             message = "the V1 runner captures no FULL graphs with a schedule"
             self.set_mode("schedule-v1", GraphMode.PIECEWISE, message)
 
@@ -213,15 +210,12 @@ class Configuration(ServeOptions):
         if self.user_max is not None and self.user_max != self.max_size:
             if user is not None:
                 message = f"{self.user_max} is not the largest capture size, which is {self.max_size}"
-                raise refusal(
-                    "--max-cudagraph-capture-size", message, f"give {self.max_size}, or leave it out"
-                )
+                raise refusal("--max-cudagraph-capture-size", message, "leave it out")
             message = f"{self.max_size} is the largest size on the grid"
             self.note("largest-size", self.user_max, self.max_size, message)
         dropped = sorted(set(user or ()) - set(self.sizes))
         if dropped:
-            over = ", ".join(map(str, dropped))
-            message = f"sizes above the budget of {self.tokens} tokens are dropped: {over}"
+            message = f"sizes above {self.tokens} tokens are dropped: {', '.join(map(str, dropped))}"
             self.note("sizes-beyond-budget", len(set(user or ())), len(self.sizes), message)
 
     def _last_rewrites(self) -> None:
@@ -237,7 +231,7 @@ class Configuration(ServeOptions):
             self._check_adaptive()
         self._split()
         if self.ubatching and self.all2all not in _MICROBATCHING:
-            message = f"vLLM overlaps no batches with {self.all2all}"
+            message = f"{self.all2all} does not support dual batch overlap"
             raise refusal("--all2all-backend", message, "give deepep_low_latency")
 
     def _check_adaptive(self) -> None:
@@ -259,9 +253,7 @@ class Configuration(ServeOptions):
             if self.splitting is None:
                 self.splitting = []
                 if self.mode.has_piecewise:
-                    self.set_mode(
-                        "fused-attention", GraphMode.FULL, "attention is fused into the compiled graph"
-                    )
+                    self.set_mode("fused-attention", GraphMode.FULL, "attention is compiled with the rest")
             if self.splits_attention():
                 message = "vLLM cannot fuse attention that is split off"
                 raise refusal(COMPILATION, message, "drop one of both", "splitting_ops")

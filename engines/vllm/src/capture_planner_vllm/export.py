@@ -180,10 +180,7 @@ def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
     widths = {entry.query_len for entry in target.entries if entry.query_len is not None}
     if len(widths) < 2 and (not mixed or uniform == mixed):
         return ()
-    message = (
-        f"vLLM has one list: each of its {len(own)} sizes is captured for every query length, rounded up, and "
-        "for mixed batches"
-    )
+    message = f"vLLM captures each of its {len(own)} sizes for every query length, rounded up, and for mixed batches"
     return (Loss(name="one-size-list", says=message, scope=both(Role.TARGET)),)
 
 

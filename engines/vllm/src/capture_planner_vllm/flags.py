@@ -229,9 +229,8 @@ def short_number(text: str) -> int:
 def _object(text: str) -> Any:
     """Read a JSON object in which numbers may be short: {"x": 80m}."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
-    parts[::2] = [
-        re.sub(rf"\b{_SHORT.pattern}\b", lambda m: str(short_number(m.group())), p) for p in parts[::2]
-    ]
+    short = re.compile(rf"\b{_SHORT.pattern}\b")
+    parts[::2] = [short.sub(lambda match: str(short_number(match.group())), part) for part in parts[::2]]
     value = json.loads("".join(parts))
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")

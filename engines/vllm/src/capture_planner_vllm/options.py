@@ -76,9 +76,8 @@ class ServeOptions:
         """Return an option that may be a flag or a part of ``--compilation-config``, but not both."""
         value = self.line.get(name)
         if value is not None and inside is not None:
-            raise refusal(
-                f"--{name.replace('_', '-')}", f"{COMPILATION} gives {name} too", "drop one of both"
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise refusal(flag, f"{COMPILATION} gives {name} too", "drop one of both")
         self.sources[name] = self.line.source(name if name in self.line.values else "compilation_config")
         return inside if value is None else value
 
@@ -196,9 +195,7 @@ class ServeOptions:
             tokens = user_tokens
         elif tokens > seqs * self.max_model_len:
             most, rule = seqs * self.max_model_len, "tokens-by-requests"
-            self.note(
-                rule, tokens, most, f"{seqs} requests of {self.max_model_len} tokens have at most {most}"
-            )
+            self.note(rule, tokens, most, f"{seqs} requests of {self.max_model_len} tokens have {most}")
             self.sources["max_num_batched_tokens"], tokens = rule, most
         if user_seqs is None and seqs > tokens:
             rule = "requests-by-tokens"
@@ -215,9 +212,8 @@ class ServeOptions:
             raise error("--max-num-batched-tokens", message, remedy)
         if tokens < seqs:
             message = f"vLLM requires a token for each of {seqs} requests, got {tokens}"
-            raise refusal(
-                "--max-num-batched-tokens", message, f"give {seqs} or more, or fewer --max-num-seqs"
-            )
+            remedy = f"give {seqs} or more, or fewer --max-num-seqs"
+            raise refusal("--max-num-batched-tokens", message, remedy)
 
     def _adapters(self) -> None:
         get = self.line.get

@@ -46,9 +46,7 @@ def check_quantization(line: CommandLine, model: ModelFacts, dtype: str, capabil
     dtypes = names()["quantization_dtypes"][known.index(method)].split()
     if capability[0] * 10 + capability[1] < least or dtype not in dtypes:
         supported = f"compute capability {least / 10} or above and {' or '.join(dtypes)}"
-        raise refusal(
-            "--model", f"{method} checkpoints need {supported}", "name another GPU, model or --dtype"
-        )
+        raise refusal("--model", f"{method} checkpoints need {supported}", "use another GPU or --dtype")
 
 
 def cache_dtype(line: CommandLine, model: ModelFacts, dtype: str) -> str:
@@ -63,7 +61,6 @@ def cache_dtype(line: CommandLine, model: ModelFacts, dtype: str) -> str:
 def check_cache(flag: str, cache: str, dtype: str, *inside: str) -> str:
     """Return the KV cache's dtype; raises ``FlagError`` for a 16-bit float other than the model's."""
     if cache in ("float16", "bfloat16") and cache != dtype:
-        raise refusal(
-            flag, f"vLLM does not combine a {cache} KV cache with a {dtype} model", "give auto", *inside
-        )
+        message = f"vLLM does not combine a {cache} KV cache with a {dtype} model"
+        raise refusal(flag, message, "give auto", *inside)
     return cache

@@ -45,13 +45,8 @@ def draft_tokens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative:
     if not tiers:
         return (0, *(num_speculative,) * max_num_reqs)
     firsts = [first for first, _, _ in tiers]
-    return (
-        0,
-        *(
-            min(tiers[bisect.bisect_right(firsts, reqs) - 1][2], num_speculative)
-            for reqs in range(1, max_num_reqs + 1)
-        ),
-    )
+    tier_of = [bisect.bisect_right(firsts, reqs) - 1 for reqs in range(1, max_num_reqs + 1)]
+    return (0, *(min(tiers[index][2], num_speculative) for index in tier_of))
 
 
 def query_lens(drafted: tuple[int, ...]) -> tuple[int, ...]:

@@ -50,16 +50,13 @@ class Query:
 def serves(graph: Graph, query: Query, loras: int) -> bool:
     """Say whether a captured graph can replay the batch at that LoRA case."""
     entry = graph.entry
-    return (
-        (entry.query_len is None or entry.query_len == query.uniform)
-        and (
-            graph.max_query_len is None
-            or (query.max_query_len is not None and graph.max_query_len >= query.max_query_len)
-        )
-        and (entry.num_reqs is None or entry.num_reqs >= query.num_reqs)
-        and entry.num_tokens >= query.num_tokens
-        and entry.active_loras == loras
-    )
+    if graph.max_query_len is not None:
+        if query.max_query_len is None or graph.max_query_len < query.max_query_len:
+            return False
+    elif entry.query_len not in (None, query.uniform):
+        return False
+    enough_rows = entry.num_reqs is None or entry.num_reqs >= query.num_reqs
+    return enough_rows and entry.num_tokens >= query.num_tokens and entry.active_loras == loras
 
 
 def answered(graph: Graph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0) -> Dispatch:

@@ -44,7 +44,7 @@ def register() -> None:
     """
     if not os.environ.get(PLAN):
         return
-    _read_plan()
+    _check()
     module = sys.modules.get(MODULE)
     if module is not None and hasattr(module, MANAGER):
         _watch(module)
@@ -172,36 +172,22 @@ def _plan_at(path: str) -> Plan:
     return load_plan(path)
 
 
-def _read_plan() -> Plan | None:
-    """Return the plan; None, with a logged error, if it cannot be read."""
-    path = os.environ[PLAN]
-    try:
-        return _plan_at(path)
-    except Exception as error:
-        _report_failure(path, error)
-        return None
-
-
-def _check(configuration: Callable[[], tuple[Any, str]]) -> None:
-    """Log the differences from the plan; any error of the comparison is logged, too."""
+def _check(configuration: Callable[[], tuple[Any, str]] | None = None) -> None:
+    """Log the differences from the plan, or only read it; any error is logged, too."""
     path = os.environ.get(PLAN)
-    plan = _read_plan() if path else None
-    if path is None or plan is None:
+    if not path:
         return
     try:
-        lines = [f"{line} ({path})" for line in differences(plan, *configuration())]
+        plan = _plan_at(path)
+        lines = [] if configuration is None else [*differences(plan, *configuration())]
     except Exception as error:
-        _report_failure(path, error)
+        reason = " ".join(str(error).split())
+        _report(logging.ERROR, [f"nothing is checked: {path}: {type(error).__name__}: {reason}"], error)
         return
     if lines:
-        _report(logging.WARNING, lines)
-    else:
+        _report(logging.WARNING, [f"{line} ({path})" for line in lines])
+    elif configuration is not None:
         _report(logging.INFO, [f"vLLM captures what the plan has ({path})"])
-
-
-def _report_failure(path: str, error: Exception) -> None:
-    reason = " ".join(str(error).split())
-    _report(logging.ERROR, [f"nothing is checked: {path}: {type(error).__name__}: {reason}"], error)
 
 
 def _report(level: int, lines: list[str], cause: Exception | None = None) -> None:
