@@ -7,6 +7,7 @@
      |       +- NotEmulated   we cannot follow them, whatever the engine does with them
      +- PlanningError         a valid spec for which there is no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
+     +- EngineError           an engine is not installed, named twice, or broke its contract
      +- DispatchError         a question the plan cannot be asked, such as an unknown role
      +- RunError              a plan cannot be executed here, or not on this model or these requests
          +- CaptureError      a forward did what no graph can hold
@@ -99,6 +100,10 @@ class PlanningError(InvalidValue):
 
 class BackendError(CapturePlannerError):
     """A backend is unknown, registered twice under a name, or broke its contract."""
+
+
+class EngineError(CapturePlannerError):
+    """An engine is not installed, registered twice under a name, or broke its contract."""
 
 
 class DispatchError(CapturePlannerError):

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from capture_planner.engines import ENGINES, find_engine
+from capture_planner.engines import engines, find_engine
 from capture_planner.engines.export import Effect, prove
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
@@ -12,7 +12,7 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from support.export_plans import SCHEDULES, made
 
-MODULES = {engine: f"capture_planner_{engine.replace('-', '_')}" for engine in ENGINES}
+MODULES = {engine: f"capture_planner_{engine.replace('-', '_')}" for engine in engines()}
 LOST = (Effect.EAGER, Effect.WEAKER)
 
 
@@ -51,7 +51,7 @@ def test_sglang_has_a_plan_of_one_width(method):
     assert proved("sglang", made(**options)).proof.exact
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(engines()))
 @pytest.mark.parametrize("method", [None, *Method])
 def test_no_engine_loses_a_decode_of_one_width(engine, method):
     """Every decode of the target, and of the drafter where it runs, keeps its full graph."""
@@ -60,7 +60,7 @@ def test_no_engine_loses_a_decode_of_one_width(engine, method):
     assert [lost(proof, role, *LOST) for role in Role] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(engines()))
 def test_every_engine_that_is_emulated_can_be_exported_to(engine):
     """The names are the same on both sides."""
     pytest.importorskip(MODULES[engine])

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
-from capture_planner.engines import ENGINES, emulate, find_engine
+from capture_planner.engines import emulate, engines, find_engine
 from capture_planner.engines.parsing import near
 from capture_planner.engines.yaml_files import read_yaml
 from capture_planner.errors import FlagError, InvalidDocument
@@ -164,7 +164,7 @@ def test_a_wrong_file(engine, text, line, says, tmp_path):
             assert problem.path[0] == flag
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines())
 def test_a_file_that_is_not_there(engine, tmp_path):
     """Its name and the system's reason, without numbers of errors."""
     (problem,) = problems(engine, *FRONT[engine], "--config", str(tmp_path / "no.yaml"))
@@ -183,7 +183,8 @@ def test_the_command_line_is_not_said_to_be_in_the_file(tmp_path):
 
 
 @given(
-    st.sampled_from(sorted((e, f) for e in ENGINES for f in find_engine(e).flags if f[:2] == "--")), st.data()
+    st.sampled_from(sorted((e, f) for e in engines() for f in find_engine(e).flags if f[:2] == "--")),
+    st.data(),
 )
 def test_a_slip_is_understood(drawn, data):
     """Of a flag with a letter too few, twice, or two swapped, or the other dashes, a real one is named."""
@@ -209,7 +210,7 @@ def test_a_slip_is_understood(drawn, data):
     assert problem.remedy in (f"did you mean {found}?", f"give {RENAMED[engine].get(slip)}")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines())
 def test_renamed_flags(engine):
     """What is given in place of an old or foreign flag is one of the engine's, and the old one is not."""
     for old, new in RENAMED[engine].items():

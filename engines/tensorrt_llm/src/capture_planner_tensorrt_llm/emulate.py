@@ -61,7 +61,7 @@ ENGINE = Engine(
     flags=FLAGS,
     programs=("trtllm-serve serve", "trtllm-serve", "serve"),
     limits=("--max_batch_size", "--max_num_tokens", "--config"),
-    also_called=("trtllm-serve", "trtllm", "trt-llm"),
+    aliases=("trtllm-serve", "trtllm", "trt-llm"),
 )
 
 

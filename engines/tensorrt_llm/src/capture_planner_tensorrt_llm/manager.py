@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner_tensorrt_llm import rules
@@ -60,8 +60,8 @@ class DecodeGraphs:
         return GraphMode.FULL_DECODE_ONLY if self.enabled and self.shapes else GraphMode.NONE
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
-        return tuple(Graph(role=Role.TARGET, entry=entry) for entry in self._entries.values())
+    def graphs(self) -> tuple[CapturedGraph, ...]:
+        return tuple(CapturedGraph(role=Role.TARGET, entry=entry) for entry in self._entries.values())
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the graph for a batch; where ranks have to agree, that of ranks which are all alike."""

@@ -18,6 +18,7 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import export_vllm
+from capture_planner_vllm.fixes import VllmFixes
 from capture_planner_vllm.flags import VARIABLES, Given, read, refusal
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS
@@ -227,6 +228,8 @@ ENGINE = Engine(
     programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
     variables="VLLM_",
+    fixes=VllmFixes(),
+    sizes_in_tokens=True,
 )
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import attrs
+
 from capture_planner.analysis.coverage import coverage
-from capture_planner.engines.export.core import (
+from capture_planner.engines.export.export import (
     DRAFT_MODEL,
     Export,
     Loss,
@@ -18,22 +20,14 @@ from capture_planner.engines.export.core import (
     drafters,
     planned,
 )
-from capture_planner.engines.export.mend import (
-    Decodes,
-    Mend,
-    examine,
-    full_graphs,
-    mend_vllm,
-    nearest,
-    target_decodes,
-)
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records.batch import Entry, Kind
-from capture_planner.records.batch_space import decode_families, decode_tiers
+from capture_planner.records.batch_space import DecodeFamily, decode_families, decode_tiers
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
 from capture_planner_vllm.drafter import draft_decode_mode
+from capture_planner_vllm.size_list import SizeList, examine, full_graphs, nearest, size_list
 
 FILE_NAME = "vllm.yaml"
 
@@ -47,7 +41,7 @@ LATENT_BACKENDS = {
 """The same for models with latent attention."""
 
 _WORST = Fraction(3, 2)
-"""A mended list pads decodes no further than this, however far the plan's own sizes do."""
+"""A replacement pads decodes no further than this, however far the plan's own sizes do."""
 
 
 def export_vllm(plan: Plan) -> Export:
@@ -104,10 +98,10 @@ def _speculative_config(speculative: Speculative) -> dict[str, Any]:
 
 
 def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, ...]]:
-    """Return the list of sizes: the plan's own, or where they would hide graphs a mended one."""
+    """Return the list of sizes: the plan's own, or where they would hide graphs another."""
     limit = plan.limits.max_num_tokens
     own = tuple(sorted({entry.num_tokens for entry in target.entries if entry.num_tokens <= limit}))
-    decodes = target_decodes(plan)
+    decodes = decode_families(Role.TARGET, plan)
     if not own or not target.mode.is_separate:
         return own, ()
     uniform = [entry for entry in target.entries if entry.query_len is not None]
@@ -119,13 +113,13 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     if not hidden:
         return own, _rounded(own, target)
     mixed = [entry.num_tokens for entry in target.entries if entry.query_len is None]
-    mend = _mended(plan, covered, widths, own, mixed)
+    replacement = _replacement(plan, covered, widths, own, mixed)
     says = (
         f"with the plan's own {len(own)} sizes {len(hidden)} decode batch sizes would miss their graph, hidden "
-        f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which none "
-        f"does, and which pad decodes at most {float(mend.worst - 1):.1%}"
+        f"by a nearer one of another query length; {len(replacement.sizes)} sizes replace them, with which none "
+        f"does, and which pad decodes at most {float(replacement.worst - 1):.1%}"
     )
-    return mend.sizes, (Loss(name="sizes-mended", says=says, scope=both(Role.TARGET)),)
+    return replacement.sizes, (Loss(name="sizes-replaced", says=says, scope=both(Role.TARGET)),)
 
 
 def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,30 +137,36 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
         return sizes
     more = tuple(sorted({*sizes, widest}))
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
-    before, after = (examine(target_decodes(plan), nearest(some, widths, most))[0] for some in (sizes, more))
+    before, after = (
+        examine(decode_families(Role.TARGET, plan), nearest(some, widths, most))[0] for some in (sizes, more)
+    )
     return more if set(after) <= set(before) else sizes
 
 
-def _mended(
-    plan: Plan, decodes: Sequence[Decodes], widths: Sequence[int], own: Sequence[int], mixed: Sequence[int]
-) -> Mend:
+def _replacement(
+    plan: Plan,
+    decodes: Sequence[DecodeFamily],
+    widths: Sequence[int],
+    own: Sequence[int],
+    mixed: Sequence[int],
+) -> SizeList:
     """Return the list that pads least with no more graphs than ``own`` gives, or pads as the plan does."""
     reqs, worst = plan.limits.max_num_reqs, min(_worst(plan), _WORST)
     graphs = len(full_graphs(own, widths, reqs))
-    mend = mend_vllm(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
-    if mend.worst > worst:
-        mend = mend_vllm(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
-    return mend
+    result = size_list(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
+    if result.worst > worst:
+        result = size_list(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
+    return result
 
 
-def _within(decodes: Sequence[Decodes], entries: Sequence[Entry]) -> tuple[Decodes, ...]:
+def _within(decodes: Sequence[DecodeFamily], entries: Sequence[Entry]) -> tuple[DecodeFamily, ...]:
     """Return the decodes that the plan has full graphs for: those beyond its largest are left eager."""
     found = []
     for tier in decodes:
         most = max((e.num_reqs or 0 for e in entries if e.query_len == tier.query_len), default=0)
-        kept = tuple((first, min(last, most)) for first, last in tier.requests if first <= most)
+        kept = tier.requests.clipped(most)
         if kept:
-            found.append(Decodes(query_len=tier.query_len, requests=kept))
+            found.append(attrs.evolve(tier, requests=kept))
     return tuple(found)
 
 

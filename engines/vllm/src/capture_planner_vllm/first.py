@@ -12,7 +12,7 @@ from bisect import bisect_left
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner_vllm.table import answered
@@ -31,7 +31,7 @@ class FirstManager:
     role: Role = attrs.field(default=Role.TARGET, init=False)
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         """PIECEWISE before FULL, each largest first."""
         entries = []
         for size in self.sizes:
@@ -40,7 +40,7 @@ class FirstManager:
             if self.mode.mixed_mode is not GraphMode.NONE:
                 entries.append(self._entry(self.mode.mixed_mode, size, is_decode=False))
         entries.sort(key=lambda entry: (entry.mode is GraphMode.FULL, -entry.num_tokens))
-        return tuple(Graph(role=self.role, entry=entry) for entry in entries)
+        return tuple(CapturedGraph(role=self.role, entry=entry) for entry in entries)
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the answer once everything is captured. Prompts are not asked about."""
@@ -57,7 +57,7 @@ class FirstManager:
         if index == len(self.sizes) or (separate and not self._is_decode_size(self.sizes[index])):
             return answered(None, batch, Reason.SIZES)
         entry = self._entry(mode, self.sizes[index], is_decode=separate)
-        return answered(Graph(role=self.role, entry=entry), batch, None)
+        return answered(CapturedGraph(role=self.role, entry=entry), batch, None)
 
     def _is_decode_size(self, size: int) -> bool:
         return self.query_len <= size <= self.max_num_reqs * self.query_len
