@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, engines, find_engine
 from capture_planner.engines.parsing import near
-from capture_planner.engines.yaml_files import read_yaml
-from capture_planner.errors import FlagError, InvalidDocument
+from capture_planner.errors import FlagError
 from capture_planner_sglang import flags as sglang
 from capture_planner_tensorrt_llm import flags as tensorrt_llm
 from capture_planner_vllm import flags as vllm
@@ -20,14 +19,14 @@ SCHEDULE = "num_speculative_tokens_per_batch_size"
 FRONT = {"vllm": ["m"], "sglang": [], "tensorrt-llm": []}
 KNOWN = {
     "vllm": {name for entry in vllm.table().values() for name in (*entry["names"], *entry.get("no", ()))},
-    "sglang": set(sglang._PARSER._option_string_actions),
-    "tensorrt-llm": {*tensorrt_llm.FLAGS, *tensorrt_llm._IGNORED, *tensorrt_llm._SWITCHES},
+    "sglang": set(sglang.PARSER._option_string_actions),
+    "tensorrt-llm": set(tensorrt_llm.ACCEPTED),
 }
 """Every flag that each engine takes."""
 RENAMED = {
     "vllm": vllm._Parser.renamed,
-    "sglang": sglang._Parser.renamed,
-    "tensorrt-llm": tensorrt_llm._RENAMED,
+    "sglang": sglang.SglangParser.renamed,
+    "tensorrt-llm": tensorrt_llm.OPTIONS["renamed_flags"],
 }
 
 
@@ -218,24 +217,3 @@ def test_renamed_flags(engine):
         named = [word.strip(",") for word in new.split() if word.startswith("--")]
         assert named
         assert set(named) <= KNOWN[engine]
-
-
-LETTERS = st.text("0123456789.eE+-_:xobnfyYsONalt", min_size=1, max_size=7)
-ODD = "yes no y n on off TRUE 1e9 1.0e9 1.e+3 0x1F 0o7 010 08 1:30 1_000 .5 -_ +.inf ~"
-WORDS = st.sampled_from(ODD.split())
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), LETTERS | WORDS), max_size=4))
-def test_files_are_read_as_the_engines_read_them(tmp_path_factory, lines):
-    """PyYAML's answer: kinds of scalars, and of a key given twice the last."""
-    yaml = pytest.importorskip("yaml")
-    file = tmp_path_factory.mktemp("yaml") / "a.yaml"
-    text = "".join(f"{key}: {value}\n" for key, value in lines)
-    file.write_text(text, "utf-8")
-    try:
-        expected = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        with pytest.raises(InvalidDocument):
-            read_yaml(str(file))
-        return
-    assert repr(read_yaml(str(file))) == repr(expected)

@@ -7,7 +7,7 @@ import pytest
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_tensorrt_llm import ENGINE
+from capture_planner_tensorrt_llm.engine import ENGINE
 from engines.generators.tensorrt_llm_answers import MACHINE, batch_of
 
 EIGHTS = (1, 2, 4, *range(8, 129, 8))

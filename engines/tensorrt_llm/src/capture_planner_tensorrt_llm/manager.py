@@ -19,7 +19,7 @@ from capture_planner_tensorrt_llm.settings import Drafting
 
 
 @attrs.frozen(kw_only=True)
-class DecodeGraphs:
+class TargetGraphs:
     """The decode graphs of one rank; a ``Manager``.
 
     A batch whose last prompts have one token left is a decode to the engine, where nothing is
@@ -109,7 +109,7 @@ class DecodeGraphs:
         return self.drafting.draft_len_of(width)
 
 
-def agreed(graphs: DecodeGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]:
+def agreed(graphs: TargetGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]:
     """Return the answers of attention-DP ranks, one for each batch, after both of their gatherings.
 
     First ranks that all decode pad to the size that holds the largest batch. Then a graph is used
