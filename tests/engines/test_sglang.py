@@ -264,7 +264,6 @@ def test_flags_are_those_of_the_parser() -> None:
         (["--speculative-algorithm", "EAGLE"], "--speculative-num-steps"),
         (["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),
         (["--max-total-tokens", "1"], "--max-total-tokens"),
-        (["--enable-lora"], "--enable-lora"),
         (["--moe-dense-tp-size", "3"], "--moe-dense-tp-size"),
         (["--disable-cuda-graph-padding", "--enable-torch-compile"], "--disable-cuda-graph-padding"),
     ],

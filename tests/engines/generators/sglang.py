@@ -386,6 +386,8 @@ def repaired(case: Case) -> list[tuple[str, Case]]:
     emulation answers the case itself.
     """
     words, file = _by_flag(case.command), case.file or {}
+    if "lora-paths" in file:
+        return []  # SGLang refuses the place, whatever the value.
     lora = any(flag in words or flag[2:] in file for flag in ("--enable-lora", "--lora-paths"))
     given = [flag for flag in DECIDES_NOTHING if flag in words or flag[2:] in file]
     given += ["--max-lora-rank"] if lora and "--max-lora-rank" not in given else []
