@@ -84,7 +84,7 @@ class Stage:
         self.plan = make_plan(scene.spec(tested.backend), tested.environment, tested.registry)
         errors = [found for found in lint(self.plan) if found.rule.severity is Severity.ERROR]
         if errors:
-            raise Violation(Finding(check=Check.PLANNED, says=str(errors[0]), role=errors[0].found.role))
+            raise Violation(Finding(check=Check.PLANNED, says=str(errors[0]), role=errors[0].diagnostic.role))
         shape, device = scene.shape, tested.device
         self.tolerance = TOLERANCE[shape.dtype]
         self.target, self.drafter = _models(scene, self.plan, device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
-from capture_planner.analysis.lint.core import BugClass, Charge, Checking, Severity, registering
+from capture_planner.analysis.lint.core import BaseRule, BugClass, CheckT, Severity, register_in
 from capture_planner.engines import find_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
@@ -51,7 +51,7 @@ class Violation:
 
 
 @attrs.frozen(kw_only=True)
-class EngineRule(Charge):
+class EngineRule(BaseRule):
     """A rule about engines."""
 
     check: Callable[[CheckInput], Iterator[Violation]]
@@ -79,9 +79,9 @@ ENGINE_RULES: dict[str, EngineRule] = {}
 """All rules by code."""
 
 
-def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> Callable[[Checking], Checking]:
+def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> Callable[[CheckT], CheckT]:
     """Register a check of an emulation under a stable code."""
-    return registering(
+    return register_in(
         ENGINE_RULES, EngineRule, code, severity=severity, bug_class=bug_class, threads=threads
     )
 
@@ -227,7 +227,7 @@ def mode_lowered(subject: CheckInput) -> Iterator[Violation]:
         if before is not None and after is not None and after < before:
             yield Violation(
                 role=decision.role,
-                message=f"{decision.role}: {before.value} became {after.value}: {decision.says}",
+                message=f"{decision.role}: {before.value} became {after.value}: {decision.message}",
                 fix=subject.engine.fixes.lowered(subject.emulation, decision),
             )
 

@@ -18,7 +18,7 @@ from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.traffic import Arrival, batches_of, for_role
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Kind
-from capture_planner.records.batch_space import batches, extent, kind_of, shape
+from capture_planner.records.batch_space import batches, kind_of
 from capture_planner.records.plan import Plan
 
 
@@ -232,7 +232,7 @@ def _emulation_of(plan: Plan) -> Emulation:
                 role=role.role,
                 mode=role.mode,
                 graphs=tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
-                dispatch=dispatcher.answer,
+                dispatch=dispatcher.dispatch,
             )
             for role in plan.roles
         ),
@@ -286,8 +286,8 @@ class _Side:
             families = self.emulation.families(role)
             if counts is None:
                 for batch, last in batches(role, self.emulation, families=families, upto=largest[role]):
-                    kind = shape(batch)
-                    self._answer(batch, kind, 1 + last - extent(batch, kind))
+                    kind = batch.kind
+                    self._answer(batch, kind, 1 + last - batch.extent(kind))
             else:
                 for batch, times in for_role(counts, role, families).items():
                     kind = kind_of(batch, families)
@@ -303,7 +303,7 @@ class _Side:
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
         query_len = batch.query_len if kind is Kind.DECODE else None
         batch_class = BatchClass(role=batch.role, kind=kind, query_len=query_len)
-        key = (extent(batch, kind), batch.active_loras, whole)
+        key = (batch.extent(kind), batch.active_loras, whole)
         answer = _Answer(batch, times, self.emulation.dispatch(batch))
         self.answers.setdefault(batch_class, {})[key] = answer
 

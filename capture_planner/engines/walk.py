@@ -15,7 +15,7 @@ from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.engines.emulation import CapturedGraph, Emulation, Manager
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
-from capture_planner.records.batch_space import DecodeFamily, batches, extent, most_loras, shape
+from capture_planner.records.batch_space import DecodeFamily, batches, most_loras
 from capture_planner.records.text import counted
 
 
@@ -33,12 +33,12 @@ class BatchAnswer:
     @property
     def kind(self) -> Kind:
         """A decode, or mixed."""
-        return shape(self.batch)
+        return self.batch.kind
 
     @property
     def extent(self) -> int:
         """Requests of a decode, tokens of a mixed batch."""
-        return extent(self.batch, self.kind)
+        return self.batch.extent(self.kind)
 
     @property
     def misses_graph(self) -> bool:

@@ -67,7 +67,7 @@ def _waivers(draw: DrawFn) -> Waiver:
         min_loras=draw(st.integers(0, 2)),
         max_loras=draw(st.integers(0, 6)),
         reason=draw(st.sampled_from(Reason)),
-        says=draw(any_text()),
+        message=draw(any_text()),
     )
 
 
@@ -93,7 +93,7 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
         role=st.sampled_from(Role),
         backend=maybe(any_text()),
         group=maybe(any_text()),
-        says=any_text(),
+        message=any_text(),
     )
     return RolePlan(
         role=role,
@@ -113,7 +113,7 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
     roles = draw(st.lists(st.sampled_from(Role), min_size=1, unique=True))
     return Plan(
-        spec=digest(spec),
+        spec_digest=digest(spec),
         environment=draw(environments()),
         model=spec.model,
         limits=spec.limits,
