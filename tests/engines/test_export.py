@@ -225,21 +225,21 @@ def test_a_schedule_that_rises_is_a_loss():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", [Policy.VLLM, Policy.DEFAULT, Policy.POWERS_OF_TWO])
-def test_published_schedules_are_mended(schedule, policy):
+def test_published_schedules_get_other_sizes(schedule, policy):
     """With vLLM's own sizes and with ours, no batch of the published schedules loses its graph."""
     planned = made(schedule, sizes=Sizes(policy=policy))
     export = proved("vllm", planned)
     names = {loss.name: loss for loss in export.losses}
-    assert "sizes-mended" in names
+    assert "sizes-replaced" in names
     for role in (Role.TARGET, Role.DRAFT_PREFILL):
         assert export.proof.count(Effect.WEAKER, role, Kind.DECODE) == 0
         assert export.proof.count(Effect.EAGER, role, Kind.DECODE) == 0
-    assert names["sizes-mended"].cost == export.proof.cost(names["sizes-mended"].scope)
-    assert names["sizes-mended"].cost.weaker == 0
+    assert names["sizes-replaced"].cost == export.proof.cost(names["sizes-replaced"].scope)
+    assert names["sizes-replaced"].cost.weaker == 0
 
 
 def test_own_sizes_would_have_missed():
-    """The plan's own sizes, given to vLLM as they are, do miss batches: the mend is not for nothing."""
+    """The plan's own sizes, given to vLLM as they are, do miss batches: the other list is needed."""
     for schedule in SCHEDULES:
         planned = made(schedule, sizes=Sizes(policy=Policy.VLLM))
         sizes = sorted({entry.num_tokens for entry in planned.role(Role.TARGET).entries})
