@@ -18,7 +18,7 @@ from capture_planner.cli.common import (
     planned,
 )
 from capture_planner.codec import load_plan
-from capture_planner.engines import ENGINES, find_engine
+from capture_planner.engines import engines
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.parsing import near
 from capture_planner.engines.side_by_side import compare as side_by_side
@@ -68,7 +68,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
 def _engine(named: str) -> str | None:
     """Return the engine whose command line is named, or None."""
     first = named.split(maxsplit=1)[:1]
-    return first[0] if first and first[0] in ENGINES else None
+    return first[0] if first and first[0] in engines() else None
 
 
 def _plan(letter: str, named: str) -> Plan | None:
@@ -77,12 +77,12 @@ def _plan(letter: str, named: str) -> Plan | None:
         return None
     if not named.strip() or not Path(named).exists():
         word = (named.split(maxsplit=1) or [""])[0]
-        called = {also: name for name in ENGINES for also in find_engine(name).also_called}
-        found = near(word, ENGINES) or called.get(word, "")
+        aliases = {alias: name for name, item in engines().items() for alias in item.value.aliases}
+        found = near(word, engines()) or aliases.get(word, "")
         remedy = f"did you mean {found}? {letter} is" if found else f"{letter} can be"
         raise click.UsageError(
             f"{letter}: {named if named.strip() else repr(named)}: cannot be read: there is no such file; {remedy} a "
-            f"plan or spec file, or an engine's command line in quotes, beginning with one of {', '.join(ENGINES)}."
+            f"plan or spec file, or an engine's command line in quotes, beginning with one of {', '.join(engines())}."
         )
     return load_plan(named) if is_plan_file(named) else None
 

@@ -1,4 +1,4 @@
-"""``engine``: what an engine captures and serves, by its own flags; ``check --engine``: what to mend."""
+"""``engine``: what an engine captures and serves, by its own flags; ``check --engine``: how to fix them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,22 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.codec import dumps_json
-from capture_planner.engines import ENGINES, find_engine
+from capture_planner.engines import INSTALL, engines, find_engine
 from capture_planner.engines.check import check
-from capture_planner.engines.sent import why_never_sent
+from capture_planner.engines.walk import why_inadmissible
 from capture_planner.report import engine as shown
+
+
+class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """The name of an installed engine; engines are loaded when a value or the help needs them."""
+
+    name = "engine"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "|".join(engines()) or "ENGINE"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return find_engine(value).name
 
 
 class OrEngine(OwnOptions):
@@ -38,16 +50,27 @@ class OfAnEngine(OwnOptions):
     """A command about one engine; its help lists the flags of the engine that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_NAMED] = next((word for word in args if word in ENGINES), None)
+        ctx.meta[_NAMED] = next((word for word in args if word in engines()), None)
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         name = ctx.meta[_NAMED]
         if name is None:
+            with formatter.section("Installed engines"):
+                if not engines():
+                    formatter.write_text(f"None: {INSTALL}.")
+                    return
+                formatter.write_dl(
+                    [
+                        (each, f"release {item.value.version}, from {item.distribution} {item.version}")
+                        for each, item in engines().items()
+                    ]
+                )
             with formatter.section("Flags of an engine"):
-                formatter.write_text(f"capture-planner {ctx.info_name} {ENGINES[0]} --help lists them.")
+                first = next(iter(engines()))
+                formatter.write_text(f"capture-planner {ctx.info_name} {first} --help lists them.")
             return
-        with formatter.section(f"Flags of {name} that graphs depend on; its others are read too"):
+        with formatter.section(f"Flags of {name} that graphs depend on; its others are accepted"):
             formatter.write_dl(list(find_engine(name).flags.items()))
 
 
@@ -59,7 +82,7 @@ environment_option = click.option(
 
 
 @click.command(cls=OfAnEngine)
-@click.argument("name", metavar="|".join(ENGINES), type=click.Choice(list(ENGINES)))
+@click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--batches", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")
 @environment_option
@@ -75,7 +98,7 @@ def engine(
     emulation = emulated(name, flags, environment_named(environment))
     if batches is not None:
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
-            never = why_never_sent(batch, emulation)
+            never = why_inadmissible(batch, emulation)
             line = answer_line(batch, emulation.dispatch(batch))
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return

@@ -16,14 +16,15 @@ from capture_planner.cli.common import (
     plan_of,
     refuse_places,
 )
-from capture_planner.engines import ENGINES, emulate, find_engine
+from capture_planner.cli.engine import EngineName
+from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.export import prove
 from capture_planner.report.export import export_command, export_table
 
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option("--to", "name", type=click.Choice(list(ENGINES)), required=True, help="The engine.")
+@click.option("--to", "name", type=EngineName(), required=True, help="The engine.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Write the engine's configuration file here."
 )

@@ -27,13 +27,12 @@ from capture_planner.cli.common import (
     planned,
     show_text,
 )
-from capture_planner.cli.engine import OrEngine, check_engine
+from capture_planner.cli.engine import EngineName, OrEngine, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.codec import dumps_json, to_data
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines import ENGINES
 from capture_planner.errors import CapturePlannerError, InvalidDocument
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
@@ -185,7 +184,7 @@ def explain(
 @click.argument("files", metavar="PLAN|SPEC...", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--engine",
-    type=click.Choice(list(ENGINES)),
+    type=EngineName(),
     help="Check what this engine makes of its own flags, which stand in place of files.",
 )
 @click.option("--spec", metavar="SPEC", help="The spec a plan must be the plan of: any drift is a finding.")

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
-from capture_planner.engines.emulation import Emulation, Graph
-from capture_planner.engines.walk import Asked, runs, walk
+from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.walk import BatchAnswer, runs, walk
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
@@ -38,7 +38,7 @@ def emulation_table(emulation: Emulation) -> RenderableType:
 
 
 def _role(
-    role: Role, mode: GraphMode, graphs: Sequence[Graph], asked: Sequence[Asked]
+    role: Role, mode: GraphMode, graphs: Sequence[CapturedGraph], asked: Sequence[BatchAnswer]
 ) -> Iterator[RenderableType]:
     yield Text.assemble((f"{role} ", "bold"), mode_text(mode), f", {counted(len(graphs), 'graph')}")
     if graphs:
@@ -54,7 +54,7 @@ def _role(
     yield _served([one for one in asked if one.batch.role is role])
 
 
-def _of(graph: Graph) -> str:
+def _of(graph: CapturedGraph) -> str:
     entry = graph.entry
     if graph.max_query_len is not None:
         return f"decodes of 1 to {graph.max_query_len}"
@@ -66,10 +66,10 @@ MOST_RANGES = 6
 """Ranges of batches that a row names; of more, only their number."""
 
 
-def _served(asked: Sequence[Asked]) -> RenderableType:
+def _served(asked: Sequence[BatchAnswer]) -> RenderableType:
     """Which batches run how, a row for each kind and mode, and how far they are padded."""
     table = table_of("batches", "run", "requests or tokens", "LoRA", "padding", "why", right=("padding",))
-    rows: dict[tuple[str, GraphMode, str], list[Asked]] = {}
+    rows: dict[tuple[str, GraphMode, str], list[BatchAnswer]] = {}
     for one in asked:
         decode = one.kind is Kind.DECODE
         what = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
@@ -82,7 +82,7 @@ def _served(asked: Sequence[Asked]) -> RenderableType:
     return table
 
 
-def _ranges(asked: Sequence[Asked]) -> str:
+def _ranges(asked: Sequence[BatchAnswer]) -> str:
     """Write which batches they are, whatever adapters they have: ``1..16, 18, 20..32``."""
     ends: list[list[int]] = []
     for one in sorted(asked, key=lambda one: one.extent):
@@ -98,7 +98,7 @@ def _ranges(asked: Sequence[Asked]) -> str:
     return f"{shown}, and {more} more ranges, {count} in all" if more > 0 else shown
 
 
-def _padding(asked: Sequence[Asked]) -> str:
+def _padding(asked: Sequence[BatchAnswer]) -> str:
     """Write the share of the computed tokens that is padding."""
     computed = sum(one.answer.entry.num_tokens for one in asked if one.answer.entry is not None)
     padded = sum(one.answer.padded_tokens for one in asked)
@@ -143,7 +143,7 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 def emulation_data(emulation: Emulation) -> dict[str, Any]:
     """Return the emulation as JSON has it, and all admissible batches by what runs them."""
-    rows: dict[tuple[GraphMode, Reason | None], list[Asked]] = {}
+    rows: dict[tuple[GraphMode, Reason | None], list[BatchAnswer]] = {}
     for one in walk(emulation):
         rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
     batches = [
@@ -164,13 +164,15 @@ def emulation_data(emulation: Emulation) -> dict[str, Any]:
 
 
 def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> RenderableType:
-    """One finding a paragraph: what, which flag mends it, and where it was seen."""
+    """One finding a paragraph: what, which flag fixes it, and where it was seen."""
     parts: list[RenderableType] = []
     for each in found:
         rule = each.rule
         parts += [
-            Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.seen.says}"),
-            Text(f"  mend: {each.mend}"),
+            Text.assemble(
+                (f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.violation.message}"
+            ),
+            Text(f"  fix: {each.fix}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
         ]
     total = counted(len(found), "finding") if found else "nothing to report"
@@ -185,9 +187,9 @@ def finding_data(found: EngineFinding) -> dict[str, Any]:
         "name": rule.name,
         "severity": found.severity.value,
         "class": rule.bug_class.name,
-        "role": found.seen.role.value,
-        "message": found.seen.says,
-        "count": found.seen.count,
-        "mend": found.mend,
+        "role": found.violation.role.value,
+        "message": found.violation.message,
+        "count": found.violation.count,
+        "mend": found.fix,
         "threads": list(rule.threads),
     }

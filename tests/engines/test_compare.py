@@ -13,7 +13,7 @@ from rich.console import Console
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate, traffic
-from capture_planner.engines.emulation import Emulation, Graph
+from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.side_by_side import compare
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
@@ -52,7 +52,7 @@ class FromPlan:
 
     role: Role
     mode: GraphMode
-    graphs: tuple[Graph, ...]
+    graphs: tuple[CapturedGraph, ...]
     _dispatcher: Dispatcher
 
     def dispatch(self, batch):
@@ -72,7 +72,7 @@ def emulating(plan):
             FromPlan(
                 role.role,
                 role.mode,
-                tuple(Graph(role=role.role, entry=entry) for entry in role.entries),
+                tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
                 dispatcher,
             )
             for role in plan.roles

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph, Manager
+from capture_planner.engines.emulation import CapturedGraph, Manager
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
@@ -202,7 +202,7 @@ def summary(rows: list[list[Any]]) -> list[Any]:
     return [len(rows), hashlib.sha256(text.encode()).hexdigest()[:20]]
 
 
-def graph_row(graph: Graph) -> list[Any]:
+def graph_row(graph: CapturedGraph) -> list[Any]:
     """Return a graph as numbers."""
     entry = graph.entry
     return [

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/engines/oracle/record_sglang_architectures.py FOLDER
 
-Writes ``capture_planner/engines/sglang/architectures.json``, the architectures by what is emulated of them, and
+Writes ``architectures.json`` of the distribution, the architectures by what is emulated of them, and
 ``tests/engines/golden/sglang_architectures.json``, what SGLang's own functions answer for each of them.
 
 An architecture is followed where its class is a decoder of text, and where no module that graphs depend on names

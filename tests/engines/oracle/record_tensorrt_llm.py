@@ -1,4 +1,6 @@
-"""Record what TensorRT-LLM's own functions answer: ``PYTHONPATH=tests python tests/engines/oracle/record_tensorrt_llm.py FOLDER``.
+"""Record what TensorRT-LLM's own functions answer.
+
+    PYTHONPATH=tests python tests/engines/oracle/record_tensorrt_llm.py FOLDER
 
 FOLDER has the engine's sources at their paths, at the commits that ``engines/tensorrt_llm/rules.py``
 names, or the functions alone. Writes ``golden/tensorrt_llm.json``: numbers, and no word of the sources.

@@ -54,7 +54,7 @@ def architectures() -> Mapping[str, frozenset[str]]:
 
 
 @attrs.frozen
-class Model:
+class ModelFacts:
     """What is known of the served model: an ordinary text decoder, and what its config.json says."""
 
     source: str = ASSUMED
@@ -75,14 +75,14 @@ class Model:
         return self.architecture not in architectures()["without_prefill_graphs"]
 
 
-def read_model(path: str) -> Model:
+def read_model(path: str) -> ModelFacts:
     """Read a model's config.json by folder or name; a name that is not known leaves everything unknown.
 
     Raises ``FlagError`` for a folder without one that can be read.
     """
     try:
         found = checkpoints.find(path)
-        return Model(
+        return ModelFacts(
             source=found.source,
             architectures=tuple(found.config.get("architectures") or ()),
             context=None if found.source == ASSUMED else _context(found.text, found.rope),
@@ -117,7 +117,7 @@ class Resolution:
     sources: dict[str, str]
     """Where each value comes from that is not the default, by flag; ``cuda_graph_config.decode.bs`` for a phase's."""
     environment: Environment
-    model: Model
+    model: ModelFacts
     decode: Phase = attrs.Factory(lambda: Phase(FULL))
     prefill: Phase = attrs.Factory(lambda: Phase(BREAKABLE))
     locked: set[tuple[str, str]] = attrs.Factory(set)

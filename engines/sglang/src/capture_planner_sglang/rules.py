@@ -105,7 +105,7 @@ def read_attention_dp(r: Resolution) -> None:
 def check_parallel(r: Resolution) -> None:
     """Refuse parallel sizes that do not fit each other."""
     args = r.args
-    for flag in ("tp_size", "pp_size", "dp_size", "nnodes"):
+    for flag in ("tp_size", "pp_size", "dp_size"):
         if getattr(args, flag) < 1:
             raise refusal(_flag(flag), "SGLang starts no ranks: it is less than 1", "give 1 or more")
     if args.attn_dp_size < 1:
@@ -120,22 +120,8 @@ def check_parallel(r: Resolution) -> None:
             f"SGLang does not divide {args.tp_size} tensor-parallel ranks into {args.attn_dp_size} groups",
             f"give a divisor of --tp-size {args.tp_size}, or more ranks",
         )
-    if args.tp_size * args.pp_size % args.nnodes:
-        says = "SGLang spreads tp-size times pp-size ranks over hosts evenly"
-        raise refusal("--nnodes", says, f"give a divisor of {args.tp_size * args.pp_size}")
-    if args.dp_size > 1 and args.nnodes != 1:
-        raise refusal("--dp-size", "SGLang keeps replicas on one host", "use --attn-dp-size")
     if args.moe_dense_tp_size not in (None, 1, args.tp_size):
         raise refusal("--moe-dense-tp-size", "SGLang takes 1, or --tp-size", f"give 1 or {args.tp_size}")
-    if args.enable_dp_lm_head and args.attn_dp_size * args.dp_size > 1 and not r.attention_dp:
-        raise refusal("--enable-dp-lm-head", "SGLang wants attention DP with it", "set --attn-dp-size")
-    sharded_head = args.enable_tp_lm_head_all_to_all and not args.no_enable_tp_lm_head_all_to_all
-    if sharded_head and (not r.attention_dp or args.enable_dp_lm_head or args.tp_size != args.attn_dp_size):
-        raise refusal(
-            "--enable-tp-lm-head-all-to-all",
-            "SGLang wants an attention-DP group per rank, and no DP head",
-            f"set --attn-dp-size {args.tp_size} without --enable-dp-lm-head, or leave it out",
-        )
 
 
 def choose_attention(r: Resolution) -> None:
@@ -334,17 +320,6 @@ def _check_lora(r: Resolution) -> None:
         raise refusal("--lora-backend", "SGLang's triton_v2 does not run with attention DP", "name another")
     if args.speculative_algorithm == "STANDALONE":
         raise refusal("--enable-lora", "SGLang has no adapters with STANDALONE drafts", "drop one of both")
-    modules = args.lora_target_modules
-    if modules and "all" in modules and set(modules) != {"all"}:
-        raise refusal("--lora-target-modules", "SGLang takes all alone", "give all, or a list without it")
-    if not args.lora_paths and not (args.max_lora_rank and modules):
-        remedy = "give --max-lora-rank and --lora-target-modules, or --lora-paths"
-        raise refusal("--enable-lora", "SGLang does not know how large adapters are", remedy)
-    loaded = args.max_loaded_loras
-    if loaded is not None and loaded < max(args.max_loras_per_batch, len(args.lora_paths or ())):
-        least = max(args.max_loras_per_batch, len(args.lora_paths or ()))
-        says = "SGLang keeps at least a batch's adapters, and those it loads"
-        raise refusal("--max-loaded-loras", says, f"give {least} or more")
 
 
 def _flag(name: str) -> str:

@@ -93,7 +93,7 @@ class Drafting:
 
 
 @attrs.frozen(kw_only=True)
-class Graphs:
+class GraphConfig:
     """``cuda_graph_config`` as it was given."""
 
     batch_sizes: tuple[int, ...] | None = None
@@ -102,18 +102,14 @@ class Graphs:
 
 
 @attrs.frozen(kw_only=True)
-class Resolved:
+class ServeSettings:
     """All that decides about graphs, from flags and file together."""
 
     max_batch_size: int = 2048
     max_num_tokens: int = 8192
-    max_seq_len: int | None = None
     tensor: int = 1
-    pipeline: int = 1
-    experts: int | None = None
     attention_dp: bool = False
-    overlap: bool = True
-    graphs: Graphs | None = attrs.Factory(Graphs)
+    graphs: GraphConfig | None = attrs.Factory(GraphConfig)
     """None: cuda_graph_config is null, and everything runs eager."""
     drafting: Drafting | None = None
     sources: Mapping[str, str] = attrs.Factory(dict)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner_vllm import legacy
@@ -66,7 +66,7 @@ class DraftPrefill:
         return self.table.mode
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         return self.table.graphs
 
     def dispatch(self, batch: Batch) -> Dispatch:
@@ -107,7 +107,7 @@ class DraftDecode:
         return self.table.mode
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         """In the order of capture: for each size, largest first, its chains, longest first."""
         if self.chains is None:
             return self.table.graphs
@@ -141,5 +141,5 @@ class DraftDecode:
         return answered(_chained(found, k - 1), batch, None)
 
 
-def _chained(graph: Graph, steps: int) -> Graph:
+def _chained(graph: CapturedGraph, steps: int) -> CapturedGraph:
     return attrs.evolve(graph, entry=attrs.evolve(graph.entry, draft_steps=steps))

@@ -19,6 +19,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import export_vllm
+from capture_planner_vllm.fixes import VllmFixes
 from capture_planner_vllm.flags import name_of, read
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS
@@ -178,4 +179,6 @@ ENGINE = Engine(
     programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
     variables="VLLM_",
+    fixes=VllmFixes(),
+    sizes_in_tokens=True,
 )

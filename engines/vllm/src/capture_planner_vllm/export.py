@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+import attrs
+
 from capture_planner.analysis.coverage import coverage
-from capture_planner.engines.export.core import (
+from capture_planner.engines.export.export import (
     DRAFT_MODEL,
     Export,
     Loss,
@@ -18,22 +20,14 @@ from capture_planner.engines.export.core import (
     drafters,
     planned,
 )
-from capture_planner.engines.export.mend import (
-    Decodes,
-    Mend,
-    examine,
-    full_graphs,
-    mend_vllm,
-    nearest,
-    target_decodes,
-)
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records.batch import Entry, Kind
-from capture_planner.records.batch_space import decode_families, decode_tiers
+from capture_planner.records.batch_space import DecodeFamily, decode_families, decode_tiers
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
 from capture_planner_vllm.drafter import draft_decode_mode
+from capture_planner_vllm.size_list import SizeList, examine, full_graphs, nearest, size_list
 
 FILE_NAME = "vllm.yaml"
 
@@ -109,18 +103,18 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
     if not uniform or len(widths) < 2 or plan.parallel.data > 1:
         return own, _rounded(own, target)
-    covered = _within(target_decodes(plan), uniform)
+    covered = _within(decode_families(Role.TARGET, plan), uniform)
     hidden, _ = examine(covered, nearest(own, widths, plan.limits.max_num_reqs))
     if not hidden:
         return own, _rounded(own, target)
     mixed = [entry.num_tokens for entry in target.entries if entry.query_len is None]
-    mend = _replacement(plan, covered, widths, own, mixed)
+    replacement = _replacement(plan, covered, widths, own, mixed)
     message = (
         f"with the plan's own {len(own)} sizes, {len(hidden)} decode batch sizes would miss their graph, hidden "
-        f"by a nearer one of another query length; the {len(mend.sizes)} sizes that replace them hide none, and "
-        f"pad decodes by at most {float(mend.worst - 1):.1%}"
+        f"by a nearer one of another query length; the {len(replacement.sizes)} sizes that replace them hide none, and "
+        f"pad decodes by at most {float(replacement.worst - 1):.1%}"
     )
-    return mend.sizes, (Loss(name="sizes-replaced", says=message, scope=both(Role.TARGET)),)
+    return replacement.sizes, (Loss(name="sizes-replaced", says=message, scope=both(Role.TARGET)),)
 
 
 def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,30 +131,36 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
         return sizes
     more = tuple(sorted({*sizes, widest}))
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
-    before, after = (examine(target_decodes(plan), nearest(some, widths, most))[0] for some in (sizes, more))
+    before, after = (
+        examine(decode_families(Role.TARGET, plan), nearest(some, widths, most))[0] for some in (sizes, more)
+    )
     return more if set(after) <= set(before) else sizes
 
 
 def _replacement(
-    plan: Plan, decodes: Sequence[Decodes], widths: Sequence[int], own: Sequence[int], mixed: Sequence[int]
-) -> Mend:
+    plan: Plan,
+    decodes: Sequence[DecodeFamily],
+    widths: Sequence[int],
+    own: Sequence[int],
+    mixed: Sequence[int],
+) -> SizeList:
     """Return the sizes that pad least with at most the graphs of ``own``, or that pad as the plan does."""
     reqs, worst = plan.limits.max_num_reqs, min(_worst(plan), _WORST)
     graphs = len(full_graphs(own, widths, reqs))
-    mend = mend_vllm(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
-    if mend.worst > worst:
-        mend = mend_vllm(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
-    return mend
+    result = size_list(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
+    if result.worst > worst:
+        result = size_list(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
+    return result
 
 
-def _within(decodes: Sequence[Decodes], entries: Sequence[Entry]) -> tuple[Decodes, ...]:
+def _within(decodes: Sequence[DecodeFamily], entries: Sequence[Entry]) -> tuple[DecodeFamily, ...]:
     """Return the decodes that the plan has full graphs for; larger ones run eager."""
     found = []
     for tier in decodes:
         most = max((e.num_reqs or 0 for e in entries if e.query_len == tier.query_len), default=0)
-        kept = tuple((first, min(last, most)) for first, last in tier.requests if first <= most)
+        kept = tier.requests.clipped(most)
         if kept:
-            found.append(Decodes(query_len=tier.query_len, requests=kept))
+            found.append(attrs.evolve(tier, requests=kept))
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
@@ -60,14 +60,16 @@ class PaddedManager:
     max_loras: int = 0
     specialize_lora: bool = False
     """Whether batches with fewer active adapters have graphs of their own."""
-    graphs: tuple[Graph, ...] = attrs.field(init=False, repr=False, eq=False)
+    graphs: tuple[CapturedGraph, ...] = attrs.field(init=False, repr=False, eq=False)
     """In the order of capture: PIECEWISE before FULL, each by tokens and adapters, largest first."""
     _keys: frozenset[Entry] = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         keys = frozenset(self._entries())
         ordered = sorted(keys, key=_order)
-        object.__setattr__(self, "graphs", tuple(Graph(role=self.role, entry=entry) for entry in ordered))
+        object.__setattr__(
+            self, "graphs", tuple(CapturedGraph(role=self.role, entry=entry) for entry in ordered)
+        )
         object.__setattr__(self, "_keys", keys)
 
     def dispatch(self, batch: Batch) -> Dispatch:
@@ -89,7 +91,7 @@ class PaddedManager:
             Entry(mode=GraphMode.PIECEWISE, num_tokens=size, active_loras=self._case(batch)),
         ):
             if entry.mode in modes and entry in self._keys:
-                return answered(Graph(role=self.role, entry=entry), batch, None)
+                return answered(CapturedGraph(role=self.role, entry=entry), batch, None)
         return answered(None, batch, self._reason(batch), tokens=tokens)
 
     @property

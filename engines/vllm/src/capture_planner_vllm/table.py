@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 
@@ -47,7 +47,7 @@ class Query:
         )
 
 
-def serves(graph: Graph, query: Query, loras: int) -> bool:
+def serves(graph: CapturedGraph, query: Query, loras: int) -> bool:
     """Say whether a captured graph can replay the batch at that LoRA case."""
     entry = graph.entry
     if graph.max_query_len is not None:
@@ -59,7 +59,9 @@ def serves(graph: Graph, query: Query, loras: int) -> bool:
     return enough_rows and entry.num_tokens >= query.num_tokens and entry.active_loras == loras
 
 
-def answered(graph: Graph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0) -> Dispatch:
+def answered(
+    graph: CapturedGraph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0
+) -> Dispatch:
     """Return the answer in terms of the real batch; an eager batch is padded to ``tokens``."""
     if graph is None:
         return Dispatch(None, padded_tokens=max(tokens - batch.num_tokens, 0), reason=reason)
@@ -92,15 +94,15 @@ class TableManager:
     """The adapter counts captured for, ascending, 0 first."""
     varlen: bool = False
     """Whether decode graphs serve any mix of 1 to query_len tokens (adaptive verification)."""
-    graphs: tuple[Graph, ...] = attrs.field(init=False, repr=False, eq=False)
+    graphs: tuple[CapturedGraph, ...] = attrs.field(init=False, repr=False, eq=False)
     """In the order of capture: PIECEWISE before FULL, each largest first."""
-    _groups: dict[tuple[GraphMode, int], tuple[list[int], dict[int, list[Graph]]]] = attrs.field(
+    _groups: dict[tuple[GraphMode, int], tuple[list[int], dict[int, list[CapturedGraph]]]] = attrs.field(
         init=False, repr=False, eq=False
     )
 
     def __attrs_post_init__(self) -> None:
         graphs = tuple(sorted(self._captured(), key=_order))
-        groups: dict[tuple[GraphMode, int], dict[int, list[Graph]]] = {}
+        groups: dict[tuple[GraphMode, int], dict[int, list[CapturedGraph]]] = {}
         for graph in reversed(graphs):
             entry = graph.entry
             by_tokens = groups.setdefault((entry.mode, entry.active_loras), {})
@@ -118,7 +120,7 @@ class TableManager:
         """Return the lookup in the target's manager for a batch."""
         return Query.of(batch, self.query_len)
 
-    def find(self, query: Query) -> Graph | None:
+    def find(self, query: Query) -> CapturedGraph | None:
         """Return the graph that the table gives, or None."""
         if query.num_tokens <= 0:
             return None
@@ -131,7 +133,7 @@ class TableManager:
                     return graph
         return None
 
-    def compatible(self, query: Query) -> tuple[Graph, ...]:
+    def compatible(self, query: Query) -> tuple[CapturedGraph, ...]:
         """Return every captured graph that could replay the batch, in the table's reach or not."""
         loras = self._case(query.loras)
         return tuple(graph for graph in self.graphs if serves(graph, query, loras))
@@ -163,9 +165,9 @@ class TableManager:
             return active
         return next((case for case in cases if case >= active), cases[-1])
 
-    def _captured(self) -> list[Graph]:
+    def _captured(self) -> list[CapturedGraph]:
         """Return every graph once, in the engine's order of creation."""
-        graphs: dict[Graph, None] = {}
+        graphs: dict[CapturedGraph, None] = {}
         mixed = self.mode.mixed_mode
         for size in self.sizes if self.mode is not GraphMode.NONE else ():
             for case in self.lora_cases:
@@ -176,7 +178,7 @@ class TableManager:
                     graphs[self._graph(mode=mixed, num_tokens=size, num_reqs=reqs, active_loras=case)] = None
         return list(graphs)
 
-    def _decodes(self, size: int, case: int) -> Iterable[Graph]:
+    def _decodes(self, size: int, case: int) -> Iterable[CapturedGraph]:
         common = {"mode": self.mode.decode_mode, "active_loras": case}
         if self.varlen:
             if size <= self.max_num_reqs * self.query_len:
@@ -189,9 +191,9 @@ class TableManager:
             if tokens <= self.max_size and reqs <= self.max_num_reqs:
                 yield self._graph(num_tokens=tokens, num_reqs=reqs, query_len=query_len, **common)
 
-    def _graph(self, **entry: Any) -> Graph:
-        return Graph(role=self.role, entry=Entry(**entry))
+    def _graph(self, **entry: Any) -> CapturedGraph:
+        return CapturedGraph(role=self.role, entry=Entry(**entry))
 
 
-def _order(graph: Graph) -> tuple[bool, int]:
+def _order(graph: CapturedGraph) -> tuple[bool, int]:
     return graph.entry.mode is GraphMode.FULL, -graph.entry.num_tokens

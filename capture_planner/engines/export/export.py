@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from capture_planner.analysis.coverage import coverage
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -49,7 +49,7 @@ class Effect(enum.StrEnum):
 
 
 @attrs.frozen(kw_only=True)
-class Difference:
+class BatchDifference:
     """Batches that the engine answers otherwise, all of them in one way.
 
     ``first`` to ``last`` are requests of decodes, tokens of mixed batches. ``planned`` and
@@ -123,15 +123,15 @@ class Loss:
 class Proof:
     """A plan beside what the engine makes of its export, graph by graph and batch by batch."""
 
-    same: tuple[Graph, ...]
+    same: tuple[CapturedGraph, ...]
     """Graphs that both have."""
-    lacks: tuple[Graph, ...]
+    lacks: tuple[CapturedGraph, ...]
     """Graphs of the plan that the engine has not."""
-    adds: tuple[Graph, ...]
+    adds: tuple[CapturedGraph, ...]
     """Graphs of the engine that the plan has not."""
     batches: int
     """How many admissible batches were compared."""
-    differences: tuple[Difference, ...]
+    differences: tuple[BatchDifference, ...]
     unrun: tuple[Role, ...] = ()
     """Roles of the plan that the engine does not run as forwards of their own; not compared."""
 
@@ -176,7 +176,7 @@ class Proof:
         }
 
 
-def graph_scope(graph: Graph) -> Scope:
+def graph_scope(graph: CapturedGraph) -> Scope:
     """Return the batches that a graph is for."""
     uniform = graph.entry.query_len is not None or graph.max_query_len is not None
     return graph.role, Kind.DECODE if uniform else Kind.MIXED
