@@ -55,7 +55,7 @@ def test_ignored_flag_changes_nothing(case, models):
     assert resolve(command, environment)[0] == rest
 
 
-def test_ignored_flags_are_taken_out_of_every_spelling():
+def test_without_removes_every_spelling_of_a_flag():
     """Flags and parts go with their values, as JSON or dotted; everything else stays as it is."""
     line = ["m", "--max_logprobs", "-2", "-sc", '{"method": "ngram", "moe_backend": "x"}', "-cc.custom_ops=3"]
     assert list(present(line)) == [
@@ -67,7 +67,7 @@ def test_ignored_flags_are_taken_out_of_every_spelling():
     assert all(IGNORED_FLAGS.values())
 
 
-def test_sizes_below_one_matter_where_something_is_captured(models):
+def test_sizes_below_one_are_refused_if_captured(models):
     """A graph of no tokens fails when it is captured; where no mode is left, nothing is captured."""
     sizes = ["--cudagraph-capture-sizes", "0", "1"]
     machine = find_environment("h100")
@@ -78,7 +78,7 @@ def test_sizes_below_one_matter_where_something_is_captured(models):
     assert [graph for manager in found.managers for graph in manager.graphs] == []
 
 
-def test_variables_of_no_bearing_are_accepted_and_shown():
+def test_ignored_variables_are_accepted_and_shown():
     """Logs, ports and caches decide nothing; a variable that became a flag is refused with the flag."""
     machine = find_environment("h100")
     found = emulate(["VLLM_LOGGING_LEVEL=DEBUG", "VLLM_USE_V1=1", "m", "--port", "1"], machine)

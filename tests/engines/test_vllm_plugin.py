@@ -97,7 +97,7 @@ def make(engine, plan, mode=None, **changes):
     return engine.ModelCudaGraphManager(config, "cuda", mode, decode_query_len=4)
 
 
-def test_it_is_an_entry_point():
+def test_plugin_is_an_entry_point():
     """As vLLM looks for it, among what is installed."""
     (point,) = (
         point
@@ -107,7 +107,7 @@ def test_it_is_an_entry_point():
     assert point.load() is vllm_plugin.register
 
 
-def test_without_a_plan_it_does_nothing(engine, plan, monkeypatch, caplog):
+def test_plugin_without_a_plan_does_nothing(engine, plan, monkeypatch, caplog):
     """No watch, no line, and the manager as it was."""
     monkeypatch.delenv(vllm_plugin.PLAN)
     made, finders = engine.ModelCudaGraphManager.__init__, list(sys.meta_path)
@@ -142,7 +142,7 @@ def test_register_with_a_plan_imports_nothing_heavy():
     assert not {"torch", "vllm", "numpy", "hypothesis"} & set(loaded)
 
 
-def test_the_same_is_one_line_of_information(engine, plan, caplog):
+def test_no_difference_is_one_info_line(engine, plan, caplog):
     """And a manager that is made twice says it once."""
     caplog.set_level(logging.INFO, "capture_planner.vllm")
     vllm_plugin.register()
@@ -178,7 +178,7 @@ def test_strict_raises_into_the_engine(engine, plan, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", ["no file", "no plan", "another vLLM"])
-def test_what_cannot_be_checked_is_a_line(engine, plan, monkeypatch, caplog, tmp_path, how):
+def test_failed_check_is_one_error_line(engine, plan, monkeypatch, caplog, tmp_path, how):
     """A file that is none, or a configuration of another make: the engine goes on."""
     if how == "no file":
         monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "missing.yaml"))
@@ -198,7 +198,7 @@ def test_what_cannot_be_checked_is_a_line(engine, plan, monkeypatch, caplog, tmp
         engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
 
 
-def test_a_vllm_without_the_manager_is_a_line(engine, caplog):
+def test_missing_manager_is_one_error_line(engine, caplog):
     """Another version has it under another name."""
     del engine.ModelCudaGraphManager
     vllm_plugin._watch(engine)
@@ -212,7 +212,7 @@ class ModelCudaGraphManager:
 """
 
 
-def test_it_waits_for_vllm_to_import_the_manager(engine, plan, tmp_path, monkeypatch, caplog):
+def test_plugin_waits_for_the_manager_import(engine, plan, tmp_path, monkeypatch, caplog):
     """The usual case: plugins are loaded before the runner's modules. The module is as it would have been."""
     monkeypatch.delitem(sys.modules, vllm_plugin.MODULE)
     folder = tmp_path
@@ -238,7 +238,7 @@ def test_it_waits_for_vllm_to_import_the_manager(engine, plan, tmp_path, monkeyp
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_sizes_are_told_apart(plan):
+def test_missing_and_added_sizes_are_listed(plan):
     """Those that vLLM lacks, and those that it has besides."""
     config = config_of(plan)
     sizes = config.compilation_config.cudagraph_capture_sizes
@@ -247,7 +247,7 @@ def test_sizes_are_told_apart(plan):
     assert line == f"cudagraph_capture_sizes: vLLM lacks {sizes[0]} and vLLM adds 9999"
 
 
-def test_speculation_differs(plan):
+def test_speculation_differences(plan):
     """In being there, in its method, its length and its schedule."""
     config = config_of(plan)
     config.speculative_config = None
@@ -271,7 +271,7 @@ def test_speculation_differs(plan):
 
 
 @given(plans(), st.randoms(use_true_random=False))
-def test_a_plan_does_not_differ_from_its_own_configuration(plan, random):
+def test_plan_equals_its_own_configuration(plan, random):
     """Whatever it speculates, and however its schedule is written: vLLM takes its ranges in any order."""
     config = config_of(plan)
     assert not said(plan, config)
@@ -291,7 +291,7 @@ CHANGES = {
 
 
 @given(plans(), st.sets(st.sampled_from(sorted(CHANGES))), st.booleans())
-def test_what_was_changed_is_what_is_said(plan, changed, mode_too):
+def test_each_changed_value_is_reported(plan, changed, mode_too):
     """A line for each, and none for anything else."""
     config = config_of(plan)
     for name in changed:
@@ -310,7 +310,7 @@ def test_what_was_changed_is_what_is_said(plan, changed, mode_too):
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_a_schedule_differs_where_it_drafts_otherwise(ranges, random):
+def test_schedules_differ_by_draft_tokens(ranges, random):
     """Counted by brute force, over ranges with gaps, in any order, that may draft more than there are."""
     first, schedule = 1, []
     for gap, length, k in ranges:
@@ -337,7 +337,7 @@ PLANS = sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
-def test_flags_that_export_writes_pass(path):
+def test_exported_flags_have_no_difference(path):
     """Sizes that the plan's own export gives vLLM are no difference."""
     plan = codec.load_plan(path)
     sizes = export_vllm(plan).settings.get("cudagraph-capture-sizes", [])
@@ -347,7 +347,7 @@ def test_flags_that_export_writes_pass(path):
     assert not [line for line in said(plan, config) if "capture_size" in line and sizes]
 
 
-def test_a_file_that_is_no_plan_is_known_before_a_model_is_loaded(tmp_path, monkeypatch, caplog):
+def test_invalid_plan_is_reported_at_registration(tmp_path, monkeypatch, caplog):
     """It is said when the plugin is registered; strict stops the start there."""
     monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "none.yaml"))
     monkeypatch.setattr(vllm_plugin, "_logged", set())

@@ -48,7 +48,7 @@ def _rank(mode):
     return (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL).index(mode)
 
 
-def test_one_rank_overlaps_nothing():
+def test_overlap_on_one_rank_changes_nothing():
     """On one data-parallel rank overlap changes the runner and no graph of it, and a decision says so."""
     plain = emulate(["VLLM_USE_V2_MODEL_RUNNER=0", "m"], H100)
     found = emulate(["m", *OVERLAP], H100)
@@ -57,7 +57,7 @@ def test_one_rank_overlaps_nothing():
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
-def test_ranks_that_overlap_are_refused(runner):
+def test_overlap_on_several_ranks_is_not_emulated(runner):
     """Several ranks would have graphs of split batches; their settings are known, their graphs refused."""
     words = [f"VLLM_USE_V2_MODEL_RUNNER={runner}", "m", "-dp", "2", *OVERLAP]
     assert resolve(words, H100)[0].sizes
@@ -73,7 +73,7 @@ def test_negative_ubatch_size_is_refused():
     assert resolve(["m", "--ubatch-size", "1"], H100)[0] == resolve(["m"], H100)[0]
 
 
-def test_a_role_without_work_asks_as_a_decode():
+def test_idle_rank_counts_as_a_decode():
     """A rank without work stands for one decode of full width in each pass."""
     drawn = cases.Configuration(
         runner=RunnerVersion.V1,

@@ -14,12 +14,13 @@ def excused(
 ) -> tuple[str, Any]:
     """Return the ignored flags to blame for a refusal, and vLLM's answer without them.
 
-    ``engine`` is a ``VllmOracle``. A single flag is blamed where leaving it out is enough; where vLLM refuses
+    ``engine`` is a ``VllmOracle``. No flag is blamed that vLLM would accept beside the others; where vLLM refuses
     the line without all ignored flags too, ``("", refused)`` is returned, which is a difference.
     """
-    flags = list(present(command))
-    for some in (*([flag] for flag in flags), flags):
-        answer = engine.answer(without(command, some), environment, variables)
-        if some and not isinstance(answer, type(refused)):
-            return ", ".join(some), answer
-    return "", refused
+    blamed, accepted = list(present(command)), refused
+    for flags in (blamed, *([other for other in blamed if other != flag] for flag in blamed)):
+        fewer = [flag for flag in flags if flag in blamed]
+        answer = engine.answer(without(command, fewer), environment, variables) if fewer else refused
+        if not isinstance(answer, type(refused)):
+            blamed, accepted = fewer, answer
+    return ("", refused) if accepted is refused else (", ".join(blamed), accepted)
