@@ -336,10 +336,7 @@ def test_legacy_sizes_are_multiples(sizes: tuple[int, ...], width: int, mode: Gr
 def test_schedule_carries_forward(seed: int) -> None:
     """Each batch size drafts as its range says, or as the last range before it, and never above K."""
     case = cases.schedule_case(4, seed)
-    if cases.schedule_answer(case) is None:
-        with pytest.raises(FlagError, match="num_speculative_tokens_per_batch_size"):
-            schedule.normalized(case.schedule)
-        return
+    assume(cases.schedule_answer(case) is not None)
     tiers = schedule.normalized(case.schedule)
     k, reqs = case.num_speculative_tokens, case.max_num_seqs
     lookup = schedule.draft_tokens(tiers, max_num_reqs=reqs, num_speculative=k)
@@ -349,6 +346,15 @@ def test_schedule_carries_forward(seed: int) -> None:
         dense.append(min(last, k))
     assert [*lookup] == dense
     assert [*schedule.query_lens(lookup)] == sorted({1 + drafts for drafts in dense[1:]})
+
+
+@given(SEEDS)
+def test_invalid_schedule_is_refused(seed: int) -> None:
+    """A schedule without an answer is an error that names its part of the configuration."""
+    case = cases.schedule_case(4, seed)
+    assume(cases.schedule_answer(case) is None)
+    with pytest.raises(FlagError, match="num_speculative_tokens_per_batch_size"):
+        schedule.normalized(case.schedule)
 
 
 @given(st.sampled_from(GraphMode), st.sampled_from(DrafterKind), st.booleans(), st.sampled_from(GraphSupport))

@@ -205,6 +205,13 @@ def test_every_drafter_widens_the_decodes(method):
     assert [batch.num_reqs for batch in asked][:8] == [*range(1, 9)]
 
 
+def test_dflash_on_v1_is_not_emulated():
+    """vLLM accepts it, with asynchronous scheduling too: the error says that the emulation stops, not vLLM."""
+    config = json.dumps({"method": "dflash", "model": "a/b", "num_speculative_tokens": 4})
+    with pytest.raises(NotEmulated, match="dflash on model runner V1"):
+        resolve(["VLLM_USE_V2_MODEL_RUNNER=0", "m", "--async-scheduling", "-sc", config], H100)
+
+
 @pytest.mark.parametrize(("method", "width"), [("dflash", 8), ("dspark", 7)])
 def test_parallel_drafts_are_one_pass(method, width):
     """DFlash drafts 1 + K tokens a request in one pass, DSpark K; model runner V1 is refused."""

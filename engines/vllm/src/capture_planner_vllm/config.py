@@ -66,6 +66,8 @@ class Configuration(ServeOptions):
                 raise refusal(_V2, f"vLLM's V2 runner has no {', '.join(missing)}", "leave it out")
         v2 = variable == "1" or (variable is None and not missing)
         self.runner = RunnerVersion.V2 if v2 else RunnerVersion.V1
+        if not v2:
+            self._check_drafter_on_v1()
         if self.ubatching and self.data == 1:
             message = "a single data-parallel rank splits no batch, and has no graph for it"
             self.note("overlap", "on", "off", message)
@@ -80,22 +82,22 @@ class Configuration(ServeOptions):
             message = "vLLM's V1 runner does not support it with these flags"
             raise refusal("--async-scheduling", message, "leave it out")
         self.asynchronous: bool = not (self.pooling or incompatible) if asynchronous is None else asynchronous
-        if not v2:
-            self._check_v1()
-
-    def _check_v1(self) -> None:
-        spec = self.spec
-        if spec is not None and spec.method == "dspark":
-            raise refusal(SPECULATIVE, "vLLM's V1 runner has no dspark", "keep model runner V2", "method")
-        if spec is not None and spec.method == "draft_model" and spec.tensor != self.tensor:
-            message = f"vLLM's V1 runner requires the target's {self.tensor} ranks, got {spec.tensor}"
-            raise refusal(SPECULATIVE, message, "keep model runner V2", "draft_tensor_parallel_size")
-        if spec is not None and spec.method == "dflash":
-            raise not_emulated(SPECULATIVE, "dflash on model runner V1", "keep model runner V2", "method")
         adaptive = spec is not None and spec.adaptive
-        if adaptive or (self.pipeline > 1 and self.asynchronous):
+        if not v2 and (adaptive or (self.pipeline > 1 and self.asynchronous)):
             lacking = "adaptive verification" if adaptive else "asynchronous pipeline parallelism"
             raise refusal(_V2, f"vLLM's V1 runner has no {lacking}", "leave it out")
+
+    def _check_drafter_on_v1(self) -> None:
+        spec = self.spec
+        if spec is None:
+            return
+        if spec.method == "dspark":
+            raise refusal(SPECULATIVE, "vLLM's V1 runner has no dspark", "keep model runner V2", "method")
+        if spec.method == "draft_model" and spec.tensor != self.tensor:
+            message = f"vLLM's V1 runner requires the target's {self.tensor} ranks, got {spec.tensor}"
+            raise refusal(SPECULATIVE, message, "keep model runner V2", "draft_tensor_parallel_size")
+        if spec.method == "dflash":
+            raise not_emulated(SPECULATIVE, "dflash on model runner V1", "keep model runner V2", "method")
 
     def _missing_in_v2(self) -> list[str]:
         """Return the features of the flags that model runner V2 lacks, except overlap."""

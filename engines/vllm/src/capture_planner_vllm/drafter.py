@@ -78,9 +78,9 @@ class DraftPrefill:
     def at(self, batch: Batch, num_tokens: int, uniform: int | None) -> Dispatch:
         """Return the answer where the target runs ``num_tokens`` tokens, padding included; without adapters."""
         query = Query(num_reqs=batch.num_reqs, num_tokens=num_tokens, uniform=uniform, max_query_len=None)
-        found = self.table.find(query)
-        reason = None if found is not None else self.table.reason(query)
-        return answered(found, batch, reason, tokens=num_tokens)
+        graph = self.table.find(query)
+        reason = None if graph is not None else self.table.reason(query)
+        return answered(graph, batch, reason, tokens=num_tokens)
 
 
 @attrs.frozen(kw_only=True)
@@ -131,14 +131,14 @@ class DraftDecode:
             return answered(None, batch, Reason.NOT_ADMISSIBLE)
         tokens = num_reqs * width
         query = Query(num_reqs=batch.num_reqs, num_tokens=tokens, uniform=width, max_query_len=None)
-        found = self.table.find(query)
-        if found is None:
+        graph = self.table.find(query)
+        if graph is None:
             return answered(None, batch, self.table.reason(query), tokens=tokens)
         if self.chains is None:
-            return answered(found, batch, None)
+            return answered(graph, batch, None)
         if k - 1 not in self.chains:
-            return answered(None, batch, Reason.MODE, tokens=found.entry.num_tokens)
-        return answered(_chained(found, k - 1), batch, None)
+            return answered(None, batch, Reason.MODE, tokens=graph.entry.num_tokens)
+        return answered(_chained(graph, k - 1), batch, None)
 
 
 def _chained(graph: CapturedGraph, steps: int) -> CapturedGraph:

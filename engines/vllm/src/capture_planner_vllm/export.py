@@ -155,13 +155,13 @@ def _replacement(
 
 def _within(decodes: Sequence[DecodeFamily], entries: Sequence[Entry]) -> tuple[DecodeFamily, ...]:
     """Return the decodes that the plan has full graphs for; larger ones run eager."""
-    found = []
+    within = []
     for tier in decodes:
         most = max((e.num_reqs or 0 for e in entries if e.query_len == tier.query_len), default=0)
         kept = tier.requests.clipped(most)
         if kept:
-            found.append(attrs.evolve(tier, requests=kept))
-    return tuple(found)
+            within.append(attrs.evolve(tier, requests=kept))
+    return tuple(within)
 
 
 def _worst(plan: Plan) -> Fraction:

@@ -151,19 +151,19 @@ def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _spelled(words: Sequence[str]) -> list[str]:
     """Write every flag with dashes up to its first dot, and ``-O2`` as what it stands for."""
-    found: list[str] = []
+    spelled: list[str] = []
     for index, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             head, dot, tail = name.partition(".")
-            found.append(head.replace("_", "-") + dot + tail + equals + value)
+            spelled.append(head.replace("_", "-") + dot + tail + equals + value)
         elif word.startswith("-O") and word != "-O":
-            found += ["--optimization-level", word[3:] if word[2] == "=" else word[2:]]
+            spelled += ["--optimization-level", word[3:] if word[2] == "=" else word[2:]]
         elif word == "-O" and index + 1 < len(words) and words[index + 1] in ("0", "1", "2", "3"):
-            found.append("--optimization-level")
+            spelled.append("--optimization-level")
         else:
-            found.append(word)
-    return found
+            spelled.append(word)
+    return spelled
 
 
 def _undotted(words: Sequence[str]) -> list[str]:

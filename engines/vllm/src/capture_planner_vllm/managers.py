@@ -32,20 +32,20 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
         )
 
     target = table(Role.TARGET, settings.mode, settings.query_len)
-    found: list[Manager] = [target]
+    result: list[Manager] = [target]
     if settings.draft_prefill_mode is not None and not settings.draft_query_len:
         prefill = table(Role.DRAFT_PREFILL, settings.draft_prefill_mode, settings.query_len)
-        found.append(DraftPrefill(table=prefill, target=target))
+        result.append(DraftPrefill(table=prefill, target=target))
     if settings.draft_decode_mode is not None and settings.draft_query_len:
         whole = table(Role.DRAFT_DECODE, settings.draft_decode_mode, settings.draft_query_len)
-        found.append(DraftDecode(table=whole, draft_tokens=lookup, least=1))
+        result.append(DraftDecode(table=whole, draft_tokens=lookup, least=1))
     elif settings.draft_decode_mode is not None and most > 1:
         # With K = 1 no position follows the first, and the engine captures nothing for one.
         decode = table(Role.DRAFT_DECODE, settings.draft_decode_mode, 1)
         lengths = tuple(sorted({k - 1 for k in lookup if k > 1}, reverse=True))
         chains = lengths if settings.draft_fused else None
-        found.append(DraftDecode(table=decode, draft_tokens=lookup, chains=chains))
-    return tuple(found)
+        result.append(DraftDecode(table=decode, draft_tokens=lookup, chains=chains))
+    return tuple(result)
 
 
 def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
@@ -63,9 +63,9 @@ def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
             specialize_lora=settings.specialize_lora and is_target,
         )
 
-    found = [manager(Role.TARGET, settings.mode)]
+    result = [manager(Role.TARGET, settings.mode)]
     if settings.draft_prefill_mode is not None:
-        found.append(manager(Role.DRAFT_PREFILL, settings.draft_prefill_mode))
+        result.append(manager(Role.DRAFT_PREFILL, settings.draft_prefill_mode))
     if settings.draft_decode_mode is not None:
-        found.append(manager(Role.DRAFT_DECODE, settings.draft_decode_mode))
-    return tuple(found)
+        result.append(manager(Role.DRAFT_DECODE, settings.draft_decode_mode))
+    return tuple(result)

@@ -42,8 +42,8 @@ def modules(config: Mapping[str, Any], text: Mapping[str, Any]) -> Modules | Non
         return Modules(emulated=False)
     name = rules()["mtp_by_architecture"].get(architecture) or rules()["mtp_by_type"].get(kind)
     if name is not None:
-        found = _integer(config.get(_COUNT))
-        return Modules(architecture=name, count=found, stages=1 if found is None else found)
+        count = _integer(config.get(_COUNT))
+        return Modules(architecture=name, count=count, stages=1 if count is None else count)
     return Modules(emulated=False) if kind in names()["mtp_types"] else None
 
 

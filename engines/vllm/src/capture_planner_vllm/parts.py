@@ -42,23 +42,23 @@ class Part:
         value = self.given.get(key)
         if value is None:
             return None
-        found = whole_number(value)
-        if found is None:
+        number = whole_number(value)
+        if number is None:
             raise self.refuse(key, f"expected a whole number, got {value!r}", "give a number")
-        if least is not None and found < least:
-            raise self.refuse(key, f"vLLM requires at least {least}, got {found}", f"give {least} or more")
-        return found
+        if least is not None and number < least:
+            raise self.refuse(key, f"vLLM requires at least {least}, got {number}", f"give {least} or more")
+        return number
 
     def integers(self, key: str) -> list[int] | None:
         if key not in self.given:
             return None
         value = self.given[key]
-        found = [whole_number(item) for item in value] if isinstance(value, list) else [None]
-        if None in found:
+        numbers = [whole_number(item) for item in value] if isinstance(value, list) else [None]
+        if None in numbers:
             several = isinstance(value, str) and NUMBERS.fullmatch(value)
             remedy = f"write [{', '.join(listed(value))}]" if several else "as in [1, 2, 4, 8]"
             raise self.refuse(key, f"expected a list of whole numbers, got {value!r}", remedy)
-        return [item for item in found if item is not None]
+        return [item for item in numbers if item is not None]
 
     def text(self, key: str) -> str | None:
         value = self.given.get(key)

@@ -24,16 +24,16 @@ def normalized(schedule: Any) -> tuple[Tier, ...]:
         raise _refused("not a list of [first, last, draft tokens]", _ALL)
     if not schedule:
         raise _refused("the schedule is empty", "give one range, or leave the schedule out")
-    found = sorted(enumerate(map(_tier, range(len(schedule)), schedule)), key=lambda item: item[1][0])
+    tiers = sorted(enumerate(map(_tier, range(len(schedule)), schedule)), key=lambda item: item[1][0])
     previous = 0
-    for index, (first, last, k) in found:
+    for index, (first, last, k) in tiers:
         if previous == 0 and first != 1:
             raise _refused(f"the first range starts at {first}", "start it at 1", index)
         if first <= previous:
             reason = f"the range [{first}, {last}, {k}] overlaps the one before it, which ends at {previous}"
             raise _refused(reason, f"start it at {previous + 1}", index)
         previous = last
-    return tuple(tier for _, tier in found)
+    return tuple(tier for _, tier in tiers)
 
 
 def draft_tokens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative: int) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class TableManager:
             by_tokens = groups.setdefault((entry.mode, entry.active_loras), {})
             by_tokens.setdefault(entry.num_tokens, []).append(graph)
         object.__setattr__(self, "graphs", graphs)
-        object.__setattr__(self, "_groups", {key: (sorted(found), found) for key, found in groups.items()})
+        object.__setattr__(self, "_groups", {key: (sorted(sizes), sizes) for key, sizes in groups.items()})
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the engine's answer once everything is captured."""
