@@ -206,7 +206,7 @@ def test_every_drafter_widens_the_decodes(method):
 
 
 def test_dflash_on_v1_is_not_emulated():
-    """vLLM accepts it, with asynchronous scheduling too: the error says that the emulation stops, not vLLM."""
+    """The error says that the emulation stops, not vLLM, with asynchronous scheduling too."""
     config = json.dumps({"method": "dflash", "model": "a/b", "num_speculative_tokens": 4})
     with pytest.raises(NotEmulated, match="dflash on model runner V1"):
         resolve(["VLLM_USE_V2_MODEL_RUNNER=0", "m", "--async-scheduling", "-sc", config], H100)
