@@ -1,7 +1,5 @@
 """Exports through the emulated engines themselves."""
 
-import importlib
-
 import pytest
 
 from capture_planner.engines import engines, find_engine
@@ -12,14 +10,13 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from support.export_plans import SCHEDULES, made
 
-MODULES = {engine: f"capture_planner_{engine.replace('-', '_')}" for engine in engines()}
 LOST = (Effect.EAGER, Effect.WEAKER)
 
 
 def proved(engine, planned):
     """Return the export with its proof, where the engine is emulated."""
-    emulate = pytest.importorskip(MODULES[engine]).ENGINE.emulate
-    return prove(find_engine(engine).export(planned), planned, emulate)
+    found = find_engine(engine)
+    return prove(found.export(planned), planned, found.emulate)
 
 
 def lost(proof, role, *effects):
@@ -63,5 +60,4 @@ def test_no_engine_loses_a_decode_of_one_width(engine, method):
 @pytest.mark.parametrize("engine", sorted(engines()))
 def test_every_engine_that_is_emulated_can_be_exported_to(engine):
     """The names are the same on both sides."""
-    pytest.importorskip(MODULES[engine])
-    assert importlib.import_module(MODULES[engine]).ENGINE.name == engine
+    assert find_engine(engine).name == engine

@@ -13,18 +13,19 @@ from capture_planner.errors import FlagError
 from capture_planner_sglang import flags as sglang
 from capture_planner_tensorrt_llm import flags as tensorrt_llm
 from capture_planner_vllm import flags as vllm
+from capture_planner_vllm.tables import flag_table
 
 H100 = find_environment("h100")
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 FRONT = {"vllm": ["m"], "sglang": [], "tensorrt-llm": []}
 KNOWN = {
-    "vllm": {name for entry in vllm.table().values() for name in (*entry["names"], *entry.get("no", ()))},
+    "vllm": {name for entry in flag_table().values() for name in (*entry["names"], *entry.get("no", ()))},
     "sglang": set(sglang.PARSER._option_string_actions),
     "tensorrt-llm": set(tensorrt_llm.ACCEPTED),
 }
 """Every flag that each engine takes."""
 RENAMED = {
-    "vllm": vllm._Parser.renamed,
+    "vllm": vllm.ServeParser.renamed,
     "sglang": sglang.SglangParser.renamed,
     "tensorrt-llm": tensorrt_llm.OPTIONS["renamed_flags"],
 }

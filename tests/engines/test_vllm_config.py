@@ -10,11 +10,12 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
-from capture_planner_vllm import FLAGS, emulate, resolve
-from capture_planner_vllm.attention import EMULATED, Attention
-from capture_planner_vllm.flags import read, short_number, table
-from capture_planner_vllm.model import Model
-from capture_planner_vllm.resolution import Ladder
+from capture_planner_vllm.attention import EMULATED, AttentionChoice
+from capture_planner_vllm.engine import FLAGS, emulate, resolve
+from capture_planner_vllm.flags import read, short_number
+from capture_planner_vllm.model import ModelFacts
+from capture_planner_vllm.resolution import resolve_mode
+from capture_planner_vllm.tables import flag_table
 from engines.generators.vllm import Case, cases, write_models
 
 H100, A100 = find_environment("h100"), find_environment("a100")
@@ -47,7 +48,7 @@ def test_dotted_parts_are_the_same_as_json(parts):
 
 def test_every_flag_is_read_with_underscores_too():
     """--a-flag and --a_flag are one flag, for each that vLLM has, and an abbreviation of one."""
-    for dest, entry in table().items():
+    for dest, entry in flag_table().items():
         if entry["kind"] in ("switch", "on") and not entry.get("append"):
             long = next(name for name in entry["names"] if name.startswith("--"))
             spelled = "--" + long[2:].replace("-", "_")
@@ -85,7 +86,7 @@ def test_spec_flags_are_parts_of_the_speculative_config(tmp_path):
     file = tmp_path / "flags.yaml"
     file.write_text("spec-method: ngram\nspec-tokens: 3\n")
     assert read(["m", "--config", str(file)]).source("speculative_config") == "file"
-    assert "takes method once" in str(refused(*whole, "--spec-method", "ngram"))
+    assert "method is given twice" in str(refused(*whole, "--spec-method", "ngram"))
     assert "JSON object" in str(refused("-sc", "3", "--spec-method", "ngram"))
 
 
@@ -130,7 +131,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
         (["-O7"], "--optimization-level", "0, 1, 2 or 3"),
         (["-sc", '{"method": "guess", "num_speculative_tokens": 2}'], "--speculative-config", "no method"),
         (["-sc", '{"method": "eagle", "num_speculative_tokens": 2}'], "--speculative-config", "draft model"),
-        (["-sc", '{"method": "ngram"}'], "--speculative-config", "drafted tokens"),
+        (["-sc", '{"method": "ngram"}'], "--speculative-config", "draft tokens"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "--max-num-batched-tokens", "64"),
         (["--attention-backend", "XFORMERS"], "--attention-backend", "no backend"),
         (["--attention-backend", "FLASHMLA"], "--attention-backend", "MLA"),
@@ -229,32 +230,34 @@ def test_the_same_seed_draws_the_same_lines():
     st.booleans(),
     st.booleans(),
 )
-def test_the_ladder_only_steps_down(mode, support, query_len, splits, compiles, capture):
-    """What is left captures no more than was asked for, and nothing that the backend cannot."""
-    noted = []
-    ladder = Ladder(
-        support=support,
-        backend="B",
-        query_len=query_len,
-        splits_attention=splits,
-        graph_partition=False,
-        compiles=compiles,
-        piecewise_capture=capture,
-        note=lambda rule, before, after, says: noted.append((before, after)),
-    )
-    try:
-        left = ladder.resolve(mode)
-    except FlagError:
-        assert support is GraphSupport.NEVER
-        assert mode.mixed_mode is GraphMode.FULL
-        return
-    assert left <= mode
-    assert (left is mode) == (not noted)
-    if left.mixed_mode is GraphMode.FULL:
-        assert support is GraphSupport.ALWAYS
-    if left.decode_mode is GraphMode.FULL:
-        assert support >= (GraphSupport.UNIFORM_BATCH if query_len > 1 else 1)
-    assert capture or not left.has_piecewise
+def test_resolve_mode_only_lowers_the_mode(mode, support, query_len, splits, compiles, capture):
+    """The result captures no more than was requested, and nothing that the backend cannot."""
+    notes = []
+
+    def resolved():
+        return resolve_mode(
+            mode,
+            support=support,
+            backend="B",
+            query_len=query_len,
+            splits_attention=splits,
+            graph_partition=False,
+            compiles=compiles,
+            piecewise_capture=capture,
+            note=lambda rule, before, after, message: notes.append((before, after)),
+        )
+
+    if mode.mixed_mode is GraphMode.FULL and support is GraphSupport.NEVER:
+        with pytest.raises(FlagError):
+            resolved()
+    else:
+        left = resolved()
+        assert left <= mode
+        assert (left is mode) == (not notes)
+        assert left.mixed_mode is not GraphMode.FULL or support is GraphSupport.ALWAYS
+        if left.decode_mode is GraphMode.FULL:
+            assert support >= (GraphSupport.UNIFORM_BATCH if query_len > 1 else 1)
+        assert capture or not left.has_piecewise
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "9.0", "10.0", "12.0"])
@@ -262,7 +265,7 @@ def test_a_backend_is_found_on_every_machine(capability):
     """Some emulated backend runs on each capability, with and without MLA, and it is the first that can."""
     major, minor = capability.split(".")
     for mla in (False, True):
-        attention = Attention(capability=(int(major), int(minor)), model=Model(name="m", mla=mla))
+        attention = AttentionChoice(capability=(int(major), int(minor)), model=ModelFacts(name="m", mla=mla))
         chosen = attention.choose("--attention-backend", None)
         assert attention.unusable(chosen) is None
         assert attention.choose("--attention-backend", chosen) == chosen
@@ -334,5 +337,5 @@ def test_interactive_sizes_are_every_size_up_to_32(reqs, tokens, top):
 
 def test_the_flags_are_vllms():
     """Every flag of the engine object is one of the recorded release's, or a variable."""
-    known = {name for entry in table().values() for name in entry["names"]}
+    known = {name for entry in flag_table().values() for name in entry["names"]}
     assert {name for name in FLAGS if name.startswith("-")} <= known

@@ -12,21 +12,19 @@ from capture_planner.engines.walk import walk
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.batch import Kind
-from capture_planner_vllm import emulate, resolve
-from capture_planner_vllm.attention import EMULATED, Attention
-from capture_planner_vllm.flags import table
-from capture_planner_vllm.model import Model
-from capture_planner_vllm.parts import names
-from capture_planner_vllm.settings import Drafter
-from capture_planner_vllm.unemulated import _FLAGS
+from capture_planner_vllm.attention import EMULATED, AttentionChoice
+from capture_planner_vllm.engine import emulate, resolve
+from capture_planner_vllm.model import ModelFacts
+from capture_planner_vllm.settings import DrafterKind
+from capture_planner_vllm.tables import flag_table, names, rules
 from engines.generators.vllm_models import MODELS, write_models
 
 H100 = find_environment("h100")
 ATTENTIONS = st.builds(
-    Attention,
+    AttentionChoice,
     capability=st.sampled_from([(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]),
     model=st.builds(
-        Model,
+        ModelFacts,
         name=st.just("m"),
         heads=st.just(32),
         kv_heads=st.sampled_from([1, 8]),
@@ -108,9 +106,9 @@ def test_every_cache_dtype_is_known(cache):
 
 def test_the_blocks_decide_the_backend():
     """MLA's backends have blocks of their own, and the next one in line takes what the first cannot."""
-    mla = Model(name="m", mla=True, head_size=576)
+    mla = ModelFacts(name="m", mla=True, head_size=576)
     for block, backend in ((None, "FLASHINFER_MLA"), (128, "FLASHINFER_MLA"), (16, "TRITON_MLA")):
-        attention = Attention(capability=(10, 0), model=mla, block=block)
+        attention = AttentionChoice(capability=(10, 0), model=mla, block=block)
         assert attention.choose("--attention-backend", None) == backend
 
 
@@ -122,7 +120,6 @@ def test_the_blocks_decide_the_backend():
         ["--dtype", "float32", "--attention-backend", "FLASH_ATTN"],
         ["--block-size", "0"],
         ["--block-size", "24"],
-        ["--quantization", "int3"],
         ["--kv-cache-dtype", "fp8_e5m2", "--attention-backend", "FLASH_ATTN"],
     ],
 )
@@ -173,10 +170,10 @@ def test_attention_in_chunks_has_no_full_graphs(tmp_path):
     assert resolve([str(tmp_path / "chunked")], H100)[0].mode is GraphMode.PIECEWISE
 
 
-@pytest.mark.parametrize("flag", sorted(_FLAGS))
+@pytest.mark.parametrize("flag", sorted(rules()["unemulated_flags"]))
 def test_flags_that_are_not_emulated_are_refused(flag):
     """Each such flag is vLLM's, takes its plain value, and is refused with another."""
-    entry = table()[flag]
+    entry = flag_table()[flag]
     name = entry["names"][0]
     odd = {"runner": "draft", "prefill_context_parallel_size": "2"}.get(
         flag, "{}" if "json" in entry["kind"] else "x"
@@ -217,7 +214,7 @@ def test_parallel_drafts_are_one_pass(method, width):
     """DFlash drafts 1 + K tokens a request in one pass, DSpark K; model runner V1 is refused."""
     config = json.dumps({"method": method, "model": "a/b", "num_speculative_tokens": 7})
     found = resolved("-sc", config)
-    assert (found.drafter, found.draft_query_len) == (Drafter.PARALLEL, width)
+    assert (found.drafter, found.draft_query_len) == (DrafterKind.PARALLEL, width)
     draft = emulate(["m", "-sc", config], H100).managers[1]
     assert {graph.entry.query_len for graph in draft.graphs} == {width}
     with pytest.raises(FlagError):

@@ -77,7 +77,7 @@ def engine(tmp_path, monkeypatch, plan):
     codec.write(file, codec.dumps(plan))
     monkeypatch.setenv(vllm_plugin.PLAN, str(file))
     monkeypatch.delenv(vllm_plugin.STRICT, raising=False)
-    monkeypatch.setattr(vllm_plugin, "_said", set())
+    monkeypatch.setattr(vllm_plugin, "_logged", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     module = types.ModuleType(vllm_plugin.MODULE)
     module.ModelCudaGraphManager = type("ModelCudaGraphManager", (Manager,), {})
@@ -118,16 +118,26 @@ def test_without_a_plan_it_does_nothing(engine, plan, monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_importing_and_registering_brings_nothing_heavy():
-    """Neither torch nor vLLM, with a plan named or without."""
+def test_register_without_a_plan_imports_nothing_of_the_planner():
+    """A vLLM process without a plan loads this module and no other of ours."""
+    code = "import sys; from capture_planner_vllm import vllm_plugin as v; v.register(); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert [name for name in loaded if name.startswith("capture_planner")] == [
+        "capture_planner_vllm",
+        "capture_planner_vllm.vllm_plugin",
+    ]
+
+
+def test_register_with_a_plan_imports_nothing_heavy():
+    """Neither torch nor vLLM; calling it again installs no second finder."""
     code = (
-        "import os, sys; from capture_planner.engines import vllm_plugin as v; v.register(); "
-        "os.environ[v.PLAN] = 'x'; v.register(); v.register(); "
+        "import os, sys; from capture_planner_vllm import vllm_plugin as v; os.environ[v.PLAN] = 'x'; "
+        "v.register(); v.register(); "
         "print(sum(isinstance(f, v._Finder) for f in sys.meta_path), *sys.modules)"
     )
-    count, *loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, *loaded = run.stdout.split()
     assert count == "1"
     assert not {"torch", "vllm", "numpy", "hypothesis"} & set(loaded)
 
@@ -234,7 +244,7 @@ def test_sizes_are_told_apart(plan):
     sizes = config.compilation_config.cudagraph_capture_sizes
     config.compilation_config.cudagraph_capture_sizes = [*sizes[1:], 9999]
     (line,) = said(plan, config)
-    assert line == f"cudagraph_capture_sizes: vLLM lacks {sizes[0]} and vLLM has 9999 besides"
+    assert line == f"cudagraph_capture_sizes: vLLM lacks {sizes[0]} and vLLM adds 9999"
 
 
 def test_speculation_differs(plan):
@@ -257,7 +267,7 @@ def test_speculation_differs(plan):
     most = plan.limits.max_num_reqs
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 4, 3), (5, most, 1)]
     (line,) = said(plan, config)
-    assert f"{most - 4} of {most} batch sizes draft otherwise, first 5" in line
+    assert f"{most - 4} of {most} batch sizes differ, the first at 5 requests" in line
 
 
 @given(plans(), st.randoms(use_true_random=False))
@@ -320,7 +330,7 @@ def test_a_schedule_differs_where_it_drafts_otherwise(ranges, random):
     lines = said(plan, config)
     assert len(lines) == bool(wrong)
     if wrong:
-        assert f": {len(wrong)} of {most} batch sizes draft otherwise, first {wrong[0]}:" in lines[0]
+        assert f": {len(wrong)} of {most} batch sizes differ, the first at {wrong[0]} requests:" in lines[0]
 
 
 PLANS = sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
@@ -340,7 +350,7 @@ def test_flags_that_export_writes_pass(path):
 def test_a_file_that_is_no_plan_is_known_before_a_model_is_loaded(tmp_path, monkeypatch, caplog):
     """It is said when the plugin is registered; strict stops the start there."""
     monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(vllm_plugin, "_said", set())
+    monkeypatch.setattr(vllm_plugin, "_logged", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     with caplog.at_level(logging.ERROR, "capture_planner.vllm"):
         vllm_plugin.register()

@@ -1,6 +1,6 @@
 """Compare the emulation of SGLang with SGLang's own functions, over random launches and batches.
 
-    python benchmarks/oracle_sglang.py --wheel WHEEL --count 20000 --seed 1
+    PYTHONPATH=tests python tests/engines/oracle/run_sglang.py --wheel WHEEL --count 20000 --seed 1
 
 WHEEL is SGLang's; msgspec is installed, SGLang is not. Prints each difference, and how many launches and
 batches were compared; exits with 1 where there is a difference. Launches that SGLang refuses over a value that
@@ -18,10 +18,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from _oracle import ended, options, oracle, say, sources
-
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
+from engines.oracle.comparison import finish, options, oracle, say, sources
 
 
 def differences(engine: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -72,8 +71,8 @@ def main() -> int:
                     lines += [f"file {case.file}"] if case.file else []
                     say("\n    ".join([*lines, *found]))
     totals = {"launches": compared, "refused": refused, "batches": asked}
-    totals |= {f"refused over {flag}, which decides nothing": count for flag, count in ignored.items()}
-    return ended(arguments, totals, wrong, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return finish("sglang", arguments, totals, wrong, seconds, ignored)
 
 
 if __name__ == "__main__":
