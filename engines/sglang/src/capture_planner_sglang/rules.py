@@ -1,4 +1,4 @@
-"""SGLang's rules beside those of graph settings: parallel sizes, attention, speculation, adapters."""
+"""SGLang's rules other than those of graph settings: parallel sizes, attention, speculation, adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capture_planner_sglang.resolution import (
     DECODE,
     DISABLED,
     PREFILL,
-    Resolution,
+    Launch,
     architectures,
 )
 
@@ -24,7 +24,7 @@ _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
 
 
-def check_followed(r: Resolution) -> None:
+def check_followed(r: Launch) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
     halves: tuple[str | None, ...] = (
@@ -66,7 +66,7 @@ def check_followed(r: Resolution) -> None:
         )
 
 
-def _check_model(r: Resolution) -> None:
+def _check_model(r: Launch) -> None:
     """Refuse models for which SGLang has rules of their own, but for those that are emulated."""
     name, architecture, known = r.args.model_path, r.model.architecture, architectures()
     if r.model.source == ASSUMED:
@@ -92,8 +92,8 @@ def _check_model(r: Resolution) -> None:
         raise error("--model-path", reason, "name a decoder of text, such as a LlamaForCausalLM")
 
 
-def read_attention_dp(r: Resolution) -> None:
-    """Turn the old spelling of attention DP, a switch beside --dp-size, into the new one."""
+def read_attention_dp(r: Launch) -> None:
+    """Turn the old spelling of attention DP, a switch next to --dp-size, into the new one."""
     args = r.args
     if args.enable_dp_attention and args.attn_dp_size == 1:
         says = "--enable-dp-attention makes --dp-size count attention-DP groups instead of replicas"
@@ -102,7 +102,7 @@ def read_attention_dp(r: Resolution) -> None:
         r.sources["dp_size"] = "old-attention-dp"
 
 
-def check_parallel(r: Resolution) -> None:
+def check_parallel(r: Launch) -> None:
     """Refuse parallel sizes that do not fit each other."""
     args = r.args
     for flag in ("tp_size", "pp_size", "dp_size", "attn_dp_size"):
@@ -120,7 +120,7 @@ def check_parallel(r: Resolution) -> None:
         raise refusal("--moe-dense-tp-size", reason, f"give 1 or {args.tp_size}")
 
 
-def choose_attention(r: Resolution) -> None:
+def choose_attention(r: Launch) -> None:
     """Choose attention backends and the page size; some backends have no graphs."""
     args = r.args
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
@@ -159,7 +159,7 @@ def choose_attention(r: Resolution) -> None:
     _choose_page(r, {args.attention_backend, prefill, decode})
 
 
-def _default_attention(r: Resolution) -> str:
+def _default_attention(r: Launch) -> str:
     args, major = r.args, r.environment.device.sm[0]
     topk = args.speculative_eagle_topk
     halves = (args.prefill_attention_backend, args.decode_attention_backend)
@@ -173,7 +173,7 @@ def _default_attention(r: Resolution) -> str:
     return "flashinfer"
 
 
-def _choose_page(r: Resolution, named: set[str | None]) -> None:
+def _choose_page(r: Launch, named: set[str | None]) -> None:
     args = r.args
     if "trtllm_mha" in named and args.page_size not in (16, 32, 64, 128):
         r.rewrite("page_size", 64, "page-of-attention", "trtllm_mha has pages of 16, 32, 64 or 128 tokens")
@@ -187,7 +187,7 @@ def _choose_page(r: Resolution, named: set[str | None]) -> None:
         raise refusal("--page-size", "SGLang requires at least 1", "give 1 or more")
 
 
-def resolve_speculation(r: Resolution) -> None:
+def resolve_speculation(r: Launch) -> None:
     """Settle the algorithm and how many tokens it drafts and verifies."""
     args = r.args
     if args.speculative_algorithm is None:
@@ -210,7 +210,7 @@ def resolve_speculation(r: Resolution) -> None:
         _resolve_eagle(r)
 
 
-def _resolve_eagle(r: Resolution) -> None:
+def _resolve_eagle(r: Launch) -> None:
     args = r.args
     if args.speculative_num_steps is None:
         _choose_draft_size(r)
@@ -229,7 +229,7 @@ def _resolve_eagle(r: Resolution) -> None:
         raise refusal("--page-size", says, "give 1, one of these backends, or --speculative-eagle-topk 1")
 
 
-def _choose_draft_size(r: Resolution) -> None:
+def _choose_draft_size(r: Launch) -> None:
     """Choose steps, branches and draft tokens by the architecture, where none of them is given."""
     args, flag = r.args, "--speculative-num-steps"
     if args.speculative_eagle_topk is not None or args.speculative_num_draft_tokens is not None:
@@ -250,7 +250,7 @@ def _choose_draft_size(r: Resolution) -> None:
         r.sources[name] = "draft-size-by-model"
 
 
-def _resolve_ngram(r: Resolution) -> None:
+def _resolve_ngram(r: Launch) -> None:
     args, breadth = r.args, r.args.speculative_ngram_max_bfs_breadth
     args.speculative_eagle_topk = breadth
     r.sources["speculative_eagle_topk"] = r.sources.get("speculative_ngram_max_bfs_breadth", "default")
@@ -267,7 +267,7 @@ def _resolve_ngram(r: Resolution) -> None:
         raise refusal("--page-size", reason, "give 1")
 
 
-def check_launch(r: Resolution) -> None:
+def check_launch(r: Launch) -> None:
     """Refuse what SGLang's last check refuses."""
     args = r.args
     if args.disable_cuda_graph_padding and args.enable_torch_compile:
@@ -296,7 +296,7 @@ def check_launch(r: Resolution) -> None:
         r.rewrite("enable_mixed_chunk", False, "no-mixed-chunk", says)
 
 
-def _check_lora(r: Resolution) -> None:
+def _check_lora(r: Launch) -> None:
     args = r.args
     if args.max_loras_per_batch < 1:
         raise refusal("--max-loras-per-batch", "SGLang requires at least 1", "give 1 or more")
