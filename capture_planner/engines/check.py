@@ -37,8 +37,8 @@ class CheckInput:
 
 
 @attrs.frozen(kw_only=True)
-class Violation:
-    """One place where a rule does not hold."""
+class Diagnosis:
+    """What a rule states about one place."""
 
     role: Role
     message: str
@@ -54,25 +54,25 @@ class Violation:
 class EngineRule(BaseRule):
     """A rule about engines."""
 
-    check: Callable[[CheckInput], Iterator[Violation]]
+    check: Callable[[CheckInput], Iterator[Diagnosis]]
 
 
 @attrs.frozen(kw_only=True)
 class EngineFinding:
-    """A violation of a rule, and the flag that fixes it."""
+    """A rule with its diagnosis, and the flag that fixes it."""
 
     rule: EngineRule
-    violation: Violation
+    diagnosis: Diagnosis
     fix: str
 
     @property
     def severity(self) -> Severity:
         """The rule's, or less where no flag is to blame."""
-        return self.violation.severity or self.rule.severity
+        return self.diagnosis.severity or self.rule.severity
 
     def __str__(self) -> str:
         threads = ", ".join(self.rule.threads)
-        return f"{self.rule.code} {self.rule.name}: {self.violation.message}; {self.fix} ({threads})"
+        return f"{self.rule.code} {self.rule.name}: {self.diagnosis.message}; {self.fix} ({threads})"
 
 
 ENGINE_RULES: dict[str, EngineRule] = {}
@@ -92,10 +92,10 @@ def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFin
     subject = CheckInput(engine=engine, emulation=emulation, answers=walk(emulation))
     return tuple(
         EngineFinding(
-            rule=each, violation=violation, fix=violation.fix or engine.fixes.general.get(each.code, "")
+            rule=each, diagnosis=diagnosis, fix=diagnosis.fix or engine.fixes.general.get(each.code, "")
         )
         for _, each in sorted(ENGINE_RULES.items())
-        for violation in each.check(subject)
+        for diagnosis in each.check(subject)
     )
 
 
@@ -115,7 +115,7 @@ def _count(selected: Iterable[Run]) -> int:
 
 
 @rule("EN001", Severity.WARNING, BugClass.A, "vllm#54933", "sglang#33483")
-def decodes_without_graph(subject: CheckInput) -> Iterator[Violation]:
+def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
     """Decodes should run from graphs, and the largest ones have none.
 
     At full load, when it matters most, every step then runs piecewise or eager.
@@ -136,7 +136,7 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Violation]:
         eager = _count(runs(a for run in selected for a in run.answers if a.answer.entry is None))
         how = "eager" if eager == _count(selected) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
-        yield Violation(
+        yield Diagnosis(
             role=role,
             message=f"{role}: {_in_words(selected)} have no {full} and run {how}",
             count=_count(selected),
@@ -145,7 +145,7 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Violation]:
 
 
 @rule("EN002", Severity.WARNING, BugClass.C, "vllm#56136", "vllm#53407")
-def compatible_graph_missed(subject: CheckInput) -> Iterator[Violation]:
+def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     """A full graph that fits the batch is captured, and the engine's dispatcher does not find it.
 
     vLLM looks at the smallest captured size alone: where that belongs to another query length, the batch
@@ -154,7 +154,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Violation]:
     for role, selected in subject.by_role(lambda answer: answer.misses_graph):
         first, count = selected[0].answers[0], _count(selected)
         deliberate = subject.engine.skips_wide_padding and all(r.kind is Kind.MIXED for r in selected)
-        yield Violation(
+        yield Diagnosis(
             role=role,
             message=f"{role}: {'1 batch misses' if count == 1 else f'{count} batches miss'} a graph that is "
             f"captured: {_in_words(selected)}; one of {counted(first.batch.num_tokens, 'token')} runs "
@@ -166,7 +166,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Violation]:
 
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
-def graphs_never_reached(subject: CheckInput) -> Iterator[Violation]:
+def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
     """Graphs are captured that no admissible batch is answered with: start-up time and memory for nothing."""
     for manager in subject.emulation.managers:
         role = manager.role
@@ -177,7 +177,7 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Violation]:
             widths = {entry.query_len for entry in entries if entry.query_len}
             # Each size is captured for all of these, and another batch may need the size.
             fixed = role.is_drafter or len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
-            yield Violation(
+            yield Diagnosis(
                 role=role,
                 message=f"{role}: {len(unused)} of {counted(len(entries), 'graph')} serve no batch, "
                 f"such as {unused[0]}",
@@ -188,12 +188,12 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Violation]:
 
 
 @rule("EN004", Severity.WARNING, BugClass.B, "vllm#28207")
-def sizes_rounded_away(subject: CheckInput) -> Iterator[Violation]:
+def sizes_rounded_away(subject: CheckInput) -> Iterator[Diagnosis]:
     """Sizes of the list give no decode graph of their own: they are rounded to another, or dropped."""
     emulation = subject.emulation
     dropped = [size for size in emulation.asked_sizes if size not in emulation.sizes]
     if dropped and emulation.sizes:
-        yield Violation(
+        yield Diagnosis(
             role=Role.TARGET,
             message=f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} listed sizes are not "
             f"captured: {_some(dropped)}; captured are {_some(emulation.sizes)}",
@@ -210,7 +210,7 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Violation]:
         most = widths[0] * emulation.limits.max_num_reqs
         lost = [size for size in emulation.sizes if size not in captured and size <= most]
         if lost:
-            yield Violation(
+            yield Diagnosis(
                 role=manager.role,
                 message=f"{manager.role}: {len(lost)} of {len(emulation.sizes)} sizes give no decode graph of "
                 f"their own at {widths[0]} tokens a request: {_some(lost)}",
@@ -219,13 +219,13 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Violation]:
 
 
 @rule("EN005", Severity.WARNING, BugClass.G, "vllm#49547", "vllm#50619")
-def mode_lowered(subject: CheckInput) -> Iterator[Violation]:
+def mode_lowered(subject: CheckInput) -> Iterator[Diagnosis]:
     """The engine runs in a lower mode than the flags request, and logs it at most."""
     modes = {mode.value: mode for mode in GraphMode}
     for decision in subject.emulation.decisions:
         before, after = modes.get(decision.before), modes.get(decision.after)
         if before is not None and after is not None and after < before:
-            yield Violation(
+            yield Diagnosis(
                 role=decision.role,
                 message=f"{decision.role}: {before.value} became {after.value}: {decision.message}",
                 fix=subject.engine.fixes.lowered(subject.emulation, decision),
@@ -236,7 +236,7 @@ HEAVY_RATIO, HEAVY_TOKENS = 2, 32
 
 
 @rule("EN006", Severity.WARNING, BugClass.C, "sglang#31487", "sglang#40253")
-def heavy_padding(subject: CheckInput) -> Iterator[Violation]:
+def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
     """A batch is padded to more than twice its tokens, by more than a few of them."""
 
     def heavy(answer: BatchAnswer) -> bool:
@@ -250,7 +250,7 @@ def heavy_padding(subject: CheckInput) -> Iterator[Violation]:
     for role, selected in subject.by_role(heavy):
         worst = max((a for run in selected for a in run.answers), key=lambda a: a.answer.padded_tokens)
         real = worst.batch.num_tokens
-        yield Violation(
+        yield Diagnosis(
             role=role,
             message=f"{role}: {_in_words(selected)} are padded to more than twice their tokens, "
             f"{real} to {real + worst.answer.padded_tokens} at worst",

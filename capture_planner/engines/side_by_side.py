@@ -13,9 +13,9 @@ from typing import Any
 
 import attrs
 
+from capture_planner.analysis.arrivals import Arrival, batches_of, for_role
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.engines.emulation import CapturedGraph, Emulation
-from capture_planner.engines.traffic import Arrival, batches_of, for_role
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, kind_of

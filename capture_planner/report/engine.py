@@ -170,7 +170,7 @@ def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> Rende
         rule = each.rule
         parts += [
             Text.assemble(
-                (f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.violation.message}"
+                (f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"
             ),
             Text(f"  fix: {each.fix}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
@@ -187,9 +187,9 @@ def finding_data(found: EngineFinding) -> dict[str, Any]:
         "name": rule.name,
         "severity": found.severity.value,
         "class": rule.bug_class.name,
-        "role": found.violation.role.value,
-        "message": found.violation.message,
-        "count": found.violation.count,
+        "role": found.diagnosis.role.value,
+        "message": found.diagnosis.message,
+        "count": found.diagnosis.count,
         "mend": found.fix,
         "threads": list(rule.threads),
     }

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from capture_planner.analysis.arrivals import STEP_SECONDS
 from capture_planner.engines.side_by_side import BatchClass, Hole, Service, SideBySide
-from capture_planner.engines.traffic import STEP_SECONDS
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted

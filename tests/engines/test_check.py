@@ -68,7 +68,7 @@ def emulation(schedule, sizes, *, seqs=SEQS, tokens=8192, most=512, mode=GraphMo
 
 def by_code(found):
     """Findings of the target by code."""
-    return {each.rule.code: each for each in found if each.violation.role is Role.TARGET}
+    return {each.rule.code: each for each in found if each.diagnosis.role is Role.TARGET}
 
 
 @pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
@@ -84,9 +84,9 @@ def test_published_schedules_show_what_they_miss(schedule):
     )
     found = by_code(check(emulation(schedule, sizes, most=max(sizes))))
     missed, captured, reached = PUBLISHED[schedule]
-    assert found["EN002"].violation.count == missed
+    assert found["EN002"].diagnosis.count == missed
     if captured is not None:
-        assert found["EN003"].violation.count == captured - reached
+        assert found["EN003"].diagnosis.count == captured - reached
     assert "--cudagraph-capture-sizes" in found["EN003"].fix
 
 
@@ -117,8 +117,8 @@ def test_fix_of_missed_graphs_works_with_a_drafter(schedule):
     drafter["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in schedule]
     flags = ["m", "--max-num-seqs", str(SEQS), "--speculative-config", json.dumps(drafter)]
     found = [f for f in check(emulate("vllm", flags, H100)) if f.rule.code == "EN002"]
-    assert [f.violation.role for f in found] == [Role.TARGET, Role.DRAFT_PREFILL]
-    assert found[0].violation.count == PUBLISHED[schedule][0]
+    assert [f.diagnosis.role for f in found] == [Role.TARGET, Role.DRAFT_PREFILL]
+    assert found[0].diagnosis.count == PUBLISHED[schedule][0]
     sizes_given = [word for word in found[0].fix.replace(",", " ").split() if word.isdigit()]
     after = check(emulate("vllm", [*flags, "--cudagraph-capture-sizes", *sizes_given], H100))
     assert "EN002" not in by_code(after)
@@ -189,7 +189,7 @@ def test_a_miss_is_a_graph_that_fits_and_is_not_found(emulated):
     for each in walk(emulated):
         if misses(manager, each.batch) or (each.best is not None and each.answer.entry is None):
             missed += each.last - each.extent + 1
-    assert (found.violation.count if found else 0) == missed
+    assert (found.diagnosis.count if found else 0) == missed
 
 
 @given(emulations())
@@ -204,7 +204,7 @@ def test_a_graph_is_unreached_if_no_batch_is_answered_with_it(emulated):
             answers.add(manager.dispatch(batch).entry)
     unused = sum(graph.entry not in answers for graph in manager.graphs)
     found = by_code(check(emulated)).get("EN003")
-    assert (found.violation.count if found else 0) == unused
+    assert (found.diagnosis.count if found else 0) == unused
 
 
 @given(emulations())
@@ -249,9 +249,9 @@ def test_a_size_that_is_asked_for_and_not_captured_is_named(engine, sizes, beyon
     lost = set(asked) - set(emulated.sizes)
     assert (dropped in lost) == beyond
     found = [
-        f.violation.count
+        f.diagnosis.count
         for f in check(emulated)
-        if f.rule.code == "EN004" and "listed sizes" in f.violation.message
+        if f.rule.code == "EN004" and "listed sizes" in f.diagnosis.message
     ]
     assert found == ([len(lost)] if lost and emulated.sizes else [])
 
@@ -285,7 +285,7 @@ def test_fixes_work_word_for_word(engine, seqs, sizes):
     seen = []
     for _ in range(12):
         found = [f for f in check(emulate(engine, flags, H100)) if f.rule.code in ("EN001", "EN006")]
-        decodes = [f for f in found if "decode" in f.violation.message]
+        decodes = [f for f in found if "decode" in f.diagnosis.message]
         if not decodes:
             break
         seen.append(decodes[0].fix)

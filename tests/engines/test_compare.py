@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from capture_planner.analysis import arrivals as traffic
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines import emulate, traffic
+from capture_planner.engines import emulate
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.side_by_side import compare
 from capture_planner.modes import GraphMode, Role

@@ -120,8 +120,10 @@ def test_commands_that_need_no_engine_import_none(arguments):
     """Only the modules with the hooks, which planning loads for backends."""
     code = f"""
 import sys
+from capture_planner.cli import main
+sys.argv[1:] = {arguments!r}
 try:
-    main({arguments!r})
+    main()
 except SystemExit:
     pass
 print(*(name for name in sys.modules if name.startswith("capture_planner_")), file=sys.stderr)

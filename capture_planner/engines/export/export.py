@@ -121,7 +121,7 @@ class Loss:
 
 @attrs.frozen(kw_only=True)
 class Proof:
-    """A plan beside what the engine makes of its export, graph by graph and batch by batch."""
+    """A plan compared with the emulation of its export, graph by graph and batch by batch."""
 
     same: tuple[CapturedGraph, ...]
     """Graphs that both have."""
@@ -283,7 +283,7 @@ def all_scopes(plan: Plan) -> tuple[Scope, ...]:
 
 
 def planned(plan: Plan, role: Role) -> RolePlan | None:
-    """Return the plan of a role, or None where there is none."""
+    """Return the plan of a role, or None."""
     return next((found for found in plan.roles if found.role is role), None)
 
 
@@ -310,7 +310,7 @@ def longest_draft(plan: Plan) -> int:
 
 
 def decode_sizes(plan: Plan, target: RolePlan, width: int) -> tuple[int, ...]:
-    """Return the batch sizes of decodes, in requests: those of all widths, for an engine with one list."""
+    """Return the batch sizes of decodes, in requests: of all widths together, for an engine with one list."""
     if target.mode.is_separate:
         return tuple(sorted({e.num_reqs for e in target.entries if e.query_len is not None and e.num_reqs}))
     most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width)
@@ -327,7 +327,9 @@ def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     ]
     if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
         return ()
-    says = f"decodes without a full graph run on those of mixed batches in the plan; {engine} runs them eager"
+    says = (
+        f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
+    )
     return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
 
 

@@ -151,14 +151,14 @@ class _Comparison:
         for low, high in _lora_ranges(role, self.plan, entries):
             for family in decode_families(role, self.plan):
                 for count, _ in family.requests.counts(low):
-                    self._ask(Batch.decode(role, count, family.query_len, low), min(high, count))
+                    self._compare(Batch.decode(role, count, family.query_len, low), min(high, count))
             for fewest, most in rooms:
                 fewest = max(fewest, low)
                 for tokens, _ in mixed_tokens(role, self.plan).counts(fewest) if fewest <= most else ():
-                    self._ask(Batch.mixed(role, min(most, tokens), tokens, low), high, fewest)
+                    self._compare(Batch.mixed(role, min(most, tokens), tokens, low), high, fewest)
 
-    def _ask(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
-        """Ask both sides, and put what differs beside the difference before it, where it is like it."""
+    def _compare(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
+        """Dispatch a batch on both sides; a difference like the one before it is merged with it."""
         planned, emulated = self.dispatcher.dispatch(batch), self.emulation.dispatch(batch)
         kind = batch.kind
         size = batch.extent(kind)

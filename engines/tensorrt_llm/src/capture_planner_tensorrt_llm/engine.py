@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capture_planner.engines.emulation import Decisions, Emulation, Setting
@@ -25,11 +25,8 @@ VERSION = "1.3.0rc"
 
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
-    """Return what TensorRT-LLM captures with these flags; raises ``FlagError`` with all that is wrong.
-
-    The machine does not matter: no rule asks for it.
-    """
-    del environment
+    """Return what TensorRT-LLM captures with these flags; raises ``FlagError`` with all that is wrong."""
+    del environment  # No rule depends on it.
     resolved = resolve(command)
     decisions = Decisions()
     graphs, source = _graphs(resolved, decisions)
@@ -38,7 +35,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         engine=NAME,
         version=VERSION,
         command=tuple(command),
-        settings=tuple(_settings(resolved, graphs, source)),
+        settings=_settings(resolved, graphs, source),
         sizes=graphs.sizes,
         asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
         managers=(graphs,),
@@ -211,37 +208,32 @@ def _written(schedule: Mapping[int, int]) -> str:
     return ", ".join(f"{draft_len} to {threshold}" for threshold, draft_len in schedule.items())
 
 
-def _settings(resolved: ServeSettings, graphs: TargetGraphs, sizes_source: str) -> Iterator[Setting]:
-    """Yield what the engine ends up with, under its own names."""
-    given, drafting = resolved.graphs, resolved.drafting
+def _settings(resolved: ServeSettings, graphs: TargetGraphs, sizes_source: str) -> tuple[Setting, ...]:
+    """Return what the engine ends up with, under its own names."""
+    drafting, config = resolved.drafting, "cuda_graph_config"
     values: dict[str, Any] = {
         "max_batch_size": resolved.max_batch_size,
         "max_num_tokens": resolved.max_num_tokens,
         "tensor_parallel_size": resolved.tensor,
         "enable_attention_dp": resolved.attention_dp,
     }
-    for name, value in values.items():
-        yield Setting(name=name, value=value, source=resolved.sources.get(name, "default"))
-    source = resolved.sources.get("cuda_graph_config", "default")
-    if given is None:
-        yield Setting(name="cuda_graph_config", value=None, source=source)
+    rows = [(name, value, resolved.sources.get(name, "default")) for name, value in values.items()]
+    source = resolved.sources.get(config, "default")
+    if resolved.graphs is None:
+        rows.append((config, None, source))
     else:
-        changed = "schedule-pads" if graphs.padding is not given.enable_padding else source
-        yield Setting(name="cuda_graph_config.enable_padding", value=graphs.padding, source=changed)
-        yield Setting(
-            name="cuda_graph_config.batch_sizes",
-            value=list(graphs.sizes),
-            source=sizes_source,
-        )
+        changed = graphs.padding is not resolved.graphs.enable_padding
+        rows.append((f"{config}.enable_padding", graphs.padding, "schedule-pads" if changed else source))
+        rows.append((f"{config}.batch_sizes", list(graphs.sizes), sizes_source))
     if drafting is None:
-        yield Setting(name="speculative_config", value=None, source="default")
-        return
-    schedule = None if drafting.schedule is None else {str(k): v for k, v in drafting.schedule.items()}
-    for name, value in {
-        "decoding_type": drafting.decoding_type,
-        "max_draft_len": drafting.max_draft_len,
-        "max_total_draft_tokens": drafting.total_draft_tokens,
-        "draft_len_schedule": schedule,
-        "max_concurrency": drafting.max_concurrency,
-    }.items():
-        yield Setting(name=f"speculative_config.{name}", value=value, source="file")
+        rows.append(("speculative_config", None, "default"))
+    else:
+        values = {
+            "decoding_type": drafting.decoding_type,
+            "max_draft_len": drafting.max_draft_len,
+            "max_total_draft_tokens": drafting.total_draft_tokens,
+            "draft_len_schedule": drafting.schedule and {str(k): v for k, v in drafting.schedule.items()},
+            "max_concurrency": drafting.max_concurrency,
+        }
+        rows += [(f"speculative_config.{name}", value, "file") for name, value in values.items()]
+    return tuple(Setting(name=name, value=value, source=source) for name, value, source in rows)

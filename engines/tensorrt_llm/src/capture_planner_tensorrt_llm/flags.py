@@ -36,7 +36,7 @@ ACCEPTED = (*FLAGS, *OPTIONS["switches"], *OPTIONS["ignored_flags"])
 
 
 @attrs.define
-class CommandLine:
+class ServeCommand:
     """The values of a command line, as far as graphs can depend on them."""
 
     values: dict[str, Any] = attrs.Factory(dict)
@@ -65,9 +65,9 @@ class CommandLine:
             return renamed  # One of them is about the file itself.
 
 
-def read_flags(command: Sequence[str], problems: Problems) -> CommandLine:
+def read_flags(command: Sequence[str], problems: Problems) -> ServeCommand:
     """Return the values of a command line: of a flag that is given twice, the last. One word is the model."""
-    result, words, models = CommandLine(), deque(command), 0
+    result, words, models = ServeCommand(), deque(command), 0
     while words:
         word = words.popleft()
         if not word.startswith("-"):

@@ -64,11 +64,11 @@ class TargetGraphs:
         return tuple(CapturedGraph(role=Role.TARGET, entry=entry) for entry in self._entries.values())
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return the graph for a batch; where ranks have to agree, that of ranks which are all alike."""
+        """Return the graph for a batch; where ranks have to agree, as if all were alike."""
         return self.on_rank(batch, batch.num_reqs)
 
     def on_rank(self, batch: Batch, largest_rank: int) -> Dispatch:
-        """Return the graph for a batch beside ranks of which the largest decodes ``largest_rank`` requests."""
+        """Return the graph for a batch where the largest of all ranks decodes ``largest_rank`` requests."""
         if not 0 < batch.num_reqs <= batch.num_tokens:
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
         if not self.decodes(batch):
@@ -114,7 +114,7 @@ def agreed(graphs: TargetGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]
 
     First ranks that all decode pad to the size that holds the largest batch. Then a graph is used
     only where all decode and all have the same number of requests. Which length each one drafts is
-    its own: a rank without that graph runs eager beside the others. A rank that is idle decodes one
+    its own: a rank without that graph runs eager, the others do not. A rank that is idle decodes one
     dummy request: it is asked for with that.
     """
     alone = [graphs.dispatch(batch) for batch in ranks]

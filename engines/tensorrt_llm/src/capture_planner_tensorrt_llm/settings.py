@@ -45,7 +45,7 @@ class Drafting:
     max_draft_len: int
     """K: the longest chain of drafts."""
     total_draft_tokens: int
-    """Draft tokens that a step verifies of a request: K, or those of the tree."""
+    """Draft tokens that a step verifies of a request: K, or all of the tree."""
     schedule: Mapping[int, int] | None = None
     """Draft length by threshold, ascending; None where the length is always the same."""
     max_concurrency: int | None = None
@@ -71,7 +71,7 @@ class Drafting:
         return 2 * draft_len if self.algorithm.doubled and draft_len else 1 + draft_len
 
     def draft_len_of(self, width: int) -> int | None:
-        """Return the draft length at which a request has so many tokens; None where there is none."""
+        """Return the draft length at which a request has so many tokens; or None."""
         draft_len = width // 2 if self.algorithm.doubled else width - 1
         return draft_len if draft_len >= 0 and self.width(draft_len) == width else None
 
