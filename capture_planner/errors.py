@@ -7,6 +7,7 @@
      |       +- NotEmulated   the flags are not emulated, though the engine may accept them
      +- PlanningError         a valid spec has no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
+     +- EngineError           an engine is not installed, named twice, or broke its contract
      +- DispatchError         the plan does not have the role
      +- RunError              a plan cannot be executed on this machine, this model or these requests
          +- CaptureError      a forward cannot be captured
@@ -99,6 +100,10 @@ class PlanningError(InvalidValue):
 
 class BackendError(CapturePlannerError):
     """A backend is unknown, registered twice under a name, or broke its contract."""
+
+
+class EngineError(CapturePlannerError):
+    """An engine is not installed, registered twice under a name, or broke its contract."""
 
 
 class DispatchError(CapturePlannerError):

@@ -19,7 +19,7 @@ from capture_planner.cli.common import (
     read_document,
 )
 from capture_planner.codec import Document
-from capture_planner.engines import ENGINES, find_engine
+from capture_planner.engines import engines
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.parsing import near
 from capture_planner.engines.side_by_side import compare as side_by_side
@@ -71,15 +71,15 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
 def _document(letter: str, argument: str) -> Document | None:
     """Read a plan or a spec; None for the command line of an engine."""
     word = (argument.split(maxsplit=1) or [""])[0]
-    if word in ENGINES:
+    if word in engines():
         return None
     if argument != "-" and (not argument.strip() or not Path(argument).exists()):
-        aliases = {alias: name for name in ENGINES for alias in find_engine(name).also_called}
-        match = near(word, ENGINES) or aliases.get(word, "")
+        aliases = {alias: name for name, item in engines().items() for alias in item.value.aliases}
+        match = near(word, engines()) or aliases.get(word, "")
         remedy = f"did you mean {match}? {letter} is" if match else f"{letter} can be"
         raise click.UsageError(
             f"{letter}: {argument if argument.strip() else repr(argument)}: cannot be read: no such file; {remedy} "
-            f"a plan or spec file, or an engine's command line in quotes, starting with one of {', '.join(ENGINES)}."
+            f"a plan or spec file, or an engine's command line in quotes, starting with one of {', '.join(engines())}."
         )
     return read_document(argument)
 

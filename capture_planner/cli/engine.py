@@ -20,10 +20,22 @@ from capture_planner.cli.common import (
     format_option,
 )
 from capture_planner.cli.jsonl import answer_line, read_batches
-from capture_planner.engines import ENGINES, find_engine
+from capture_planner.engines import INSTALL, engines, find_engine
 from capture_planner.engines.check import check
-from capture_planner.engines.sent import why_never_sent
+from capture_planner.engines.walk import why_inadmissible
 from capture_planner.report.engine import emulation_table, findings_text
+
+
+class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """The name of an installed engine; engines are loaded when a value or the help needs them."""
+
+    name = "engine"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "|".join(engines()) or "ENGINE"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return find_engine(value).name
 
 
 class OrEngine(OwnOptions):
@@ -37,14 +49,25 @@ class OfAnEngine(OwnOptions):
     """A command about one engine; its help lists the flags of the engine that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_NAMED] = next((word for word in args if word in ENGINES), None)
+        ctx.meta[_NAMED] = next((word for word in args if word in engines()), None)
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         name = ctx.meta[_NAMED]
         if name is None:
+            with formatter.section("Installed engines"):
+                if not engines():
+                    formatter.write_text(f"None: {INSTALL}.")
+                    return
+                formatter.write_dl(
+                    [
+                        (each, f"release {item.value.version}, from {item.distribution} {item.version}")
+                        for each, item in engines().items()
+                    ]
+                )
             with formatter.section("Engine flags"):
-                formatter.write_text(f"capture-planner {ctx.info_name} {ENGINES[0]} --help lists its flags.")
+                first = next(iter(engines()))
+                formatter.write_text(f"capture-planner {ctx.info_name} {first} --help lists its flags.")
             return
         with formatter.section(f"Flags of {name} that affect graphs; its other flags are accepted"):
             formatter.write_dl(list(find_engine(name).flags.items()))
@@ -58,7 +81,7 @@ environment_option = click.option(
 
 
 @click.command(cls=OfAnEngine, short_help="Show what an engine captures with its own flags.")
-@click.argument("name", metavar="|".join(ENGINES), type=click.Choice(list(ENGINES)))
+@click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @batches_option
 @environment_option
@@ -74,7 +97,7 @@ def engine(
     emulation = emulated(name, flags, environment_named(environment))
     if batches is not None:
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
-            never = why_never_sent(batch, emulation)
+            never = why_inadmissible(batch, emulation)
             line = answer_line(batch, emulation.dispatch(batch))
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return

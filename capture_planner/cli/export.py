@@ -19,14 +19,15 @@ from capture_planner.cli.common import (
     read_document,
     refuse_outputs,
 )
-from capture_planner.engines import ENGINES, emulate, find_engine
+from capture_planner.cli.engine import EngineName
+from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.export import prove
 from capture_planner.report.export import export_command, export_table
 
 
 @click.command(short_help="Export a plan as the flags of an engine.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option("--to", "name", type=click.Choice(list(ENGINES)), required=True, help="Engine to export to.")
+@click.option("--to", "name", type=EngineName(), required=True, help="Engine to export to.")
 @click.option("-o", "--output", type=FILE, help="Write the engine's configuration file here.")
 @flag("--strict", "Exit with 2 if the engine loses anything of the plan.")
 @environment_option

@@ -31,13 +31,12 @@ from capture_planner.cli.common import (
     show_text,
     to_json,
 )
-from capture_planner.cli.engine import OrEngine, check_engine
+from capture_planner.cli.engine import EngineName, OrEngine, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.codec import Document
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines import ENGINES
 from capture_planner.errors import CapturePlannerError, InvalidDocument
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
@@ -182,9 +181,7 @@ def explain(
 
 @click.command(cls=OrEngine, short_help="Check plans, specs or an engine's flags for problems.")
 @click.argument("files", metavar="PLAN|SPEC...", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--engine", type=click.Choice(list(ENGINES)), help="Check this engine's flags instead of files."
-)
+@click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")
 @flag("--strict", "Count notes as findings.")
 @environment_option

@@ -1,7 +1,6 @@
-"""Engines as they plan and dispatch today: emulated from their own flags, checked, and fed with plans.
+"""Engines as they plan and dispatch: emulated from their own flags, checked, compared, and exported to.
 
-No engine is needed for it, and no GPU. Each engine is a folder with an ``ENGINE``; what an emulation is
-stands in ``core``.
+Needs neither the engine nor a GPU. Each engine is a plugin: a distribution whose hook returns an ``Engine``.
 """
 
 from __future__ import annotations
@@ -15,38 +14,60 @@ import attrs
 from capture_planner.engines import hookspecs
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
-from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
-from capture_planner.plugins.discovery import implementations
+from capture_planner.errors import EngineError, FlagError, InvalidValue
+from capture_planner.plugins.discovery import Implementation, duplicate, implementations, unknown
 from capture_planner.records.environment import Environment
+
+__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "load_engines"]
+
+INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
+
+
+def load_engines(*plugins: object, installed: bool = True) -> Mapping[str, Implementation]:
+    """Return the engines of the installed plugins and of ``plugins`` (modules or objects), by name.
+
+    Raises ``EngineError``, which names the distribution, where a plugin cannot be imported, its hook fails,
+    or it brings a name that is taken or a value that is not an ``Engine``.
+    """
+    by_name: dict[str, Implementation] = {}
+    for item in implementations(
+        hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed
+    ):
+        if not isinstance(item.value, Engine):
+            raise EngineError(
+                f"{item.distribution}: {item.value!r} is not an engine; return values of "
+                "capture_planner.engines.engine.Engine"
+            )
+        name = item.value.name
+        if name in by_name:
+            raise EngineError(duplicate("engine", name, by_name[name].distribution, item.distribution))
+        by_name[name] = item
+    return dict(sorted(by_name.items()))
 
 
 @functools.cache
-def engines() -> Mapping[str, Engine]:
-    """Return the installed engines by name."""
-    found = implementations(hookspecs, "capture_planner_engines")
-    return {item.value.name: item.value for item in found}
-
-
-ENGINES = tuple(engines())
-"""The names of the engines that are emulated."""
+def engines() -> Mapping[str, Implementation]:
+    """Return the installed engines by name; they are loaded at the first call."""
+    return load_engines()
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of that name; raises ``CapturePlannerError`` for one that is not emulated."""
+    """Return an installed engine; raises ``EngineError`` for an unknown name, with what is installed."""
     if name not in engines():
-        raise CapturePlannerError(f"no engine {name!r} is emulated; expected one of {', '.join(ENGINES)}")
-    return engines()[name]
+        raise EngineError(f"{unknown('engine', name, engines())}; {INSTALL}")
+    engine: Engine = engines()[name].value
+    return engine
 
 
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
     """Emulate an engine with its own flags on a machine; raises ``FlagError`` for flags that it refuses.
 
-    A whole command line will do: variables and the program's name may stand in front. Of variables only the
-    engine's own matter.
+    A whole command line will do: ``flags`` may begin with environment variables and the program's name. Of
+    the variables only the engine's own matter.
     """
     engine = find_engine(name)
     try:
-        return engine.emulate(_flags(engine, flags), environment)
+        return engine.emulate(_own_words(engine, flags), environment)
     except FlagError:
         raise
     except InvalidValue as error:
@@ -56,20 +77,20 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
             attrs.evolve(
                 problem,
                 path=(places.get(str(problem.path[-1]), requests),) if problem.path else (),
-                message=f"{name} may take it, and capture-planner does not: {problem.message}",
-                remedy=problem.remedy or "give less",
+                message=f"{name} may accept it, but capture-planner does not: {problem.message}",
+                remedy=problem.remedy or "reduce it",
             )
             for problem in error.problems
         ) from None
 
 
-def _flags(engine: Engine, command: Sequence[str]) -> list[str]:
+def _own_words(engine: Engine, command: Sequence[str]) -> list[str]:
     """Return the engine's own variables and flags of a command line."""
-    words, kept = list(command), []
+    words, variables = list(command), []
     while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0], re.DOTALL):
         variable = words.pop(0)
         if engine.variables is not None and variable.startswith(engine.variables):
-            kept.append(variable)
+            variables.append(variable)
     if words and re.fullmatch(r"(?:\S*/)?python[\d.]*", words[0]):
         words[0] = "python"
     for program in engine.programs:
@@ -77,4 +98,4 @@ def _flags(engine: Engine, command: Sequence[str]) -> list[str]:
         if words[: len(parts)] == parts:
             words = words[len(parts) :]
             break
-    return [*kept, *words]
+    return [*variables, *words]

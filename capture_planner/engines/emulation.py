@@ -1,8 +1,8 @@
-"""What an engine captures and how it dispatches, as data: the same for every engine.
+"""What an engine captures and how it dispatches: the same record for every engine.
 
-An emulation is what one engine, at one version, does with its own flags: which graphs it captures,
-in which order, and which of them serves a batch. It is *exact*: where the engine leaves a hole, the
-emulation leaves it too. ``capture_planner.dispatch.dispatcher`` is what we would do with the same graphs.
+An emulation is what one release does with its own flags: which graphs it captures, in which order, and which
+of them serves a batch. It is *exact*: where the engine leaves a hole, the emulation leaves it too.
+``capture_planner.dispatch.dispatcher`` is what we would do with the same graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 
 
 @attrs.frozen(kw_only=True)
-class Graph:
+class CapturedGraph:
     """One graph that an engine captures.
 
     ``max_query_len`` is set where a graph serves any mix of decodes up to that many tokens each
@@ -72,7 +72,7 @@ class Decisions(list[Decision]):
         role: Role = Role.TARGET,
         backend: str | None = None,
     ) -> None:
-        """Write down a step that changed a value."""
+        """Record a step that changed a value."""
         self.append(
             Decision(
                 rule=rule,
@@ -106,14 +106,14 @@ class Manager(Protocol):
         ...
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         """In the order in which the engine captures them."""
         ...
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return what the engine's own dispatcher answers, once everything is captured.
 
-        Total: a batch that there can never be is answered as the engine would.
+        Total: an inadmissible batch gets the engine's answer too.
         """
         ...
 
@@ -123,15 +123,14 @@ class Emulation:
     """What one engine does with its flags."""
 
     engine: str
-    """vllm, sglang or tensorrt-llm."""
+    """The name of the ``Engine``."""
     version: str
     command: tuple[str, ...]
     """The engine's own flags, as they were given."""
     settings: tuple[Setting, ...]
     """What the engine ends up with, as far as it matters for graphs."""
     sizes: tuple[int, ...]
-    """The engine's list of capture sizes, ascending, in the engine's unit: tokens for vLLM, requests for
-    the decode graphs of SGLang and TensorRT-LLM."""
+    """The engine's list of capture sizes, ascending, in tokens or requests: ``Engine.sizes_in_tokens``."""
     asked_sizes: tuple[int, ...] = ()
     """The sizes that the flags list, as they do; empty where the list is the engine's own."""
     managers: tuple[Manager, ...]
@@ -147,10 +146,10 @@ class Emulation:
     lora: Lora | None = None
     parallel: Parallel = attrs.Factory(Parallel)
     notes: tuple[str, ...] = ()
-    """What is assumed, which results rest on it, and what to do: a sentence for each model without facts."""
+    """For each model without facts: what is assumed, which results depend on it, and what to do."""
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         """All graphs, in the order in which the engine captures them, role by role."""
         return tuple(graph for manager in self.managers for graph in manager.graphs)
 

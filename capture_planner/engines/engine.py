@@ -3,34 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import attrs
 
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.export.core import Export
+from capture_planner.engines.export.export import Export
+from capture_planner.engines.walk import Run
+from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
-from capture_planner.records.plan import Plan
+from capture_planner.records.plan import Decision, Plan
+
+
+class Fixes:
+    """How to fix the findings of ``check`` with an engine's own flags; the base class has no advice.
+
+    A method is called with what one rule found, and returns a phrase such as ``raise --max-size to 64``, or
+    "" where no value can be worked out: then ``general`` is shown.
+    """
+
+    general: ClassVar[Mapping[str, str]] = {}
+    """For each rule of ``check``, by code, what to set in general."""
+
+    def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+        """EN001: ``runs`` are decodes without a graph, all of one role."""
+        return ""
+
+    def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
+        """EN002: for each batch of ``runs`` a compatible graph is captured, and the dispatcher misses it."""
+        return ""
+
+    def unreached(self, emulation: Emulation, role: Role) -> str:
+        """EN003: no batch reaches some graphs of ``role``, and each size is captured several times."""
+        return ""
+
+    def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
+        """EN004: ``sizes`` are listed in the flags and not captured."""
+        return ""
+
+    def lowered(self, emulation: Emulation, decision: Decision) -> str:
+        """EN005: ``decision`` replaced a mode by a lower one."""
+        return ""
+
+    def padded(self, emulation: Emulation, run: Run) -> str:
+        """EN006: the batches of ``run`` are padded to more than twice their tokens."""
+        return ""
 
 
 @attrs.frozen(kw_only=True)
 class Engine:
-    """An engine that can be emulated."""
+    """One release of an engine, emulated from its command line.
+
+    Two functions do the work. Both are pure: the same arguments give an equal value. Neither needs the engine,
+    a GPU, torch or the network.
+    """
 
     name: str
+    """As on the command line: ``capture-planner engine NAME``."""
     version: str
-    """The release whose rules these are."""
+    """The release whose rules are emulated."""
     emulate: Callable[[Sequence[str], Environment], Emulation]
-    """From the engine's own command line and the machine it runs on. Raises ``FlagError`` with all
-    that is wrong with the flags."""
+    """Called with the words of the engine's own command line, without the program, and with the machine.
+
+    Exact or not at all: raises ``FlagError`` with one ``Problem`` for each flag that the engine refuses, and
+    its subclass ``NotEmulated`` for flags that the engine may accept and whose graphs are not known here.
+    Where a fact about the model is missing, ``Emulation.notes`` states the assumption."""
     export: Callable[[Plan], Export]
-    """From a plan to the engine's flags that come closest to it."""
+    """From a plan to the flags that come closest to it, and what they lose. The result is not proved yet:
+    ``engines.export.prove`` emulates it and compares every batch. Raises ``DispatchError`` for a plan without a
+    target."""
     flags: Mapping[str, str]
-    """Each flag that graphs can depend on, with what it is for in a few words; others are read too."""
+    """Each flag that graphs can depend on, with its help in a few words; others are accepted and ignored."""
     programs: tuple[str, ...]
-    """What may stand in front of the flags where a whole command line is given, the longest first."""
+    """What may precede the flags in a whole command line, the longest first: ``vllm serve``."""
     limits: tuple[str, str, str]
-    """The flags that say how many requests, tokens and drafted tokens there are at most."""
+    """The flags for the most requests, tokens and drafted tokens; named where a value is too large for us."""
+    fixes: Fixes = attrs.Factory(Fixes)
+    """How to fix the findings of ``check``."""
+    sizes_in_tokens: bool = False
+    """Whether ``Emulation.sizes`` counts tokens, shared by all query lengths; else requests."""
+    skips_wide_padding: bool = False
+    """Whether the engine runs a mixed batch eager on purpose where its graph would pad it far."""
     variables: str | None = None
-    """What the names of the engine's own environment variables begin with; None where none of them matters."""
-    also_called: tuple[str, ...] = ()
-    """Other names of the engine and its program, which a person may type for ``name``."""
+    """Prefix of the engine's environment variables, where any of them matters for graphs."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the engine and of its program, for suggestions."""

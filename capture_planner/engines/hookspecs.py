@@ -16,7 +16,8 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 def capture_planner_engines() -> Iterable[Engine]:
     """Return the engines of this plugin.
 
-    Called once, when engines are first asked for. An engine is chosen by its name; a name that is taken is a
-    ``BackendError``.
+    Called once, when an engine is first needed. Keep the plugin's module cheap to import and import the
+    engine's code in this function: planning loads the module too, and calls the other hook only. An engine
+    is chosen by its name; a name that is taken is an ``EngineError``.
     """
     raise AssertionError("a hook specification is never called")

@@ -1,29 +1,28 @@
-"""Two deployments side by side: what each captures, what it serves, and where one alone runs eager.
+"""Two deployments side by side: what each captures, what it serves, and where only one runs eager.
 
-Each can be a plan of ours or the emulation of an engine; a plan answers by its dispatcher, an
-emulation as the engine does. Every admissible batch is asked about, or those of a trace.
-``capture_planner.analysis.diff`` is another thing: what changes where one plan replaces another.
+Each is a plan or the emulation of an engine: a plan answers by our dispatcher, an emulation as the engine
+does. Every admissible batch is dispatched, or those of a trace. For what changes where one plan replaces
+another, see ``capture_planner.analysis.diff``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from functools import partial
 
 import attrs
 
+from capture_planner.analysis.arrivals import Arrival, batches_of, for_role
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
-from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.traffic import Arrival, batches_of, for_role
+from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records.batch import Batch, Entry, Kind
-from capture_planner.records.batch_space import DecodeFamily, batches, decode_families, kind_of
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import batches, kind_of
 from capture_planner.records.plan import Plan
 
 
 @attrs.frozen(kw_only=True)
-class Family:
+class BatchClass:
     """One kind of batch of a role: decodes of one query length, or mixed batches."""
 
     role: Role
@@ -33,7 +32,7 @@ class Family:
 
 
 @attrs.frozen(kw_only=True)
-class Served:
+class Service:
     """What one side does with the batches of one family. Of a trace, a batch counts as often as it runs."""
 
     batches: int
@@ -60,13 +59,13 @@ class Served:
 class Pair:
     """One family on both sides; None on a side that never meets it."""
 
-    family: Family
-    a: Served | None
-    b: Served | None
+    family: BatchClass
+    a: Service | None
+    b: Service | None
 
 
 @attrs.frozen(kw_only=True)
-class Captured:
+class GraphCounts:
     """The graphs of one role and mode."""
 
     role: Role
@@ -89,7 +88,7 @@ class Modes:
 class Hole:
     """Batches that both sides admit, of which one runs them eager and the other does not."""
 
-    family: Family
+    family: BatchClass
     eager: str
     """``a`` or ``b``."""
     first: int
@@ -114,7 +113,7 @@ class SideBySide:
     from_traffic: bool
     """Whether batches are those of a trace; else all that are admissible."""
     modes: tuple[Modes, ...]
-    graphs: tuple[Captured, ...]
+    graphs: tuple[GraphCounts, ...]
     families: tuple[Pair, ...]
     holes: tuple[Hole, ...]
 
@@ -133,9 +132,9 @@ def compare(
     """
     requests = None if traffic is None else tuple(traffic)
     left, right = _Side(a), _Side(b)
-    largest = {role: _beyond(role, (left, right)) for role in Role}
+    largest = {role: _largest((left, right), role) for role in Role}
     for side in (left, right):
-        side.ask(requests, largest)
+        side.dispatch(requests, largest)
     families = sorted({*left.answers, *right.answers}, key=_order)
     called = (left.name, right.name) if names is None else names
     return SideBySide(
@@ -143,11 +142,11 @@ def compare(
         b=called[1],
         from_traffic=requests is not None,
         modes=tuple(
-            Modes(role=role, a=left.modes.get(role), b=right.modes.get(role))
+            Modes(role=role, a=left.emulation.modes.get(role), b=right.emulation.modes.get(role))
             for role in Role
-            if role in left.modes or role in right.modes
+            if role in left.emulation.modes or role in right.emulation.modes
         ),
-        graphs=tuple(_captured(left, right)),
+        graphs=tuple(_graph_counts(left, right)),
         families=tuple(
             Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families
         ),
@@ -159,8 +158,43 @@ def compare(
     )
 
 
-def _order(family: Family) -> tuple[int, str, int]:
+def _order(family: BatchClass) -> tuple[int, str, int]:
     return (list(Role).index(family.role), family.kind.value, family.query_len or 0)
+
+
+@attrs.frozen(kw_only=True)
+class _PlannedRole:
+    """A role of a plan as a ``Manager``: it answers by our dispatcher."""
+
+    role: Role
+    mode: GraphMode
+    graphs: tuple[CapturedGraph, ...]
+    dispatch: Callable[[Batch], Dispatch]
+
+
+def _emulation_of(plan: Plan) -> Emulation:
+    dispatcher = Dispatcher(plan)
+    return Emulation(
+        engine="capture-planner",
+        version="",
+        command=(),
+        settings=(),
+        sizes=(),
+        managers=tuple(
+            _PlannedRole(
+                role=role.role,
+                mode=role.mode,
+                graphs=tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
+                dispatch=dispatcher.dispatch,
+            )
+            for role in plan.roles
+        ),
+        decisions=(),
+        limits=plan.limits,
+        speculative=plan.speculative,
+        lora=plan.lora,
+        parallel=plan.parallel,
+    )
 
 
 @attrs.frozen
@@ -182,73 +216,61 @@ _Key = tuple[int, int, Batch | None]
 
 
 class _Side:
-    """One deployment with all its answers, by family."""
+    """One deployment with all its answers, by class of batches."""
 
-    def __init__(self, given: Plan | Emulation) -> None:
-        self.deployment = given
-        self.dispatch: Callable[[Batch], Dispatch]
-        self.families: Callable[[Role], tuple[DecodeFamily, ...]]
-        self.entries: Mapping[Role, tuple[Entry, ...]]
-        if isinstance(given, Plan):
-            self.name = f"{given.model.name} on {given.environment.name}"
-            self.modes = {role.role: role.mode for role in given.roles}
-            self.entries = {role.role: role.entries for role in given.roles}
-            self.dispatch = Dispatcher(given).dispatch
-            self.families = partial(decode_families, deployment=given)
+    def __init__(self, deployment: Plan | Emulation) -> None:
+        if isinstance(deployment, Plan):
+            self.name = f"{deployment.model.name} on {deployment.environment.name}"
+            self.emulation = _emulation_of(deployment)
         else:
-            self.name = f"{given.engine} {given.version}"
-            self.modes = dict(given.modes)
-            self.entries = {m.role: tuple(graph.entry for graph in m.graphs) for m in given.managers}
-            self.dispatch = given.dispatch
-            self.families = given.families
-        self.answers: dict[Family, dict[_Key, _Answer]] = {}
+            self.name, self.emulation = f"{deployment.engine} {deployment.version}", deployment
+        self.answers: dict[BatchClass, dict[_Key, _Answer]] = {}
 
-    def largest(self, role: Role) -> int:
-        """Return the tokens of the role's largest graph."""
-        return max((entry.num_tokens for entry in self.entries.get(role, ())), default=0)
+    def beyond(self, role: Role) -> tuple[int, int]:
+        """Return the tokens of the role's largest graph, and the longest query length of its decodes."""
+        sizes = (graph.entry.num_tokens for graph in self.emulation.graphs if graph.role is role)
+        families = self.emulation.families(role) if role in self.emulation.modes else ()
+        return max(sizes, default=0), max((family.query_len for family in families), default=1)
 
-    def ask(self, requests: tuple[Arrival, ...] | None, largest: Mapping[Role, int]) -> None:
-        """Answer the batches of a trace, or all there are: above ``largest`` one stands for all."""
-        met = None if requests is None else batches_of(requests, self.deployment)
-        for role in self.modes:
-            families = self.families(role)
-            if met is None:
-                every = batches(role, self.deployment, families=families, upto=largest[role])
-                for batch, last in every:
+    def dispatch(self, requests: tuple[Arrival, ...] | None, largest: Mapping[Role, int]) -> None:
+        """Answer the batches of a trace, or all admissible ones: above ``largest`` one represents all."""
+        counts = None if requests is None else batches_of(requests, self.emulation)
+        for role in self.emulation.modes:
+            families = self.emulation.families(role)
+            if counts is None:
+                for batch, last in batches(role, self.emulation, families=families, upto=largest[role]):
                     kind = batch.kind
                     self._answer(batch, kind, 1 + last - batch.extent(kind))
             else:
-                for batch, times in for_role(met, role, families).items():
+                for batch, times in for_role(counts, role, families).items():
                     kind = kind_of(batch, families)
                     self._answer(batch, kind, times, None if kind is Kind.DECODE else batch)
 
     def of(self, role: Role, kind: Kind) -> dict[_Key, _Answer]:
         """Return the answers to all decodes, or to all mixed batches, of a role."""
-        found = (
-            answers for family, answers in self.answers.items() if (family.role, family.kind) == (role, kind)
+        selected = (
+            answers for each, answers in self.answers.items() if (each.role, each.kind) == (role, kind)
         )
-        return {key: answer for answers in found for key, answer in answers.items()}
+        return {key: answer for answers in selected for key, answer in answers.items()}
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
         query_len = batch.query_len if kind is Kind.DECODE else None
-        family = Family(role=batch.role, kind=kind, query_len=query_len)
+        batch_class = BatchClass(role=batch.role, kind=kind, query_len=query_len)
         key = (batch.extent(kind), batch.active_loras, whole)
-        self.answers.setdefault(family, {})[key] = _Answer(batch, times, self.dispatch(batch))
+        answer = _Answer(batch, times, self.emulation.dispatch(batch))
+        self.answers.setdefault(batch_class, {})[key] = answer
 
 
-def _captured(left: _Side, right: _Side) -> Iterator[Captured]:
-    counts = [
-        Counter((role, entry.mode) for role, entries in side.entries.items() for entry in entries)
-        for side in (left, right)
-    ]
+def _graph_counts(left: _Side, right: _Side) -> Iterator[GraphCounts]:
+    a, b = (Counter((g.role, g.entry.mode) for g in side.emulation.graphs) for side in (left, right))
     for role in Role:
         for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
-            a, b = (count[role, mode] for count in counts)
-            if a or b:
-                yield Captured(role=role, mode=mode, a=a, b=b)
+            key = (role, mode)
+            if a[key] or b[key]:
+                yield GraphCounts(role=role, mode=mode, a=a[key], b=b[key])
 
 
-def _served(side: _Side, family: Family) -> Served | None:
+def _served(side: _Side, family: BatchClass) -> Service | None:
     answers = side.answers.get(family)
     if answers is None:
         return None
@@ -260,7 +282,7 @@ def _served(side: _Side, family: Family) -> Served | None:
             worst = max(worst, answer.ratio)
             total += answer.ratio * answer.times
     graphed = times[GraphMode.FULL] + times[GraphMode.PIECEWISE]
-    return Served(
+    return Service(
         batches=sum(times.values()),
         full=times[GraphMode.FULL],
         piecewise=times[GraphMode.PIECEWISE],
@@ -269,10 +291,10 @@ def _served(side: _Side, family: Family) -> Served | None:
     )
 
 
-def _beyond(role: Role, sides: tuple[_Side, _Side]) -> int:
+def _largest(sides: tuple[_Side, _Side], role: Role) -> int:
     """Return the tokens above which no batch has a graph, nor one of as many requests on the other side."""
-    widths = (family.query_len for side in sides if role in side.modes for family in side.families(role))
-    return max(side.largest(role) for side in sides) * max(widths, default=1)
+    (a, a_width), (b, b_width) = (side.beyond(role) for side in sides)
+    return max(a, b) * max(a_width, b_width)
 
 
 def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
@@ -292,7 +314,7 @@ def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
                 extents[extent] = extents.get(extent, 0) + eager.times
     holes = [
         Hole(
-            family=Family(role=role, kind=kind, query_len=query_len),
+            family=BatchClass(role=role, kind=kind, query_len=query_len),
             eager=side,
             first=first,
             last=last,

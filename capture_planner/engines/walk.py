@@ -1,6 +1,6 @@
 """Every batch that an engine's limits admit, with the engine's answer and the best graph it has.
 
-The whole space is asked, batch by batch, through the engine's own rule: nothing is assumed about how
+The whole space is dispatched, batch by batch, through the engine's own rule: nothing is assumed about how
 it finds a graph, so that a hole between two sizes is seen wherever it is.
 """
 
@@ -12,22 +12,23 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Emulation, Graph, Manager
+from capture_planner.engines.emulation import CapturedGraph, Emulation, Manager
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
-from capture_planner.records.batch_space import DecodeFamily, batches
+from capture_planner.records.batch_space import DecodeFamily, batches, most_loras
+from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
-class Asked:
-    """One batch, what the engine answers, and the graph of its own that would serve it best."""
+class BatchAnswer:
+    """One batch, the engine's answer, and the captured graph that would serve it best."""
 
     batch: Batch
     answer: Dispatch
     best: Entry | None
-    """The cheapest compatible graph that is captured; None where there is none."""
+    """The cheapest compatible graph that is captured; None where no graph is compatible."""
     last: int
-    """The extent up to which larger batches are answered alike; its own, but beyond the largest graph."""
+    """The extent up to which larger batches get the same answer; its own up to the largest graph."""
 
     @property
     def kind(self) -> Kind:
@@ -40,20 +41,17 @@ class Asked:
         return self.batch.extent(self.kind)
 
     @property
-    def misses_full(self) -> bool:
-        """Whether a compatible FULL graph is captured, and the answer is no FULL graph."""
-        best = self.best
-        return best is not None and best.mode is GraphMode.FULL and self.answer.mode is not GraphMode.FULL
-
-    @property
-    def misses_any(self) -> bool:
-        """Whether a compatible graph is captured, and the batch runs eager."""
-        return self.best is not None and self.answer.entry is None
+    def misses_graph(self) -> bool:
+        """Whether a compatible graph is captured, and the batch runs eager, or PIECEWISE for a FULL one."""
+        best, mode = self.best, self.answer.mode
+        if best is None:
+            return False
+        return mode is GraphMode.NONE or (best.mode is GraphMode.FULL and mode is not GraphMode.FULL)
 
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """Batches of one role and kind that follow each other and have something in common."""
+    """Consecutive batches of one role, kind, query length and adapter count."""
 
     role: Role
     kind: Kind
@@ -61,45 +59,57 @@ class Run:
     first: int
     last: int
     active_loras: int
-    asked: tuple[Asked, ...]
+    answers: tuple[BatchAnswer, ...]
+
+    def sizes_between(self, unit: int) -> list[int]:
+        """Return sizes below the runs' largest graph, each twice the one before, from its first batch on.
+
+        ``unit`` is 1 for sizes in requests, the query length for sizes in tokens.
+        """
+        width = self.query_len or 1
+        padded = max(answer.batch.num_tokens + answer.answer.padded_tokens for answer in self.answers)
+        sizes = [self.first * unit]
+        while sizes[-1] * 2 * width < padded * unit:
+            sizes.append(sizes[-1] * 2)
+        return sizes
 
     def __str__(self) -> str:
         span = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
-        many = "" if self.last == 1 else "s"
+        plural = "" if self.last == 1 else "s"
         if self.kind is Kind.MIXED:
-            text = f"mixed batches of {span} token{many}"
+            text = f"mixed batches of {span} token{plural}"
         else:
-            text = f"decodes of {span} request{many}, query length {self.query_len}"
+            text = f"decodes of {span} request{plural}, query length {self.query_len}"
         return text + (f", {self.active_loras} active LoRA" if self.active_loras else "")
 
 
-def walk(emulation: Emulation) -> tuple[Asked, ...]:
-    """Ask about every admissible batch of every role, as ``admissible.batches`` has them.
+def walk(emulation: Emulation) -> tuple[BatchAnswer, ...]:
+    """Dispatch every admissible batch of every role, as ``batch_space.batches`` yields them.
 
-    Beyond the largest graph nothing is captured, so that one batch stands for all.
+    Beyond the largest graph nothing is captured, so one batch represents all larger ones.
     """
-    return tuple(asked for manager in emulation.managers for asked in _role(emulation, manager))
+    return tuple(answer for manager in emulation.managers for answer in _role(emulation, manager))
 
 
-def _role(emulation: Emulation, manager: Manager) -> Iterator[Asked]:
-    role, graphs = manager.role, _Graphs(manager.graphs)
+def _role(emulation: Emulation, manager: Manager) -> Iterator[BatchAnswer]:
+    role, graphs = manager.role, _GraphRows(manager.graphs)
     largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
     families = emulation.families(role)
     for batch, last in batches(role, emulation, families=families, upto=largest):
         best = graphs.best(batch, _draft_steps(batch, families))
-        yield Asked(batch=batch, answer=manager.dispatch(batch), best=best, last=last)
+        yield BatchAnswer(batch=batch, answer=manager.dispatch(batch), best=best, last=last)
 
 
 def _draft_steps(batch: Batch, families: Iterable[DecodeFamily]) -> int | None:
-    found = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
-    return next((family.draft_steps for family in found), None)
+    fitting = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
+    return next((family.draft_steps for family in fitting), None)
 
 
-class _Graphs:
-    """Captured graphs, alike but for their size in one row, so that few are looked at for a batch."""
+class _GraphRows:
+    """Captured graphs in rows that differ in size only, so that few are compared with a batch."""
 
-    def __init__(self, graphs: Iterable[Graph]) -> None:
-        rows: dict[tuple[object, ...], list[Graph]] = {}
+    def __init__(self, graphs: Iterable[CapturedGraph]) -> None:
+        rows: dict[tuple[object, ...], list[CapturedGraph]] = {}
         for graph in graphs:
             entry = graph.entry
             kind = (entry.mode, entry.query_len, entry.active_loras, entry.draft_steps, graph.max_query_len)
@@ -109,45 +119,74 @@ class _Graphs:
 
     def best(self, batch: Batch, steps: int | None) -> Entry | None:
         """Return the cheapest graph that serves the batch."""
-        found = (self._first(tokens, row, batch, steps) for tokens, row in self._rows)
-        return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
+        first = (self._first(tokens, row, batch, steps) for tokens, row in self._rows)
+        return min((entry for entry in first if entry), key=lambda entry: entry.cost, default=None)
 
     @staticmethod
-    def _first(tokens: list[int], row: list[Graph], batch: Batch, steps: int | None) -> Entry | None:
+    def _first(tokens: list[int], row: list[CapturedGraph], batch: Batch, steps: int | None) -> Entry | None:
         for graph in row[bisect_left(tokens, batch.num_tokens) :]:
             rejection = graph.rejection(batch, steps)
             if rejection is None:
                 return graph.entry
             if rejection is not Rejection.REQUESTS:
-                return None  # What is larger in a row is wrong in the same way.
+                return None  # Larger graphs of a row are rejected for the same reason.
         return None
 
 
-def runs(asked: Iterable[Asked]) -> Iterator[Run]:
-    """Group batches of one role, kind, query length and adapter count that follow each other."""
-    run: list[Asked] = []
-    for one in sorted(asked, key=_place):
-        if run and (_place(one)[:-1] != _place(run[0])[:-1] or one.extent > run[-1].last + 1):
+def runs(answers: Iterable[BatchAnswer]) -> Iterator[Run]:
+    """Group consecutive batches of one role, kind, query length and adapter count."""
+    run: list[BatchAnswer] = []
+    for answer in sorted(answers, key=_place):
+        if run and (_place(answer)[:-1] != _place(run[0])[:-1] or answer.extent > run[-1].last + 1):
             yield _run(run)
             run = []
-        run.append(one)
+        run.append(answer)
     if run:
         yield _run(run)
 
 
-def _place(asked: Asked) -> tuple[str, str, int, int, int]:
-    batch = asked.batch
-    return (batch.role, asked.kind.value, batch.query_len or 0, batch.active_loras, asked.extent)
+def _place(answer: BatchAnswer) -> tuple[str, str, int, int, int]:
+    batch = answer.batch
+    return (batch.role, answer.kind.value, batch.query_len or 0, batch.active_loras, answer.extent)
 
 
-def _run(asked: list[Asked]) -> Run:
-    first, last = asked[0], asked[-1]
+def _run(answers: list[BatchAnswer]) -> Run:
+    first = answers[0]
     return Run(
         role=first.batch.role,
         kind=first.kind,
         query_len=first.batch.query_len,
         first=first.extent,
-        last=last.last,
+        last=answers[-1].last,
         active_loras=first.batch.active_loras,
-        asked=tuple(asked),
+        answers=tuple(answers),
     )
+
+
+def why_inadmissible(batch: Batch, emulation: Emulation) -> str | None:
+    """Return why the engine can never run such a batch; None where it can.
+
+    Stricter than ``batch_space.is_admissible``, for which a ``query_len`` that does not fit the tokens means
+    a mixed batch.
+    """
+    limits, reqs, tokens = emulation.limits, batch.num_reqs, batch.num_tokens
+    loras, width = min(most_loras(batch.role, emulation), reqs), batch.query_len
+    if reqs < 1:
+        return "a batch has at least one request"
+    if reqs > limits.max_num_reqs:
+        return f"{counted(reqs, 'request')}, and at most {limits.max_num_reqs} run together"
+    if tokens < reqs:
+        return f"{counted(reqs, 'request')} have at least {counted(reqs, 'token')}, not {tokens}"
+    if tokens > limits.max_num_tokens and not (reqs == 1 and emulation.whole_prompts):
+        return f"{counted(tokens, 'token')}, and a batch has at most {limits.max_num_tokens}"
+    if width is not None and reqs * width != tokens:
+        return f"{counted(reqs, 'request')} of {counted(width, 'token')} have {reqs * width}, not {tokens}"
+    if batch.active_loras > loras:
+        return f"{counted(batch.active_loras, 'active adapter')}, and such a batch has at most {loras}"
+    if batch.role is not Role.DRAFT_DECODE:
+        return None
+    if batch.uniform_query_len is None:
+        return "in a draft decode all requests have the same number of tokens and are past their prompt"
+    if all(reqs not in family.requests for family in emulation.families(batch.role)):
+        return f"no draft decode follows a batch of {counted(reqs, 'request')}"
+    return None

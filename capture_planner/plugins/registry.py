@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -11,7 +10,7 @@ import attrs
 from capture_planner.errors import BackendError
 from capture_planner.modes import Refresh, Role
 from capture_planner.plugins import hookspecs
-from capture_planner.plugins.discovery import guarded, implementations
+from capture_planner.plugins.discovery import duplicate, guarded, implementations, unknown
 from capture_planner.records._base import Name, constraints
 from capture_planner.records.backend import Attention, Backend, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
@@ -56,11 +55,15 @@ class Registered:
         return self._ask("workspace", Workspace, role, model, environment, entries, limits)
 
     def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
-        who = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
-        with guarded(who):
+        subject = (
+            f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
+        )
+        with guarded(subject, BackendError):
             answer = getattr(self.backend, call)(role, *args)
         if not isinstance(answer, kind):
-            raise BackendError(f"{who}, returned {answer!r}, not a {kind.__name__}; tell its authors")
+            raise BackendError(
+                f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors"
+            )
         return answer
 
 
@@ -68,32 +71,24 @@ class Registry(Mapping[str, Registered]):
     """Backends by name, in the order of their names."""
 
     def __init__(self, backends: Iterable[Registered] = ()) -> None:
-        found: dict[str, Registered] = {}
+        by_name: dict[str, Registered] = {}
         for item in backends:
-            if item.name in found:
-                others = {found[item.name].distribution, item.distribution}
-                raise BackendError(
-                    f"two backends are named {item.name!r}, from {' and '.join(sorted(others))}; "
-                    "names are unique among all that is installed"
-                )
-            found[item.name] = item
-        self._found = dict(sorted(found.items()))
+            if item.name in by_name:
+                one = by_name[item.name].distribution
+                raise BackendError(duplicate("backend", item.name, one, item.distribution))
+            by_name[item.name] = item
+        self._by_name = dict(sorted(by_name.items()))
 
     def __getitem__(self, name: str) -> Registered:
-        if name not in self._found:
-            near = difflib.get_close_matches(name, self._found, n=1)
-            raise BackendError(
-                f"no backend named {name!r} is installed; "
-                + (f"did you mean {near[0]!r}? " if near else "")
-                + f"installed: {', '.join(self._found) or 'none'}"
-            )
-        return self._found[name]
+        if name not in self._by_name:
+            raise BackendError(unknown("backend", name, self._by_name))
+        return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._by_name)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._by_name)
 
 
 def load_backends(*plugins: object, installed: bool = True) -> Registry:
@@ -102,8 +97,10 @@ def load_backends(*plugins: object, installed: bool = True) -> Registry:
     Raises ``BackendError`` where a plugin cannot be imported, breaks the contract, or brings a
     name that is taken.
     """
-    found = implementations(hookspecs, "capture_planner_backends", plugins, installed)
-    return Registry([_registered(item.value, item.distribution, item.version) for item in found])
+    values = implementations(
+        hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed
+    )
+    return Registry([_registered(item.value, item.distribution, item.version) for item in values])
 
 
 def _registered(backend: object, distribution: str, version: str) -> Registered:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
-from capture_planner.engines.emulation import Emulation, Graph
-from capture_planner.engines.walk import Asked, walk
+from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.walk import BatchAnswer, walk
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
@@ -38,7 +38,7 @@ def emulation_table(emulation: Emulation) -> RenderableType:
 
 
 def _role(
-    role: Role, mode: GraphMode, graphs: Sequence[Graph], asked: Sequence[Asked]
+    role: Role, mode: GraphMode, graphs: Sequence[CapturedGraph], asked: Sequence[BatchAnswer]
 ) -> Iterator[RenderableType]:
     yield Text.assemble((f"{role} ", "bold"), mode_text(mode), f", {counted(len(graphs), 'graph')}")
     if graphs:
@@ -54,7 +54,7 @@ def _role(
     yield _served([one for one in asked if one.batch.role is role])
 
 
-def _of(graph: Graph) -> str:
+def _of(graph: CapturedGraph) -> str:
     entry = graph.entry
     if graph.max_query_len is not None:
         return f"decodes of 1 to {graph.max_query_len}"
@@ -66,10 +66,10 @@ MOST_RANGES = 6
 """Ranges of batches that a row names; of more, only their number."""
 
 
-def _served(asked: Sequence[Asked]) -> RenderableType:
+def _served(asked: Sequence[BatchAnswer]) -> RenderableType:
     """Which batches run how, a row for each kind and mode, and how far they are padded."""
     table = table_of("batches", "run", "requests or tokens", "LoRA", "padding", "why", right=("padding",))
-    rows: dict[tuple[str, GraphMode, str], list[Asked]] = {}
+    rows: dict[tuple[str, GraphMode, str], list[BatchAnswer]] = {}
     for one in asked:
         decode = one.kind is Kind.DECODE
         what = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
@@ -82,7 +82,7 @@ def _served(asked: Sequence[Asked]) -> RenderableType:
     return table
 
 
-def _ranges(asked: Sequence[Asked]) -> str:
+def _ranges(asked: Sequence[BatchAnswer]) -> str:
     """Write which batches they are, whatever adapters they have: ``1..16, 18, 20..32``."""
     ends: list[list[int]] = []
     for one in sorted(asked, key=lambda one: one.extent):
@@ -98,7 +98,7 @@ def _ranges(asked: Sequence[Asked]) -> str:
     return f"{shown}, and {more} more ranges, {count} in all" if more > 0 else shown
 
 
-def _padding(asked: Sequence[Asked]) -> str:
+def _padding(asked: Sequence[BatchAnswer]) -> str:
     """Write the share of the computed tokens that is padding."""
     computed = sum(one.answer.entry.num_tokens for one in asked if one.answer.entry is not None)
     padded = sum(one.answer.padded_tokens for one in asked)
@@ -143,8 +143,10 @@ def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> Rende
     for each in found:
         rule = each.rule
         parts += [
-            Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.seen.says}"),
-            Text(f"  fix: {each.mend}"),
+            Text.assemble(
+                (f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"
+            ),
+            Text(f"  fix: {each.fix}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
         ]
     total = counted(len(found), "finding") if found else "nothing to report"

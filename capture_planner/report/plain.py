@@ -14,10 +14,10 @@ from capture_planner.analysis.diff import Change
 from capture_planner.analysis.explain import Explanation, NearMiss
 from capture_planner.codec import json_of, plain, plain_fields
 from capture_planner.engines.check import EngineFinding
-from capture_planner.engines.emulation import Emulation, Graph
-from capture_planner.engines.export import Difference, Export, Loss, Proof
-from capture_planner.engines.side_by_side import Hole, Pair, Served, SideBySide
-from capture_planner.engines.walk import Asked, runs, walk
+from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
+from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
+from capture_planner.engines.walk import BatchAnswer, runs, walk
 from capture_planner.modes import GraphMode, Reason
 
 __all__ = ["plain"]
@@ -68,8 +68,8 @@ def _cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-@json_of(Graph)
-def _graph(graph: Graph) -> dict[str, Any]:
+@json_of(CapturedGraph)
+def _graph(graph: CapturedGraph) -> dict[str, Any]:
     entry = plain(graph.entry)
     optional = {"max_query_len": graph.max_query_len, "draft_steps": entry.pop("draft_steps")}
     return {"role": graph.role.value, **entry} | {
@@ -79,7 +79,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
 
 @json_of(Emulation)
 def _emulation(emulation: Emulation) -> dict[str, Any]:
-    rows: dict[tuple[GraphMode, Reason | None], list[Asked]] = {}
+    rows: dict[tuple[GraphMode, Reason | None], list[BatchAnswer]] = {}
     for one in walk(emulation):
         rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
     shown = ("role", "kind", "query_len", "active_loras", "first", "last")
@@ -112,10 +112,10 @@ def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
         "name": rule.name,
         "severity": finding.severity.value,
         "class": rule.bug_class.name,
-        "role": finding.seen.role.value,
-        "message": finding.seen.says,
-        "count": finding.seen.count,
-        "mend": finding.mend,
+        "role": finding.diagnosis.role.value,
+        "message": finding.diagnosis.message,
+        "count": finding.diagnosis.count,
+        "mend": finding.fix,
         "threads": list(rule.threads),
     }
 
@@ -136,8 +136,8 @@ def _proof(proof: Proof) -> dict[str, Any]:
     return {"exact": proof.exact} | plain_fields(proof) | {"same": len(proof.same)}
 
 
-@json_of(Difference)
-def _difference(difference: Difference) -> dict[str, Any]:
+@json_of(BatchDifference)
+def _difference(difference: BatchDifference) -> dict[str, Any]:
     sides = {"planned": difference.planned, "emulated": difference.emulated}
     return plain_fields(difference) | {
         side: None if entry is None else str(entry) for side, entry in sides.items()
@@ -151,8 +151,8 @@ def _side_by_side(compared: SideBySide) -> dict[str, Any]:
     return {"a": found.pop("a"), "b": found.pop("b"), "batches": batches, **found}
 
 
-@json_of(Served)
-def _served(served: Served) -> dict[str, Any]:
+@json_of(Service)
+def _served(served: Service) -> dict[str, Any]:
     return plain_fields(served, "coverage")
 
 

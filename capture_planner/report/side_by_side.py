@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from capture_planner.engines.side_by_side import Family, Hole, Served, SideBySide
-from capture_planner.engines.traffic import STEP_SECONDS
+from capture_planner.analysis.arrivals import STEP_SECONDS
+from capture_planner.engines.side_by_side import BatchClass, Hole, Service, SideBySide
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
@@ -62,11 +62,11 @@ def _families(compared: SideBySide) -> Table:
     return table
 
 
-def _kind(family: Family) -> str:
+def _kind(family: BatchClass) -> str:
     return "mixed" if family.kind is Kind.MIXED else f"decodes of {family.query_len}"
 
 
-def _figures(served: Served | None) -> tuple[str, ...]:
+def _figures(served: Service | None) -> tuple[str, ...]:
     if served is None:
         return ("none", "", "", "")
     share = f"{100 * served.coverage:.1f}%"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.lint.core import link
 from capture_planner.codec.shipped import find_environment
-from capture_planner.engines import emulate
+from capture_planner.engines import emulate, engines
 from capture_planner.engines.check import ENGINE_RULES, check
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.walk import runs, walk
@@ -68,7 +68,7 @@ def emulation(schedule, sizes, *, seqs=SEQS, tokens=8192, most=512, mode=GraphMo
 
 def by_code(found):
     """Findings of the target by code."""
-    return {each.rule.code: each for each in found if each.seen.role is Role.TARGET}
+    return {each.rule.code: each for each in found if each.diagnosis.role is Role.TARGET}
 
 
 @pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
@@ -84,14 +84,14 @@ def test_published_schedules_show_what_they_miss(schedule):
     )
     found = by_code(check(emulation(schedule, sizes, most=max(sizes))))
     missed, captured, reached = PUBLISHED[schedule]
-    assert found["EN002"].seen.count == missed
+    assert found["EN002"].diagnosis.count == missed
     if captured is not None:
-        assert found["EN003"].seen.count == captured - reached
-    assert "--cudagraph-capture-sizes" in found["EN003"].mend
+        assert found["EN003"].diagnosis.count == captured - reached
+    assert "--cudagraph-capture-sizes" in found["EN003"].fix
 
 
 @pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
-def test_the_flag_that_is_named_mends_it(schedule):
+def test_fix_of_missed_graphs_works(schedule):
     """Given to the engine, no batch misses a graph any more, and no more full graphs are captured."""
     k = max(k for _, _, k in schedule)
     tiers = [(1 + tier, last) for _, last, tier in schedule]
@@ -99,28 +99,28 @@ def test_the_flag_that_is_named_mends_it(schedule):
         max_num_reqs=SEQS, max_num_tokens=8192, query_len=1 + k, platform_max=512, tiers=tiers
     )
     before = emulation(schedule, sizes, most=max(sizes))
-    mend = by_code(check(before))["EN002"].mend
-    assert mend.startswith("give --cudagraph-capture-sizes ")
-    assert mend.endswith(", with which none does")
-    mended = [int(word) for word in mend.replace(",", " ").split() if word.isdigit()]
-    after = emulation(schedule, mended, most=max(mended))
+    fix = by_code(check(before))["EN002"].fix
+    assert fix.startswith("give --cudagraph-capture-sizes ")
+    assert fix.endswith(", with which none does")
+    sizes_given = [int(word) for word in fix.replace(",", " ").split() if word.isdigit()]
+    after = emulation(schedule, sizes_given, most=max(sizes_given))
     assert "EN002" not in by_code(check(after))
     full = [sum(graph.entry.query_len is not None for graph in each.graphs) for each in (before, after)]
     assert full[1] <= full[0]
 
 
 @pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
-def test_the_flag_mends_the_engine_with_its_drafter(schedule):
+def test_fix_of_missed_graphs_works_with_a_drafter(schedule):
     """The whole command line, with the list that is named: neither target nor drafter misses a graph."""
     k = max(k for _, _, k in schedule)
     drafter = {"method": "eagle3", "model": "d", "num_speculative_tokens": k}
     drafter["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in schedule]
     flags = ["m", "--max-num-seqs", str(SEQS), "--speculative-config", json.dumps(drafter)]
     found = [f for f in check(emulate("vllm", flags, H100)) if f.rule.code == "EN002"]
-    assert [f.seen.role for f in found] == [Role.TARGET, Role.DRAFT_PREFILL]
-    assert found[0].seen.count == PUBLISHED[schedule][0]
-    mended = [word for word in found[0].mend.replace(",", " ").split() if word.isdigit()]
-    after = check(emulate("vllm", [*flags, "--cudagraph-capture-sizes", *mended], H100))
+    assert [f.diagnosis.role for f in found] == [Role.TARGET, Role.DRAFT_PREFILL]
+    assert found[0].diagnosis.count == PUBLISHED[schedule][0]
+    sizes_given = [word for word in found[0].fix.replace(",", " ").split() if word.isdigit()]
+    after = check(emulate("vllm", [*flags, "--cudagraph-capture-sizes", *sizes_given], H100))
     assert "EN002" not in by_code(after)
 
 
@@ -189,7 +189,7 @@ def test_a_miss_is_a_graph_that_fits_and_is_not_found(emulated):
     for each in walk(emulated):
         if misses(manager, each.batch) or (each.best is not None and each.answer.entry is None):
             missed += each.last - each.extent + 1
-    assert (found.seen.count if found else 0) == missed
+    assert (found.diagnosis.count if found else 0) == missed
 
 
 @given(emulations())
@@ -204,7 +204,7 @@ def test_a_graph_is_unreached_if_no_batch_is_answered_with_it(emulated):
             answers.add(manager.dispatch(batch).entry)
     unused = sum(graph.entry not in answers for graph in manager.graphs)
     found = by_code(check(emulated)).get("EN003")
-    assert (found.seen.count if found else 0) == unused
+    assert (found.diagnosis.count if found else 0) == unused
 
 
 @given(emulations())
@@ -248,17 +248,21 @@ def test_a_size_that_is_asked_for_and_not_captured_is_named(engine, sizes, beyon
         emulated = emulate(engine, flags, H100)
     lost = set(asked) - set(emulated.sizes)
     assert (dropped in lost) == beyond
-    found = [f.seen.count for f in check(emulated) if f.rule.code == "EN004" and "asked for" in f.seen.says]
+    found = [
+        f.diagnosis.count
+        for f in check(emulated)
+        if f.rule.code == "EN004" and "listed sizes" in f.diagnosis.message
+    ]
     assert found == ([len(lost)] if lost and emulated.sizes else [])
 
 
-def mended(flags, mend):
+def fixed(flags, fix):
     """Flags with a remedy of EN001 or EN006 followed word for word: ``add N to FLAG`` or ``raise FLAG to N``."""
-    added = re.match(r"add ([\d ]+) to (--\S+?),", mend)
-    if mend.startswith("give --"):
-        return [*flags, *mend.split()[1:]]
+    added = re.match(r"add ([\d ]+) to (--\S+?),", fix)
+    if fix.startswith("give --"):
+        return [*flags, *fix.split()[1:]]
     if added is None:
-        raised = re.fullmatch(r"raise (--\S+) to (\d+)", mend)
+        raised = re.fullmatch(r"raise (--\S+) to (\d+)", fix)
         return [*flags, *raised.groups()]
     at = flags.index(added[2]) + 1 if added[2] in flags else None
     assert at is not None, "sizes are added where some are listed"
@@ -274,18 +278,18 @@ LIMITED = {
 
 @settings(max_examples=20)
 @given(st.sampled_from(sorted(LIMITED)), st.integers(1, 700), st.sets(st.integers(1, 400), max_size=4))
-def test_remedies_mend_word_for_word(engine, seqs, sizes):
+def test_fixes_work_word_for_word(engine, seqs, sizes):
     """Decodes without a graph, and those that are padded far, have one close by once the flags are followed."""
     flags = [word.format(seqs) for word in LIMITED[engine]]
     flags = [*flags, *map(str, sorted(sizes))] if sizes else flags[:-1]
     seen = []
     for _ in range(12):
         found = [f for f in check(emulate(engine, flags, H100)) if f.rule.code in ("EN001", "EN006")]
-        decodes = [f for f in found if "decode" in f.seen.says]
+        decodes = [f for f in found if "decode" in f.diagnosis.message]
         if not decodes:
             break
-        seen.append(decodes[0].mend)
-        flags = mended(flags, decodes[0].mend)
+        seen.append(decodes[0].fix)
+        flags = fixed(flags, decodes[0].fix)
     assert not decodes, seen
 
 
@@ -302,4 +306,4 @@ def test_a_rule_is_explained_and_was_seen(code):
     assert rule.explanation.endswith(".")
     assert rule.threads
     assert all(link(thread).startswith("https://github.com/") for thread in rule.threads)
-    assert set(rule.mends) == {"vllm", "sglang", "tensorrt-llm"}
+    assert all(item.value.fixes.general[code] for item in engines().values())

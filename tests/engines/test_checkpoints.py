@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines import checkpoints, emulate
 from capture_planner.errors import FlagError
-from capture_planner_vllm import resolve
-from capture_planner_vllm.attention import Attention
+from capture_planner_vllm.attention import AttentionChoice
+from capture_planner_vllm.engine import resolve
 from capture_planner_vllm.model import ASSUMED_LENGTH, read_model
 
 KNOWN = sorted(checkpoints.known())
@@ -189,7 +189,7 @@ def test_the_longest_sequence_is_derived_as_the_engine_does(tmp_path, config, vl
     place = folder(tmp_path / "m", **{**TEXT, **config})
     model = read_model("--model", place)
     assert (model.max_len, model.limit) == (vllm, asked)
-    assert f"made for {asked}" in problem("vllm", place, "--max-model-len", str(asked + 1)).message
+    assert f"1 to {asked}" in problem("vllm", place, "--max-model-len", str(asked + 1)).message
     assert settings("vllm", place, "--max-model-len", str(asked))["max_model_len"].value == asked
     if sglang is not None:
         assert settings("sglang", place)["context_length"].value == sglang
@@ -211,8 +211,8 @@ def test_flashinfer_is_passed_over_where_it_lacks_the_head_size():
     found = {name: resolve([name], b200)[0].backend for name in checkpoints.known()}
     assert found["microsoft/Phi-3-mini-4k-instruct"] == "FLASH_ATTN"
     assert found["microsoft/phi-4"] == found["facebook/opt-125m"] == "FLASHINFER"
-    asked = Attention(capability=(10, 0), model=read_model("m", "microsoft/Phi-3-mini-4k-instruct"))
-    with pytest.raises(FlagError, match="no heads of 96"):
+    asked = AttentionChoice(capability=(10, 0), model=read_model("m", "microsoft/Phi-3-mini-4k-instruct"))
+    with pytest.raises(FlagError, match="heads of 96"):
         asked.choose("--attention-backend", "FLASHINFER")
 
 

@@ -10,10 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from capture_planner.analysis import arrivals as traffic
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines import emulate, traffic
-from capture_planner.engines.emulation import Emulation, Graph
+from capture_planner.engines import emulate
+from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.side_by_side import compare
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
@@ -53,7 +54,7 @@ class FromPlan:
 
     role: Role
     mode: GraphMode
-    graphs: tuple[Graph, ...]
+    graphs: tuple[CapturedGraph, ...]
     _dispatcher: Dispatcher
 
     def dispatch(self, batch):
@@ -73,7 +74,7 @@ def emulating(plan):
             FromPlan(
                 role.role,
                 role.mode,
-                tuple(Graph(role=role.role, entry=entry) for entry in role.entries),
+                tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
                 dispatcher,
             )
             for role in plan.roles

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines import ENGINES, find_engine
-from capture_planner.engines.emulation import Emulation, Graph
+from capture_planner.engines import engines, find_engine
+from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import Effect, compared, prove
-from capture_planner.engines.export.core import DRAFT_MODEL, graph_scope, words
+from capture_planner.engines.export.export import DRAFT_MODEL, graph_scope, words
 from capture_planner.engines.export.proof import effect, emulated
 from capture_planner.errors import DispatchError, FlagError, Problem
 from capture_planner.modes import GraphMode, Refresh, Role
@@ -23,7 +23,7 @@ from capture_planner.testing import batches, plans
 from support.export_plans import SCHEDULES, made
 from support.small_engines import EMULATORS, Searched, vllm_table
 
-NAMES = st.sampled_from(sorted(ENGINES))
+NAMES = st.sampled_from(sorted(engines()))
 PLANS = plans(max_reqs=24, max_tokens=256)
 
 
@@ -56,7 +56,7 @@ def itself(planned):
         Searched(
             role=role.role,
             mode=role.mode,
-            graphs=tuple(Graph(role=role.role, entry=entry) for entry in role.entries),
+            graphs=tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
             rule=lambda batch: dispatcher.dispatch(batch).entry,
         )
         for role in planned.roles
@@ -226,21 +226,21 @@ def test_a_schedule_that_rises_is_a_loss():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", [Policy.VLLM, Policy.DEFAULT, Policy.POWERS_OF_TWO])
-def test_published_schedules_are_mended(schedule, policy):
+def test_published_schedules_get_other_sizes(schedule, policy):
     """With vLLM's own sizes and with ours, no batch of the published schedules loses its graph."""
     planned = made(schedule, sizes=Sizes(policy=policy))
     export = proved("vllm", planned)
     names = {loss.name: loss for loss in export.losses}
-    assert "sizes-mended" in names
+    assert "sizes-replaced" in names
     for role in (Role.TARGET, Role.DRAFT_PREFILL):
         assert export.proof.count(Effect.WEAKER, role, Kind.DECODE) == 0
         assert export.proof.count(Effect.EAGER, role, Kind.DECODE) == 0
-    assert names["sizes-mended"].cost == export.proof.cost(names["sizes-mended"].scope)
-    assert names["sizes-mended"].cost.weaker == 0
+    assert names["sizes-replaced"].cost == export.proof.cost(names["sizes-replaced"].scope)
+    assert names["sizes-replaced"].cost.weaker == 0
 
 
 def test_own_sizes_would_have_missed():
-    """The plan's own sizes, given to vLLM as they are, do miss batches: the mend is not for nothing."""
+    """The plan's own sizes, given to vLLM as they are, do miss batches: the other list is needed."""
     for schedule in SCHEDULES:
         planned = made(schedule, sizes=Sizes(policy=Policy.VLLM))
         sizes = sorted({entry.num_tokens for entry in planned.role(Role.TARGET).entries})
@@ -254,14 +254,14 @@ def test_own_sizes_would_have_missed():
         assert weaker > 0
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(engines()))
 def test_a_plan_without_graphs(engine):
     """NONE stays NONE: nothing is captured, nothing differs."""
     proof = proved(engine, made(mode=GraphMode.NONE)).proof
     assert (proof.same, proof.lacks, proof.adds, proof.differences) == ((), (), (), ())
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(engines()))
 def test_a_plan_without_target_cannot_be_exported(engine):
     """There is nothing to serve."""
     planned = made(SCHEDULES[0])
@@ -312,7 +312,7 @@ def test_a_backend_that_the_engine_refuses_is_left_out(engine):
     assert lost.cost == found.proof.cost(lost.scope)
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(engines()))
 def test_flags_that_the_engine_refuses_are_not_proved(engine):
     """They are there, with no proof, and the engine's reason in its place; losses have no cost."""
     planned = made()

@@ -1,10 +1,8 @@
 """Exports through the emulated engines themselves."""
 
-import importlib
-
 import pytest
 
-from capture_planner.engines import ENGINES, find_engine
+from capture_planner.engines import engines, find_engine
 from capture_planner.engines.export import Effect, prove
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
@@ -12,14 +10,13 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from support.export_plans import SCHEDULES, made
 
-MODULES = {engine: f"capture_planner_{engine.replace('-', '_')}" for engine in ENGINES}
 LOST = (Effect.EAGER, Effect.WEAKER)
 
 
 def proved(engine, planned):
     """Return the export with its proof, where the engine is emulated."""
-    emulate = pytest.importorskip(MODULES[engine]).ENGINE.emulate
-    return prove(find_engine(engine).export(planned), planned, emulate)
+    found = find_engine(engine)
+    return prove(found.export(planned), planned, found.emulate)
 
 
 def lost(proof, role, *effects):
@@ -51,7 +48,7 @@ def test_sglang_has_a_plan_of_one_width(method):
     assert proved("sglang", made(**options)).proof.exact
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(engines()))
 @pytest.mark.parametrize("method", [None, *Method])
 def test_no_engine_loses_a_decode_of_one_width(engine, method):
     """Every decode of the target, and of the drafter where it runs, keeps its full graph."""
@@ -60,8 +57,7 @@ def test_no_engine_loses_a_decode_of_one_width(engine, method):
     assert [lost(proof, role, *LOST) for role in Role] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(engines()))
 def test_every_engine_that_is_emulated_can_be_exported_to(engine):
     """The names are the same on both sides."""
-    pytest.importorskip(MODULES[engine])
-    assert importlib.import_module(MODULES[engine]).ENGINE.name == engine
+    assert find_engine(engine).name == engine

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
-from capture_planner.engines.sent import why_never_sent
 from capture_planner.engines.side_by_side import compare
-from capture_planner.engines.walk import walk
+from capture_planner.engines.walk import walk, why_inadmissible
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import is_admissible
@@ -58,7 +57,7 @@ def test_what_is_walked_can_be_sent(emulation):
     """No batch of the walk over all admissible batches is said to be impossible."""
     walked = walk(emulation)
     assert walked
-    assert {why_never_sent(asked.batch, emulation) for asked in walked} == {None}
+    assert {why_inadmissible(asked.batch, emulation) for asked in walked} == {None}
 
 
 @pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda each: each.engine)
@@ -105,7 +104,7 @@ def test_it_is_what_the_limits_do_not_admit(emulation, role, reqs, tokens, width
     batch = Batch(
         role=role, num_reqs=reqs, num_tokens=tokens, query_len=width, past_prompt=past, active_loras=loras
     )
-    never = why_never_sent(batch, emulation)
+    never = why_inadmissible(batch, emulation)
     admissible = is_admissible(batch, emulation, emulation.families(role))
     contradicts = width is not None and reqs * width != tokens
     if role is Role.DRAFT_DECODE:
@@ -120,15 +119,15 @@ def test_the_widths_of_draft_decodes_are_the_engine_s():
     emulation = emulate("sglang", words, H100)
     batch = Batch(role=Role.DRAFT_DECODE, num_reqs=2, num_tokens=8, query_len=4)
     assert emulation.dispatch(batch).entry is not None
-    assert why_never_sent(batch, emulation) is None
-    assert "prompt" in why_never_sent(attrs.evolve(batch, past_prompt=False), emulation)
+    assert why_inadmissible(batch, emulation) is None
+    assert "prompt" in why_inadmissible(attrs.evolve(batch, past_prompt=False), emulation)
 
 
 def test_the_schedule_says_where_nothing_is_drafted_after_the_first():
     """With one draft token for a batch size there is no draft decode."""
     for reqs, sent in ((4, True), (5, False)):
         batch = Batch(role=Role.DRAFT_DECODE, num_reqs=reqs, num_tokens=reqs, query_len=1)
-        assert (why_never_sent(batch, EMULATIONS[0]) is None) == sent
+        assert (why_inadmissible(batch, EMULATIONS[0]) is None) == sent
 
 
 def test_a_prompt_without_chunks_may_be_longer_than_a_batch():
@@ -137,7 +136,7 @@ def test_a_prompt_without_chunks_may_be_longer_than_a_batch():
     emulation = emulate("sglang", words, H100)
     for reqs, sent in ((1, True), (2, False)):
         batch = Batch(role=Role.TARGET, num_reqs=reqs, num_tokens=100, past_prompt=False)
-        assert (why_never_sent(batch, emulation) is None) == sent
+        assert (why_inadmissible(batch, emulation) is None) == sent
 
 
 def test_lines_say_so(call, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from capture_planner.engines import checkpoints
 from capture_planner.errors import FlagError
-from capture_planner_sglang import emulate
+from capture_planner_sglang.engine import emulate
 from capture_planner_sglang.resolution import architectures
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from capture_planner.errors import FlagError
+from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_tensorrt_llm import ENGINE
+from capture_planner_tensorrt_llm.engine import ENGINE
 from engines.generators.tensorrt_llm_answers import MACHINE, batch_of
 
 EIGHTS = (1, 2, 4, *range(8, 129, 8))
@@ -90,7 +90,7 @@ def test_a_flag_holds_over_the_file(emulate):
     assert emulation.decisions[0].rule == "flag-over-file"
     sources = {setting.name: setting.source for setting in emulation.settings}
     assert (sources["max_batch_size"], sources["max_num_tokens"]) == ("flag", "file")
-    assert sources["max_seq_len"] == "default"
+    assert sources["tensor_parallel_size"] == "default"
 
 
 def test_a_model_may_stand_in_the_command(emulate):
@@ -186,13 +186,12 @@ def test_where_sizes_come_from(emulate, sizes, most, schedule, source):
 @pytest.mark.parametrize(
     ("flags", "path", "says"),
     [
-        (["--cuda_graph"], ("--cuda_graph",), "knows no such flag"),
-        (["--max_batch_size", "many"], ("--max_batch_size",), "not a whole number"),
-        (["--max_batch_size"], ("--max_batch_size",), "needs a value"),
+        (["--cuda_graph"], ("--cuda_graph",), "unknown flag"),
+        (["--max_batch_size", "many"], ("--max_batch_size",), "expected an integer"),
+        (["--max_batch_size"], ("--max_batch_size",), "its value is missing"),
         (["--max_batch_size=0"], ("--max_batch_size",), "nothing can be scheduled"),
         (["--trust_remote_code=1"], ("--trust_remote_code",), "takes no value"),
         (["one", "two"], ("two",), "one model"),
-        (["--tp_size", "4", "--ep_size", "3"], ("--ep_size",), "do not divide"),
         (["--max_beam_width", "2"], ("--max_beam_width",), "several beams"),
         (["--cp_size", "2"], ("--cp_size",), "context parallelism"),
         (["--backend", "tensorrt"], ("--backend",), "not emulated"),
@@ -209,30 +208,28 @@ def test_wrong_flags(refused, flags, path, says):
 
 GRAPHS, SPEC = "cuda_graph_config", "speculative_config"
 MTP = {"decoding_type": "MTP", "max_draft_len": 2}
-EAGLE3 = {"decoding_type": "Eagle3", "max_draft_len": 2}
 
 
 @pytest.mark.parametrize(
     ("config", "path", "says"),
     [
-        ({"max_batch": 4}, ("max_batch",), "no such key"),
-        ({GRAPHS: {"batch_size": [1]}}, (GRAPHS, "batch_size"), "no such key"),
+        ({"max_batch": 4}, ("max_batch",), "unknown key"),
+        ({GRAPHS: {"batch_size": [1]}}, (GRAPHS, "batch_size"), "unknown key"),
         ({GRAPHS: {"batch_sizes": [1, 8], "max_batch_size": 4}}, (GRAPHS, "max_batch_size"), "the same"),
         ({GRAPHS: {"max_batch_size": -1}}, (GRAPHS, "max_batch_size"), "at least 0"),
-        ({GRAPHS: {"batch_sizes": 8}}, (GRAPHS, "batch_sizes"), "not a list"),
-        ({GRAPHS: {"batch_sizes": [4, "x"]}}, (GRAPHS, "batch_sizes", 1), "not a whole number"),
+        ({GRAPHS: {"batch_sizes": 8}}, (GRAPHS, "batch_sizes"), "expected a list"),
+        ({GRAPHS: {"batch_sizes": [4, "x"]}}, (GRAPHS, "batch_sizes", 1), "expected an integer"),
         ({GRAPHS: {"batch_sizes": [0]}}, (GRAPHS, "batch_sizes", 0), "not emulated"),
-        ({GRAPHS: {"enable_padding": "maybe"}}, (GRAPHS, "enable_padding"), "neither true nor false"),
-        ({GRAPHS: True}, (GRAPHS,), "not a mapping"),
+        ({GRAPHS: {"enable_padding": "maybe"}}, (GRAPHS, "enable_padding"), "expected true or false"),
+        ({GRAPHS: True}, (GRAPHS,), "expected a mapping"),
         ({GRAPHS: {"num_tokens": [64]}}, (GRAPHS,), "encoders"),
-        ({GRAPHS: {"mode": "prefill"}}, (GRAPHS, "mode"), "neither decode nor encode"),
+        ({GRAPHS: {"mode": "prefill"}}, (GRAPHS, "mode"), "expected decode or encode"),
         ({"prefill_cuda_graph_backend": "piecewise"}, ("prefill_cuda_graph_backend",), "graphs of prompts"),
         ({"tensor_parallel_size": None}, ("tensor_parallel_size",), "null"),
         ({SPEC: {"decoding_type": "Medusa"}}, (SPEC, "decoding_type"), "knows no"),
         ({SPEC: {"decoding_type": "SaveState"}}, (SPEC, "decoding_type"), "not emulated"),
         ({SPEC: {"decoding_type": "MTP"}}, (SPEC, "max_draft_len"), "checkpoint"),
         ({SPEC: {"decoding_type": "NGram"}}, (SPEC, "max_draft_len"), "at least one token"),
-        ({SPEC: EAGLE3}, (SPEC, "speculative_model"), "needs a draft model"),
         ({SPEC: MTP | {"draft_len_schedule": {}}}, (SPEC, "draft_len_schedule"), "empty"),
         ({SPEC: MTP | {"draft_len_schedule": {4: 1}}}, (SPEC, "draft_len_schedule", "4"), "max_draft_len"),
         ({SPEC: MTP | {"draft_len_schedule": {4: 2, 8: 3}}}, (SPEC, "draft_len_schedule", "8"), "more than"),
@@ -267,7 +264,7 @@ def test_wrong_files(refused, config, path, says):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("[1, 2]", "not a mapping"), ("a: [", "is not YAML")],
+    [("[1, 2]", "expected a mapping"), ("a: [", "is not YAML")],
 )
 def test_wrong_yaml(refused, text, says):
     """A file that is no configuration at all."""
@@ -290,3 +287,30 @@ def test_all_problems_at_once(emulate):
     with pytest.raises(FlagError) as error:
         emulate("--nope", "--tp_size", "x", unknown=1, **{GRAPHS: {"max_batch_size": -2}})
     assert len(error.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--tp_size 4 --ep_size 3", "--max_seq_len many", "--pp_size 0", "--host", "--port -1 --tokenizer x"],
+)
+def test_ignored_flags_change_nothing(emulate, flags):
+    """Whatever their values: they decide nothing about graphs."""
+    words = [*flags.split(), "::1"] if flags == "--host" else flags.split()
+    plain = emulate("--tp_size", "4") if "--tp_size" in words else emulate()
+    assert emulate(*words).graphs == plain.graphs
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        (["--cp_size", "2"], NotEmulated),
+        (["--max_batch_size", "0"], NotEmulated),
+        (["--cp_size", "2", "--tp_size", "x"], FlagError),
+        (["--nope"], FlagError),
+    ],
+)
+def test_values_that_are_not_emulated_are_no_refusal(emulate, flags, kind):
+    """``NotEmulated``, as long as the engine refuses nothing."""
+    with pytest.raises(FlagError) as error:
+        emulate(*flags)
+    assert type(error.value) is kind

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from capture_planner.engines.emulation import Manager
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner_tensorrt_llm import DecodeGraphs, agreed, rules
+from capture_planner_tensorrt_llm import rules
+from capture_planner_tensorrt_llm.manager import TargetGraphs, agreed
 from capture_planner_tensorrt_llm.settings import ALGORITHMS, Drafting
 from engines.generators.tensorrt_llm_answers import batch_of
 
@@ -16,7 +17,7 @@ def graphs_of(sizes, *, padding=True, most=10_000, drafting=None, schedule=None)
     """Graphs of these sizes, in the engine's order."""
     lens = (0,) if drafting is None else drafting.draft_lens
     longest = 0 if drafting is None else drafting.max_draft_len
-    return DecodeGraphs(
+    return TargetGraphs(
         sizes=tuple(sizes),
         shapes=rules.captured_shapes(sizes, lens, schedule, longest),
         padding=padding,

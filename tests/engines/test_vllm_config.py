@@ -3,18 +3,19 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
-from capture_planner_vllm import FLAGS, emulate, resolve
-from capture_planner_vllm.attention import EMULATED, Attention
-from capture_planner_vllm.flags import read, short_number, table
-from capture_planner_vllm.model import Model
-from capture_planner_vllm.resolution import Ladder
+from capture_planner_vllm.attention import EMULATED, AttentionChoice
+from capture_planner_vllm.engine import FLAGS, emulate, resolve
+from capture_planner_vllm.flags import read, short_number
+from capture_planner_vllm.model import ModelFacts
+from capture_planner_vllm.resolution import resolve_mode
+from capture_planner_vllm.tables import flag_table
 from engines.generators.vllm import Case, cases, write_models
 
 H100, A100 = find_environment("h100"), find_environment("a100")
@@ -39,15 +40,15 @@ def refused(*words, environment=H100):
         min_size=1,
     )
 )
-def test_dotted_parts_are_the_same_as_json(parts):
+def test_dotted_parts_equal_json(parts):
     """-cc.x=y for every field is read as -cc with all fields in one object."""
     dotted = [f"-cc.{name}={json.dumps(value)}" for name, value in parts.items()]
     assert read(["m", *dotted]).values == read(["m", "-cc", json.dumps(parts)]).values
 
 
-def test_every_flag_is_read_with_underscores_too():
+def test_flags_accept_underscores():
     """--a-flag and --a_flag are one flag, for each that vLLM has, and an abbreviation of one."""
-    for dest, entry in table().items():
+    for dest, entry in flag_table().items():
         if entry["kind"] in ("switch", "on") and not entry.get("append"):
             long = next(name for name in entry["names"] if name.startswith("--"))
             spelled = "--" + long[2:].replace("-", "_")
@@ -57,14 +58,14 @@ def test_every_flag_is_read_with_underscores_too():
 
 
 @given(st.integers(0, 10**6), st.sampled_from("kmgtKMGT"))
-def test_short_numbers_are_thousands_or_powers_of_two(number, suffix):
+def test_short_number_suffixes(number, suffix):
     """8k is 8,000 and 8K is 8,192, and so on for m, g and t."""
     power = "kmgt".index(suffix.lower()) + 1
     base = 1000 if suffix.islower() else 1024
     assert short_number(f"{number}{suffix}") == number * base**power
 
 
-def test_variables_may_stand_in_front():
+def test_leading_variables_are_read():
     """Words as in a shell are read: variables, then the model."""
     words = ["VLLM_USE_V2_MODEL_RUNNER=0", "some/model", "--max-num-seqs", "4"]
     given_ = read(words)
@@ -85,28 +86,32 @@ def test_spec_flags_are_parts_of_the_speculative_config(tmp_path):
     file = tmp_path / "flags.yaml"
     file.write_text("spec-method: ngram\nspec-tokens: 3\n")
     assert read(["m", "--config", str(file)]).source("speculative_config") == "file"
-    assert "takes method once" in str(refused(*whole, "--spec-method", "ngram"))
+    assert "method is given twice" in str(refused(*whole, "--spec-method", "ngram"))
     assert "JSON object" in str(refused("-sc", "3", "--spec-method", "ngram"))
 
 
 @pytest.mark.parametrize(
     ("number", "read_as"),
-    [(True, 1), (2.0, 2), (" 2 ", 2), ("2.0", 2), (2.9, None), ("2.", None), (None, None)],
+    [(True, 1), (2.0, 2), (" 2 ", 2), ("2.0", 2)],
 )
-def test_numbers_of_a_schedule_are_read_as_vllms_types_do(number, read_as):
-    """True, whole floats and texts count as numbers; what is shown and emulated has integers only."""
+def test_schedule_numbers_are_read_as_vllms_types_do(number, read_as):
+    """True, whole floats and text count as numbers; the emulation has integers only."""
     config = {"method": "ngram", "num_speculative_tokens": 3}
     config["num_speculative_tokens_per_batch_size"] = [[1, 16, number]]
     words = ["-sc", json.dumps(config)]
-    if read_as is None:
-        assert "three whole numbers" in str(refused(*words))
-        return
     found = emulate(["m", *words], H100)
     assert found.speculative.schedule == ((1, 16, read_as),)
     assert type(found.speculative.schedule[0][2]) is int
 
 
-def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
+@pytest.mark.parametrize("number", [2.9, "2.", None])
+def test_schedule_refuses_other_numbers(number):
+    """Fractions, incomplete numbers and null are no number of tokens."""
+    config = {"num_speculative_tokens_per_batch_size": [[1, 16, number]], "num_speculative_tokens": 3}
+    assert "three whole numbers" in str(refused("-sc", json.dumps({"method": "ngram", **config})))
+
+
+def test_command_line_overrides_config_file(tmp_path):
     """Flags of --config count as written in front of the others; their source is the file."""
     file = tmp_path / "flags.yaml"
     file.write_text("max-num-seqs: 8\nmax-num-batched-tokens: 512\n")
@@ -130,7 +135,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
         (["-O7"], "--optimization-level", "0, 1, 2 or 3"),
         (["-sc", '{"method": "guess", "num_speculative_tokens": 2}'], "--speculative-config", "no method"),
         (["-sc", '{"method": "eagle", "num_speculative_tokens": 2}'], "--speculative-config", "draft model"),
-        (["-sc", '{"method": "ngram"}'], "--speculative-config", "drafted tokens"),
+        (["-sc", '{"method": "ngram"}'], "--speculative-config", "draft tokens"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "--max-num-batched-tokens", "64"),
         (["--attention-backend", "XFORMERS"], "--attention-backend", "no backend"),
         (["--attention-backend", "FLASHMLA"], "--attention-backend", "MLA"),
@@ -139,14 +144,14 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
         (["--config", "none.yaml"], "--config", "cannot read"),
     ],
 )
-def test_what_is_refused_names_its_flag(words, flag, part):
+def test_refusal_names_its_flag(words, flag, part):
     """A refusal is about the flag that caused it, with a reason and where there is one a remedy."""
     problem = refused(*words)
     assert problem.path[0] == flag
     assert part in str(problem)
 
 
-def test_sizes_and_largest_size_must_agree():
+def test_capture_sizes_agree_with_largest_size():
     """Both given: the largest size must be the one that is left after the budget, else vLLM refuses."""
     sizes = ["--cudagraph-capture-sizes", "1", "2", "300", "--max-num-batched-tokens", "256"]
     sizes += ["--max-num-seqs", "16"]
@@ -155,7 +160,7 @@ def test_sizes_and_largest_size_must_agree():
     assert refused(*sizes, "--max-cudagraph-capture-size", "300").path == ("--max-cudagraph-capture-size",)
 
 
-def test_sizes_given_twice_are_refused():
+def test_capture_sizes_given_twice_are_refused():
     """A list as a flag and one inside -cc contradict each other, even where they are equal."""
     words = ["--cudagraph-capture-sizes", "1", "2", "-cc.cudagraph_capture_sizes=[1,2]"]
     assert refused(*words).path == ("--cudagraph-capture-sizes",)
@@ -186,7 +191,7 @@ def test_modes_after_rewrites(words, mode):
         assert found[1].decisions[-1].after == mode
 
 
-def test_each_decision_leads_to_the_next(tmp_path):
+def test_mode_decisions_form_a_chain(tmp_path):
     """In every drawn configuration the mode decisions form a chain from the request to the result."""
     write_models(tmp_path)
     chains = 0
@@ -214,7 +219,7 @@ def test_each_decision_leads_to_the_next(tmp_path):
     assert chains > 30
 
 
-def test_the_same_seed_draws_the_same_lines():
+def test_generator_is_deterministic_per_seed():
     """Cases are a function of count and seed, and come back from JSON as they were."""
     drawn = list(cases(50, seed=3))
     assert drawn == list(cases(50, seed=3)) != list(cases(50, seed=4))
@@ -229,40 +234,42 @@ def test_the_same_seed_draws_the_same_lines():
     st.booleans(),
     st.booleans(),
 )
-def test_the_ladder_only_steps_down(mode, support, query_len, splits, compiles, capture):
-    """What is left captures no more than was asked for, and nothing that the backend cannot."""
-    noted = []
-    ladder = Ladder(
-        support=support,
-        backend="B",
-        query_len=query_len,
-        splits_attention=splits,
-        graph_partition=False,
-        compiles=compiles,
-        piecewise_capture=capture,
-        note=lambda rule, before, after, says: noted.append((before, after)),
-    )
-    try:
-        left = ladder.resolve(mode)
-    except FlagError:
-        assert support is GraphSupport.NEVER
-        assert mode.mixed_mode is GraphMode.FULL
-        return
-    assert left <= mode
-    assert (left is mode) == (not noted)
-    if left.mixed_mode is GraphMode.FULL:
-        assert support is GraphSupport.ALWAYS
-    if left.decode_mode is GraphMode.FULL:
-        assert support >= (GraphSupport.UNIFORM_BATCH if query_len > 1 else 1)
-    assert capture or not left.has_piecewise
+def test_resolve_mode_only_lowers_the_mode(mode, support, query_len, splits, compiles, capture):
+    """The result captures no more than was requested, and nothing that the backend cannot."""
+    notes = []
+
+    def resolved():
+        return resolve_mode(
+            mode,
+            support=support,
+            backend="B",
+            query_len=query_len,
+            splits_attention=splits,
+            graph_partition=False,
+            compiles=compiles,
+            piecewise_capture=capture,
+            note=lambda rule, before, after, message: notes.append((before, after)),
+        )
+
+    if mode.mixed_mode is GraphMode.FULL and support is GraphSupport.NEVER:
+        with pytest.raises(FlagError):
+            resolved()
+    else:
+        left = resolved()
+        assert left <= mode
+        assert (left is mode) == (not notes)
+        assert left.mixed_mode is not GraphMode.FULL or support is GraphSupport.ALWAYS
+        if left.decode_mode is GraphMode.FULL:
+            assert support >= (GraphSupport.UNIFORM_BATCH if query_len > 1 else 1)
+        assert capture or not left.has_piecewise
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "9.0", "10.0", "12.0"])
-def test_a_backend_is_found_on_every_machine(capability):
+def test_every_capability_has_a_backend(capability):
     """Some emulated backend runs on each capability, with and without MLA, and it is the first that can."""
     major, minor = capability.split(".")
     for mla in (False, True):
-        attention = Attention(capability=(int(major), int(minor)), model=Model(name="m", mla=mla))
+        attention = AttentionChoice(capability=(int(major), int(minor)), model=ModelFacts(name="m", mla=mla))
         chosen = attention.choose("--attention-backend", None)
         assert attention.unusable(chosen) is None
         assert attention.choose("--attention-backend", chosen) == chosen
@@ -272,7 +279,7 @@ def test_a_backend_is_found_on_every_machine(capability):
                     attention.choose("--attention-backend", other)
 
 
-def test_a_name_alone_is_a_dense_decoder_by_assumption(tmp_path):
+def test_unknown_model_is_assumed_dense(tmp_path):
     """Facts come from config.json where there is one; else they are assumed, and said to be."""
     write_models(tmp_path)
     assert resolve(["some/model"], H100)[1].model.source == "assumed"
@@ -285,7 +292,7 @@ def test_a_name_alone_is_a_dense_decoder_by_assumption(tmp_path):
     assert caught.value.problems[0].path == ("--model",)
 
 
-def test_budgets_follow_the_device():
+def test_default_budgets_depend_on_device():
     """Defaults are larger on devices with more memory; an A100's and an L40S's are the small ones."""
     found = {name: settings(environment=find_environment(name)) for name in ("b200", "h100", "a100", "l40s")}
     budgets = {name: (one.max_num_batched_tokens, one.max_num_seqs) for name, one in found.items()}
@@ -293,12 +300,10 @@ def test_budgets_follow_the_device():
 
 
 @given(st.integers(1, 3000), st.sampled_from([None, 64, 100, 5000]))
-def test_a_budget_that_another_bounds_names_the_rule(tokens, reqs):
+def test_tokens_bound_requests(tokens, reqs):
     """Fewer tokens than requests bound the requests where no flag gives them, and the setting says so."""
     words = ["--max-num-batched-tokens", str(tokens), *(["--max-num-seqs", str(reqs)] if reqs else [])]
-    if reqs and reqs > tokens:
-        assert refused(*words).path == ("--max-num-batched-tokens",)
-        return
+    assume(not reqs or reqs <= tokens)
     found = emulate(["m", *words], H100)
     shown = {each.name: each for each in found.settings}
     bounded = [each for each in found.decisions if each.rule == "requests-by-tokens"]
@@ -309,6 +314,12 @@ def test_a_budget_that_another_bounds_names_the_rule(tokens, reqs):
     )
 
 
+def test_fewer_tokens_than_requests_are_refused():
+    """Where both are given, every request needs a token."""
+    words = ["--max-num-batched-tokens", "63", "--max-num-seqs", "64"]
+    assert refused(*words).path == ("--max-num-batched-tokens",)
+
+
 def test_requests_bound_the_tokens():
     """Where no flag gives tokens, there are no more than whole prompts of all requests."""
     found = emulate(["m", "--max-num-seqs", "2", "--max-model-len", "100"], H100)
@@ -317,7 +328,7 @@ def test_requests_bound_the_tokens():
     assert ("8192", "200") in {(each.before, each.after) for each in found.decisions}
 
 
-def test_a_host_without_a_gpu_is_refused():
+def test_environment_without_gpu_is_refused():
     """There are no CUDA graphs on a processor."""
     assert refused(environment=find_environment("cpu")).path == ("--environment",)
 
@@ -332,7 +343,7 @@ def test_interactive_sizes_are_every_size_up_to_32(reqs, tokens, top):
     assert set(usual) <= set(fine)
 
 
-def test_the_flags_are_vllms():
+def test_known_flags_are_vllms():
     """Every flag of the engine object is one of the recorded release's, or a variable."""
-    known = {name for entry in table().values() for name in entry["names"]}
+    known = {name for entry in flag_table().values() for name in entry["names"]}
     assert {name for name in FLAGS if name.startswith("-")} <= known

@@ -11,12 +11,13 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch, Entry
-from capture_planner_vllm import data_parallel, first, legacy, schedule
+from capture_planner_vllm import legacy, schedule
 from capture_planner_vllm.drafter import DraftDecode, DraftPrefill, draft_modes
 from capture_planner_vllm.managers import managers
-from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion
 from capture_planner_vllm.table import TableManager
 from engines.generators import vllm_managers as cases
+from engines.generators import vllm_ranks
 
 PUBLISHED = [
     (((1, 16, 2), (17, 256, 1)), 20, 102, 53),
@@ -200,8 +201,7 @@ def test_empty_batch_has_no_graph() -> None:
     old = legacy.PaddedManager(
         role=Role.TARGET, mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8, query_len=1
     )
-    oldest = first.FirstManager(mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8)
-    for manager in (target, old, oldest):
+    for manager in (target, old):
         assert manager.dispatch(empty).reason is Reason.NOT_ADMISSIBLE
 
 
@@ -223,8 +223,7 @@ def test_prompt_in_the_shape_of_a_decode_has_no_decode_graph() -> None:
         assert manager.dispatch(batch).reason is Reason.MODE
     mode = GraphMode.FULL_DECODE_ONLY
     old = legacy.PaddedManager(role=Role.TARGET, mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
-    oldest = first.FirstManager(mode=mode, sizes=(3, 6), max_num_reqs=8, query_len=3)
-    assert old.dispatch(batch).mode is oldest.dispatch(batch).mode is GraphMode.FULL
+    assert old.dispatch(batch).mode is GraphMode.FULL
 
 
 def test_drafter_is_asked_with_the_targets_padding() -> None:
@@ -290,11 +289,11 @@ def test_ranks_agree(seed: int) -> None:
     assume(isinstance(target, TableManager))
     for step in case.steps:
         batches = [
-            cases.as_batch(Role.TARGET, rows, loras) if rows else data_parallel.idle(target)
+            cases.as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target)
             for rows, loras in step
         ]
         alone = [target.dispatch(batch) for batch in batches]
-        answers, agreement = data_parallel.agree(target, batches)
+        answers, agreement = vllm_ranks.agree(target, batches)
         assert agreement is not None
         assert agreement.eager == any(answer.entry is None for answer in alone)
         assert len({answer.mode for answer in answers}) == 1
@@ -305,7 +304,7 @@ def test_ranks_agree(seed: int) -> None:
             rows = {b.num_tokens + a.padded_tokens for b, a in zip(batches, answers, strict=True)}
             assert rows == {*agreement.num_tokens}
             assert len(rows) == 1
-        assert data_parallel.agree(target, batches[:1]) == ((alone[0],), None)
+        assert vllm_ranks.agree(target, batches[:1]) == ((alone[0],), None)
 
 
 def test_no_rank_has_work() -> None:
@@ -313,7 +312,7 @@ def test_no_rank_has_work() -> None:
     target = managers(cases.case(3, 0).configuration.settings)[0]
     assert isinstance(target, TableManager)
     nothing = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
-    answers, agreement = data_parallel.agree(target, [nothing, nothing])
+    answers, agreement = vllm_ranks.agree(target, [nothing, nothing])
     assert agreement is None
     assert {answer.reason for answer in answers} == {Reason.IDLE}
 
@@ -333,43 +332,11 @@ def test_legacy_sizes_are_multiples(sizes: tuple[int, ...], width: int, mode: Gr
         assert legacy.speculative_sizes(kept, kept[-1], query_len=width, mode=mode) == kept
 
 
-@given(SIZES, st.integers(1, 4), st.integers(1, 20), st.sampled_from(GraphMode))
-def test_first_table_is_the_rule_in_words(
-    sizes: tuple[int, ...], width: int, reqs: int, mode: GraphMode
-) -> None:
-    """A table from each count to the smallest size; decodes keep the entries that decodes can fill."""
-    manager = first.FirstManager(mode=mode, sizes=sizes, max_num_reqs=reqs, query_len=width)
-    table = {n: min(s for s in sizes if s >= n) for n in range(1, sizes[-1] + 1)}
-    decodes = {n: size for n, size in table.items() if width <= size <= reqs * width}
-    captured = {graph.entry for graph in manager.graphs}
-    if mode.is_separate:
-        full = {entry.num_tokens for entry in captured if entry.mode is GraphMode.FULL}
-        assert full == {size for size in sizes if width <= size <= reqs * width}
-    for n in range(1, reqs + 1):
-        for batch in (decode(n, width), mixed(n, n * width + 1)):
-            is_decode = batch.past_prompt
-            kind = mode.decode_mode if is_decode else mode.mixed_mode
-            size = (decodes if is_decode and mode.is_separate else table).get(batch.num_tokens)
-            answer = manager.dispatch(batch)
-            if kind is GraphMode.NONE or size is None:
-                assert answer.entry is None
-                assert answer.reason is (Reason.MODE if kind is GraphMode.NONE else Reason.SIZES)
-                continue
-            assert answer.entry in captured
-            assert (answer.entry.mode, answer.entry.num_tokens) == (kind, size)
-            filled = -(-size // width) if is_decode and mode.is_separate else size
-            expected = None if kind is GraphMode.PIECEWISE else min(filled, reqs)
-            assert answer.entry.num_reqs == expected
-
-
 @given(SEEDS)
 def test_schedule_carries_forward(seed: int) -> None:
     """Each batch size drafts as its range says, or as the last range before it, and never above K."""
     case = cases.schedule_case(4, seed)
-    if cases.schedule_answer(case) is None:
-        with pytest.raises(FlagError, match="num_speculative_tokens_per_batch_size"):
-            schedule.normalized(case.schedule)
-        return
+    assume(cases.schedule_answer(case) is not None)
     tiers = schedule.normalized(case.schedule)
     k, reqs = case.num_speculative_tokens, case.max_num_seqs
     lookup = schedule.draft_tokens(tiers, max_num_reqs=reqs, num_speculative=k)
@@ -381,17 +348,28 @@ def test_schedule_carries_forward(seed: int) -> None:
     assert [*schedule.query_lens(lookup)] == sorted({1 + drafts for drafts in dense[1:]})
 
 
-@given(st.sampled_from(GraphMode), st.sampled_from(Drafter), st.booleans(), st.sampled_from(GraphSupport))
-def test_modes_of_drafters(mode: GraphMode, drafter: Drafter, breakable: bool, support: GraphSupport) -> None:
+@given(SEEDS)
+def test_invalid_schedule_is_refused(seed: int) -> None:
+    """A schedule without an answer is an error that names its part of the configuration."""
+    case = cases.schedule_case(4, seed)
+    assume(cases.schedule_answer(case) is None)
+    with pytest.raises(FlagError, match="num_speculative_tokens_per_batch_size"):
+        schedule.normalized(case.schedule)
+
+
+@given(st.sampled_from(GraphMode), st.sampled_from(DrafterKind), st.booleans(), st.sampled_from(GraphSupport))
+def test_modes_of_drafters(
+    mode: GraphMode, drafter: DrafterKind, breakable: bool, support: GraphSupport
+) -> None:
     """A drafter captures no more than its target, pieces in its first pass only, and eager drafts nothing."""
-    first_, later = draft_modes(mode, drafter, Runner.V2, breakable=breakable, support=support)
-    assert (first_ is None) == (drafter in (Drafter.NONE, Drafter.PARALLEL))
-    assert (later is None) == (drafter in (Drafter.NONE, Drafter.MODULES))
+    first_, later = draft_modes(mode, drafter, RunnerVersion.V2, breakable=breakable, support=support)
+    assert (first_ is None) == (drafter in (DrafterKind.NONE, DrafterKind.PARALLEL))
+    assert (later is None) == (drafter in (DrafterKind.NONE, DrafterKind.MODULES))
     assert first_ is None or first_ <= mode
     assert later in (None, GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
     assert later is not GraphMode.FULL_DECODE_ONLY or mode.decode_mode is GraphMode.FULL
-    if drafter is Drafter.MODULES and first_ is not None:
+    if drafter is DrafterKind.MODULES and first_ is not None:
         assert breakable or not first_.has_piecewise
-    if drafter is Drafter.PARALLEL and support < GraphSupport.UNIFORM_BATCH:
+    if drafter is DrafterKind.PARALLEL and support < GraphSupport.UNIFORM_BATCH:
         assert later is GraphMode.NONE
-    assert set(draft_modes(mode, drafter, Runner.V1, eager=True)) == {GraphMode.NONE}
+    assert set(draft_modes(mode, drafter, RunnerVersion.V1, eager=True)) == {GraphMode.NONE}

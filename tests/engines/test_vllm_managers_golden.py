@@ -20,7 +20,7 @@ def golden() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", range(0, 400, PART))
-def test_managers_answer_as_the_engine_did(first: int) -> None:
+def test_golden_managers_are_the_engines(first: int) -> None:
     """Graphs in order, every batch's answer of every role, and every step of several ranks are the engine's."""
     for index in range(first, first + PART):
         recorded = golden()["answers"][index]
@@ -32,7 +32,7 @@ def test_managers_answer_as_the_engine_did(first: int) -> None:
         assert cases.schedule_answer(wanted) == recorded["schedule"], (index, wanted)
 
 
-def test_the_recorded_answers_are_of_every_kind() -> None:
+def test_golden_managers_cover_every_kind() -> None:
     """The golden answers hold full and piecewise graphs, eager batches, chains and passes that do not run."""
     seen: Counter[str] = Counter()
     for answer in golden()["answers"]:

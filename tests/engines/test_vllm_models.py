@@ -12,21 +12,19 @@ from capture_planner.engines.walk import walk
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.batch import Kind
-from capture_planner_vllm import emulate, resolve
-from capture_planner_vllm.attention import EMULATED, Attention
-from capture_planner_vllm.flags import table
-from capture_planner_vllm.model import Model
-from capture_planner_vllm.parts import names
-from capture_planner_vllm.settings import Drafter
-from capture_planner_vllm.unemulated import _FLAGS
+from capture_planner_vllm.attention import EMULATED, AttentionChoice
+from capture_planner_vllm.engine import emulate, resolve
+from capture_planner_vllm.model import ModelFacts
+from capture_planner_vllm.settings import DrafterKind
+from capture_planner_vllm.tables import flag_table, names, rules
 from engines.generators.vllm_models import MODELS, write_models
 
 H100 = find_environment("h100")
 ATTENTIONS = st.builds(
-    Attention,
+    AttentionChoice,
     capability=st.sampled_from([(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]),
     model=st.builds(
-        Model,
+        ModelFacts,
         name=st.just("m"),
         heads=st.just(32),
         kv_heads=st.sampled_from([1, 8]),
@@ -56,20 +54,16 @@ def folder(tmp_path, **config):
 
 
 @given(ATTENTIONS)
-def test_the_choice_can_run(attention):
+def test_chosen_backend_is_usable(attention):
     """What is chosen can run, every other one that is named runs or is refused, and none is left out."""
     usable = [backend for backend in EMULATED if attention.unusable(backend) is None]
-    try:
-        chosen = attention.choose("--attention-backend", None)
-    except FlagError:
-        assert usable == []
-        return
-    assert chosen in usable
+    with pytest.raises(FlagError) if not usable else nullcontext():
+        assert attention.choose("--attention-backend", None) in usable
     assert {attention.choose("--attention-backend", backend) for backend in usable} == set(usable)
 
 
 @given(ATTENTIONS, st.sampled_from(EMULATED))
-def test_layers_only_lower_the_support(attention, backend):
+def test_layers_lower_backend_support(attention, backend):
     """Recurrent layers take mixed batches away, and attention in chunks takes everything."""
     support = attention.support(backend)
     if attention.model.chunked:
@@ -90,14 +84,14 @@ def test_layers_only_lower_the_support(attention, backend):
         ("h100", "int8_per_token_head", "TRITON_ATTN"),
     ],
 )
-def test_the_cache_decides_the_backend(environment, cache, backend):
+def test_kv_cache_dtype_selects_backend(environment, cache, backend):
     """A KV cache that a backend cannot read goes to the next in line."""
     found = resolved("--kv-cache-dtype", cache, environment=find_environment(environment))
     assert found.backend == backend
 
 
 @pytest.mark.parametrize("cache", names()["cache_dtypes"])
-def test_every_cache_dtype_is_known(cache):
+def test_every_kv_cache_dtype_is_handled(cache):
     """Each of vLLM's KV cache dtypes leads to a backend or to a refusal that names a flag."""
     try:
         found = resolved("--kv-cache-dtype", cache).backend
@@ -106,11 +100,11 @@ def test_every_cache_dtype_is_known(cache):
     assert found in (*EMULATED, "--kv-cache-dtype", "--attention-backend")
 
 
-def test_the_blocks_decide_the_backend():
+def test_block_size_selects_mla_backend():
     """MLA's backends have blocks of their own, and the next one in line takes what the first cannot."""
-    mla = Model(name="m", mla=True, head_size=576)
+    mla = ModelFacts(name="m", mla=True, head_size=576)
     for block, backend in ((None, "FLASHINFER_MLA"), (128, "FLASHINFER_MLA"), (16, "TRITON_MLA")):
-        attention = Attention(capability=(10, 0), model=mla, block=block)
+        attention = AttentionChoice(capability=(10, 0), model=mla, block=block)
         assert attention.choose("--attention-backend", None) == backend
 
 
@@ -122,11 +116,10 @@ def test_the_blocks_decide_the_backend():
         ["--dtype", "float32", "--attention-backend", "FLASH_ATTN"],
         ["--block-size", "0"],
         ["--block-size", "24"],
-        ["--quantization", "int3"],
         ["--kv-cache-dtype", "fp8_e5m2", "--attention-backend", "FLASH_ATTN"],
     ],
 )
-def test_what_vllm_refuses(words):
+def test_invalid_dtypes_and_blocks_are_refused(words):
     """Dtypes, blocks and methods that nothing here takes are refused."""
     with pytest.raises(FlagError):
         resolved(*words)
@@ -152,7 +145,7 @@ def test_every_decoder_is_emulated(name, tmp_path):
         {"rswa_window": 128},
     ],
 )
-def test_other_models_are_refused(config, tmp_path):
+def test_unemulated_models_are_refused(config, tmp_path):
     """A model whose graphs are not known is refused, and never answered as a decoder."""
     with pytest.raises(NotEmulated):
         resolve([folder(tmp_path, **config)], H100)
@@ -167,16 +160,16 @@ def test_recurrent_layers_have_no_mixed_graphs(tmp_path):
     assert (hybrid.mode, dense.mode) == (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL)
 
 
-def test_attention_in_chunks_has_no_full_graphs(tmp_path):
+def test_chunked_attention_has_no_full_graphs(tmp_path):
     """Llama 4 runs piecewise."""
     write_models(tmp_path)
     assert resolve([str(tmp_path / "chunked")], H100)[0].mode is GraphMode.PIECEWISE
 
 
-@pytest.mark.parametrize("flag", sorted(_FLAGS))
-def test_flags_that_are_not_emulated_are_refused(flag):
+@pytest.mark.parametrize("flag", sorted(rules()["unemulated_flags"]))
+def test_unemulated_flags_are_refused(flag):
     """Each such flag is vLLM's, takes its plain value, and is refused with another."""
-    entry = table()[flag]
+    entry = flag_table()[flag]
     name = entry["names"][0]
     odd = {"runner": "draft", "prefill_context_parallel_size": "2"}.get(
         flag, "{}" if "json" in entry["kind"] else "x"
@@ -196,7 +189,7 @@ def test_flags_that_are_not_emulated_are_refused(flag):
         "--profiler-config.profiler=proton",
     ],
 )
-def test_parts_that_are_not_emulated_are_refused(word):
+def test_unemulated_json_parts_are_refused(word):
     """The same holds for parts of JSON flags and for single values."""
     with pytest.raises(NotEmulated):
         resolved(word)
@@ -212,12 +205,19 @@ def test_every_drafter_widens_the_decodes(method):
     assert [batch.num_reqs for batch in asked][:8] == [*range(1, 9)]
 
 
+def test_dflash_on_v1_is_not_emulated():
+    """The error says that the emulation stops, not vLLM, with asynchronous scheduling too."""
+    config = json.dumps({"method": "dflash", "model": "a/b", "num_speculative_tokens": 4})
+    with pytest.raises(NotEmulated, match="dflash on model runner V1"):
+        resolve(["VLLM_USE_V2_MODEL_RUNNER=0", "m", "--async-scheduling", "-sc", config], H100)
+
+
 @pytest.mark.parametrize(("method", "width"), [("dflash", 8), ("dspark", 7)])
 def test_parallel_drafts_are_one_pass(method, width):
     """DFlash drafts 1 + K tokens a request in one pass, DSpark K; model runner V1 is refused."""
     config = json.dumps({"method": method, "model": "a/b", "num_speculative_tokens": 7})
     found = resolved("-sc", config)
-    assert (found.drafter, found.draft_query_len) == (Drafter.PARALLEL, width)
+    assert (found.drafter, found.draft_query_len) == (DrafterKind.PARALLEL, width)
     draft = emulate(["m", "-sc", config], H100).managers[1]
     assert {graph.entry.query_len for graph in draft.graphs} == {width}
     with pytest.raises(FlagError):
@@ -226,7 +226,7 @@ def test_parallel_drafts_are_one_pass(method, width):
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_walk_meets_parallel_drafts(method, tokens):
+def test_walk_includes_parallel_drafts(method, tokens):
     """Every pass of a parallel drafter is asked for in its own width, and its graphs answer."""
     config = {"method": method, "model": "a/b", "num_speculative_tokens": tokens}
     found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
@@ -244,7 +244,7 @@ def test_the_walk_meets_parallel_drafts(method, tokens):
         {"method": "dspark", "model": "{models}/dflash"},
     ],
 )
-def test_other_drafters_are_refused(config, tmp_path):
+def test_unemulated_drafters_are_refused(config, tmp_path):
     """A method or a draft whose graphs are not known says so."""
     write_models(tmp_path)
     words = ["-sc", json.dumps({**config, "num_speculative_tokens": 1}).replace("{models}", str(tmp_path))]
@@ -253,7 +253,7 @@ def test_other_drafters_are_refused(config, tmp_path):
 
 
 @pytest.mark.parametrize(("tensor", "own", "mode"), [(8, 8, "FULL"), (8, 1, "PIECEWISE"), (4, 1, "FULL")])
-def test_an_independent_draft_on_ranks_of_its_own(tensor, own, mode, tmp_path):
+def test_independent_draft_with_own_tensor_parallel_size(tensor, own, mode, tmp_path):
     """FlashInfer sees a rank's heads of the target beside all KV heads of a draft that is not split."""
     write_models(tmp_path)
     draft = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2, "draft_tensor_parallel_size": own}
@@ -265,7 +265,7 @@ def test_an_independent_draft_on_ranks_of_its_own(tensor, own, mode, tmp_path):
 
 
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8"])
-def test_a_draft_with_a_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
+def test_draft_with_own_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
     """Its backend must take the default block, as if it were asked for, where the target's need not."""
     write_models(tmp_path)
     draft = {"method": "mtp", "num_speculative_tokens": 3}
@@ -278,7 +278,7 @@ def test_a_draft_with_a_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
 
 
 @pytest.mark.parametrize(("cache", "mode"), [(None, "FULL_DECODE_ONLY"), ("auto", "PIECEWISE")])
-def test_each_copy_of_the_configuration_rewrites_the_mode(cache, mode, tmp_path):
+def test_configuration_copies_rewrite_the_mode(cache, mode, tmp_path):
     """A pooling encoder-decoder's mode goes to and fro: under V1 a draft makes a copy, and one for its cache."""
     write_models(tmp_path)
     draft = {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 2}

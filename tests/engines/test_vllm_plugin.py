@@ -77,7 +77,7 @@ def engine(tmp_path, monkeypatch, plan):
     codec.write(file, codec.dumps(plan))
     monkeypatch.setenv(vllm_plugin.PLAN, str(file))
     monkeypatch.delenv(vllm_plugin.STRICT, raising=False)
-    monkeypatch.setattr(vllm_plugin, "_said", set())
+    monkeypatch.setattr(vllm_plugin, "_logged", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     module = types.ModuleType(vllm_plugin.MODULE)
     module.ModelCudaGraphManager = type("ModelCudaGraphManager", (Manager,), {})
@@ -97,7 +97,7 @@ def make(engine, plan, mode=None, **changes):
     return engine.ModelCudaGraphManager(config, "cuda", mode, decode_query_len=4)
 
 
-def test_it_is_an_entry_point():
+def test_plugin_is_an_entry_point():
     """As vLLM looks for it, among what is installed."""
     (point,) = (
         point
@@ -107,7 +107,7 @@ def test_it_is_an_entry_point():
     assert point.load() is vllm_plugin.register
 
 
-def test_without_a_plan_it_does_nothing(engine, plan, monkeypatch, caplog):
+def test_plugin_without_a_plan_does_nothing(engine, plan, monkeypatch, caplog):
     """No watch, no line, and the manager as it was."""
     monkeypatch.delenv(vllm_plugin.PLAN)
     made, finders = engine.ModelCudaGraphManager.__init__, list(sys.meta_path)
@@ -118,21 +118,31 @@ def test_without_a_plan_it_does_nothing(engine, plan, monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_importing_and_registering_brings_nothing_heavy():
-    """Neither torch nor vLLM, with a plan named or without."""
+def test_register_without_a_plan_imports_nothing_of_the_planner():
+    """A vLLM process without a plan loads this module and no other of ours."""
+    code = "import sys; from capture_planner_vllm import vllm_plugin as v; v.register(); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert [name for name in loaded if name.startswith("capture_planner")] == [
+        "capture_planner_vllm",
+        "capture_planner_vllm.vllm_plugin",
+    ]
+
+
+def test_register_with_a_plan_imports_nothing_heavy():
+    """Neither torch nor vLLM; calling it again installs no second finder."""
     code = (
-        "import os, sys; from capture_planner.engines import vllm_plugin as v; v.register(); "
-        "os.environ[v.PLAN] = 'x'; v.register(); v.register(); "
+        "import os, sys; from capture_planner_vllm import vllm_plugin as v; os.environ[v.PLAN] = 'x'; "
+        "v.register(); v.register(); "
         "print(sum(isinstance(f, v._Finder) for f in sys.meta_path), *sys.modules)"
     )
-    count, *loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, *loaded = run.stdout.split()
     assert count == "1"
     assert not {"torch", "vllm", "numpy", "hypothesis"} & set(loaded)
 
 
-def test_the_same_is_one_line_of_information(engine, plan, caplog):
+def test_no_difference_is_one_info_line(engine, plan, caplog):
     """And a manager that is made twice says it once."""
     caplog.set_level(logging.INFO, "capture_planner.vllm")
     vllm_plugin.register()
@@ -168,7 +178,7 @@ def test_strict_raises_into_the_engine(engine, plan, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", ["no file", "no plan", "another vLLM"])
-def test_what_cannot_be_checked_is_a_line(engine, plan, monkeypatch, caplog, tmp_path, how):
+def test_failed_check_is_one_error_line(engine, plan, monkeypatch, caplog, tmp_path, how):
     """A file that is none, or a configuration of another make: the engine goes on."""
     if how == "no file":
         monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "missing.yaml"))
@@ -188,7 +198,7 @@ def test_what_cannot_be_checked_is_a_line(engine, plan, monkeypatch, caplog, tmp
         engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
 
 
-def test_a_vllm_without_the_manager_is_a_line(engine, caplog):
+def test_missing_manager_is_one_error_line(engine, caplog):
     """Another version has it under another name."""
     del engine.ModelCudaGraphManager
     vllm_plugin._watch(engine)
@@ -202,7 +212,7 @@ class ModelCudaGraphManager:
 """
 
 
-def test_it_waits_for_vllm_to_import_the_manager(engine, plan, tmp_path, monkeypatch, caplog):
+def test_plugin_waits_for_the_manager_import(engine, plan, tmp_path, monkeypatch, caplog):
     """The usual case: plugins are loaded before the runner's modules. The module is as it would have been."""
     monkeypatch.delitem(sys.modules, vllm_plugin.MODULE)
     folder = tmp_path
@@ -228,16 +238,16 @@ def test_it_waits_for_vllm_to_import_the_manager(engine, plan, tmp_path, monkeyp
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_sizes_are_told_apart(plan):
+def test_missing_and_added_sizes_are_listed(plan):
     """Those that vLLM lacks, and those that it has besides."""
     config = config_of(plan)
     sizes = config.compilation_config.cudagraph_capture_sizes
     config.compilation_config.cudagraph_capture_sizes = [*sizes[1:], 9999]
     (line,) = said(plan, config)
-    assert line == f"cudagraph_capture_sizes: vLLM lacks {sizes[0]} and vLLM has 9999 besides"
+    assert line == f"cudagraph_capture_sizes: vLLM lacks {sizes[0]} and vLLM adds 9999"
 
 
-def test_speculation_differs(plan):
+def test_speculation_differences(plan):
     """In being there, in its method, its length and its schedule."""
     config = config_of(plan)
     config.speculative_config = None
@@ -257,11 +267,11 @@ def test_speculation_differs(plan):
     most = plan.limits.max_num_reqs
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 4, 3), (5, most, 1)]
     (line,) = said(plan, config)
-    assert f"{most - 4} of {most} batch sizes draft otherwise, first 5" in line
+    assert f"{most - 4} of {most} batch sizes differ, the first at 5 requests" in line
 
 
 @given(plans(), st.randoms(use_true_random=False))
-def test_a_plan_does_not_differ_from_its_own_configuration(plan, random):
+def test_plan_equals_its_own_configuration(plan, random):
     """Whatever it speculates, and however its schedule is written: vLLM takes its ranges in any order."""
     config = config_of(plan)
     assert not said(plan, config)
@@ -281,7 +291,7 @@ CHANGES = {
 
 
 @given(plans(), st.sets(st.sampled_from(sorted(CHANGES))), st.booleans())
-def test_what_was_changed_is_what_is_said(plan, changed, mode_too):
+def test_each_changed_value_is_reported(plan, changed, mode_too):
     """A line for each, and none for anything else."""
     config = config_of(plan)
     for name in changed:
@@ -300,7 +310,7 @@ def test_what_was_changed_is_what_is_said(plan, changed, mode_too):
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_a_schedule_differs_where_it_drafts_otherwise(ranges, random):
+def test_schedules_differ_by_draft_tokens(ranges, random):
     """Counted by brute force, over ranges with gaps, in any order, that may draft more than there are."""
     first, schedule = 1, []
     for gap, length, k in ranges:
@@ -320,14 +330,14 @@ def test_a_schedule_differs_where_it_drafts_otherwise(ranges, random):
     lines = said(plan, config)
     assert len(lines) == bool(wrong)
     if wrong:
-        assert f": {len(wrong)} of {most} batch sizes draft otherwise, first {wrong[0]}:" in lines[0]
+        assert f": {len(wrong)} of {most} batch sizes differ, the first at {wrong[0]} requests:" in lines[0]
 
 
 PLANS = sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
-def test_flags_that_export_writes_pass(path):
+def test_exported_flags_have_no_difference(path):
     """Sizes that the plan's own export gives vLLM are no difference."""
     plan = codec.load_plan(path)
     sizes = export_vllm(plan).settings.get("cudagraph-capture-sizes", [])
@@ -337,10 +347,10 @@ def test_flags_that_export_writes_pass(path):
     assert not [line for line in said(plan, config) if "capture_size" in line and sizes]
 
 
-def test_a_file_that_is_no_plan_is_known_before_a_model_is_loaded(tmp_path, monkeypatch, caplog):
+def test_invalid_plan_is_reported_at_registration(tmp_path, monkeypatch, caplog):
     """It is said when the plugin is registered; strict stops the start there."""
     monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(vllm_plugin, "_said", set())
+    monkeypatch.setattr(vllm_plugin, "_logged", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     with caplog.at_level(logging.ERROR, "capture_planner.vllm"):
         vllm_plugin.register()

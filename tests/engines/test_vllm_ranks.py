@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from capture_planner_vllm import data_parallel, emulate, resolve
+from capture_planner_vllm.engine import emulate, resolve
 from capture_planner_vllm.legacy import PaddedManager
 from capture_planner_vllm.managers import managers
-from capture_planner_vllm.settings import Drafter, Runner
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion
 from engines.generators import vllm_managers as cases
+from engines.generators import vllm_ranks
 
 H100 = find_environment("h100")
 OVERLAP = ("--enable-dbo", "--all2all-backend", "deepep_low_latency")
@@ -26,11 +27,11 @@ def test_legacy_ranks_agree(seed):
     for manager in found:
         for step in case.steps:
             batches = [
-                cases.as_batch(manager.role, rows, loras) if rows else data_parallel.legacy_idle(manager)
+                cases.as_batch(manager.role, rows, loras) if rows else vllm_ranks.legacy_idle(manager)
                 for rows, loras in step
             ]
             alone = [manager.dispatch(batch) for batch in batches]
-            answers = data_parallel.legacy(manager, batches)
+            answers = vllm_ranks.legacy(manager, batches)
             rows = [
                 batch.num_tokens + answer.padded_tokens
                 for batch, answer in zip(batches, answers, strict=True)
@@ -40,14 +41,14 @@ def test_legacy_ranks_agree(seed):
             ]
             assert {answer.mode for answer in answers} == {min((one.mode for one in alone), key=_rank)}
             assert rows == (own if answers[0].entry is None else [max(own)] * len(own))
-            assert data_parallel.legacy(manager, batches[:1]) == (alone[0],)
+            assert vllm_ranks.legacy(manager, batches[:1]) == (alone[0],)
 
 
 def _rank(mode):
     return (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL).index(mode)
 
 
-def test_one_rank_overlaps_nothing():
+def test_overlap_on_one_rank_changes_nothing():
     """On one data-parallel rank overlap changes the runner and no graph of it, and a decision says so."""
     plain = emulate(["VLLM_USE_V2_MODEL_RUNNER=0", "m"], H100)
     found = emulate(["m", *OVERLAP], H100)
@@ -56,7 +57,7 @@ def test_one_rank_overlaps_nothing():
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
-def test_ranks_that_overlap_are_refused(runner):
+def test_overlap_on_several_ranks_is_not_emulated(runner):
     """Several ranks would have graphs of split batches; their settings are known, their graphs refused."""
     words = [f"VLLM_USE_V2_MODEL_RUNNER={runner}", "m", "-dp", "2", *OVERLAP]
     assert resolve(words, H100)[0].sizes
@@ -65,31 +66,24 @@ def test_ranks_that_overlap_are_refused(runner):
     assert emulate([*words, "--enforce-eager"], H100).graphs == ()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [*OVERLAP, "--dbo-decode-token-threshold", "1"],
-        ["--ubatch-size", "4", "--dbo-prefill-token-threshold", "3", *OVERLAP[1:]],
-        ["--ubatch-size", "-1"],
-    ],
-)
-def test_batches_too_small_to_split_are_refused(words):
-    """A threshold has a token for each part."""
+def test_negative_ubatch_size_is_refused():
+    """A batch has no negative number of parts; 0 and 1 split nothing."""
     with pytest.raises(FlagError):
-        resolve(["m", *words], H100)
+        resolve(["m", "--ubatch-size", "-1"], H100)
+    assert resolve(["m", "--ubatch-size", "1"], H100)[0] == resolve(["m"], H100)[0]
 
 
-def test_a_role_without_work_asks_as_a_decode():
+def test_idle_rank_counts_as_a_decode():
     """A rank without work stands for one decode of full width in each pass."""
     drawn = cases.Configuration(
-        runner=Runner.V1,
+        runner=RunnerVersion.V1,
         mode=GraphMode.PIECEWISE,
         sizes=(4, 8),
         max_size=8,
         max_num_seqs=2,
         num_speculative_tokens=3,
-        drafter=Drafter.CHAIN,
+        drafter=DrafterKind.CHAIN,
     )
     found = managers(drawn.settings)
-    idle = {manager.role: data_parallel.legacy_idle(manager).num_tokens for manager in found}
+    idle = {manager.role: vllm_ranks.legacy_idle(manager).num_tokens for manager in found}
     assert idle == {Role.TARGET: 4, Role.DRAFT_PREFILL: 4, Role.DRAFT_DECODE: 4}

@@ -95,7 +95,7 @@ class Broken:
     value = "broken:plugin"
     dist = None
 
-    def load_backends(self):
+    def load(self):
         raise ModuleNotFoundError("No module named 'kernels'")
 
 
@@ -105,7 +105,8 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch):
         metadata, "entry_points", lambda group: [Broken()] if group == hookspecs.PROJECT else []
     )
     with pytest.raises(
-        BackendError, match="ModuleNotFoundError: No module named 'kernels'; tell its authors, or remove it"
+        BackendError,
+        match="ModuleNotFoundError: No module named 'kernels'; report it to its authors, or uninstall it",
     ):
         load_backends()
 
@@ -137,7 +138,7 @@ def raises(error):
 @pytest.mark.parametrize("method", ["support", "padding", "workspace"])
 def test_the_planner_names_a_backend_that_raises(method):
     """Distribution, version, method, role and cause."""
-    says = f"'alpha' .dist 1., asked for {method} of target broke: ZeroDivisionError: no"
+    says = f"'alpha' .dist 1., asked for {method} of target failed: ZeroDivisionError: no"
     with pytest.raises(BackendError, match=says):
         _plan_with(method, raises(ZeroDivisionError("no")))
 
@@ -151,7 +152,7 @@ def test_the_planner_names_a_backend_that_returns_something_else(method):
 
 def test_an_error_of_ours_that_a_backend_raises_is_still_the_backends():
     """A backend answers with a reason; it does not refuse to be planned for."""
-    with pytest.raises(BackendError, match="broke: PlanningError: never"):
+    with pytest.raises(BackendError, match="failed: PlanningError: never"):
         _plan_with("support", raises(PlanningError([Problem(message="never")])))
 
 

@@ -9,7 +9,7 @@ import attrs
 from ruamel.yaml import YAML
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Emulation, Graph
+from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.errors import FlagError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
@@ -25,7 +25,7 @@ class Searched:
 
     role: Role
     mode: GraphMode
-    graphs: tuple[Graph, ...]
+    graphs: tuple[CapturedGraph, ...]
     rule: object
 
     def dispatch(self, batch):
@@ -105,7 +105,9 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
                     return graph
         return None
 
-    return Searched(role=role, mode=mode, graphs=tuple(Graph(role=role, entry=g) for g in graphs), rule=rule)
+    return Searched(
+        role=role, mode=mode, graphs=tuple(CapturedGraph(role=role, entry=g) for g in graphs), rule=rule
+    )
 
 
 def vllm(command, environment):
@@ -170,7 +172,7 @@ def sglang(command, environment):
                 return None
             return found
 
-        graphs = tuple(Graph(role=name, entry=entry) for entry in (*entries, *uniform))
+        graphs = tuple(CapturedGraph(role=name, entry=entry) for entry in (*entries, *uniform))
         return Searched(role=name, mode=GraphMode.FULL_DECODE_ONLY, graphs=graphs, rule=rule)
 
     managers = [role(Role.TARGET, width, mixed)]
@@ -214,7 +216,7 @@ def tensorrt_llm(command, environment):
         ]
         return next(iter(fitting), None)
 
-    graphs = tuple(Graph(role=Role.TARGET, entry=entry) for entry in entries)
+    graphs = tuple(CapturedGraph(role=Role.TARGET, entry=entry) for entry in entries)
     manager = Searched(role=Role.TARGET, mode=GraphMode.FULL_DECODE_ONLY, graphs=graphs, rule=rule)
     return _emulation("tensorrt-llm", command, reqs, tokens, sizes, [manager], None, None)
 

@@ -14,8 +14,16 @@ from pathlib import Path
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
-from capture_planner.engines.emulation import Emulation, Graph
-from capture_planner.engines.export.core import BACKEND, Difference, Effect, Export, Loss, Proof, all_scopes
+from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.export.export import (
+    BACKEND,
+    BatchDifference,
+    Effect,
+    Export,
+    Loss,
+    Proof,
+    all_scopes,
+)
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
@@ -79,7 +87,9 @@ def compared(plan: Plan, emulation: Emulation) -> Proof:
     """Compare a plan with an emulation, graph by graph and batch by batch."""
     run = {manager.role for manager in emulation.managers}
     roles = [role.role for role in plan.roles]
-    ours = [_plain(Graph(role=role.role, entry=entry)) for role in plan.roles for entry in role.entries]
+    ours = [
+        _plain(CapturedGraph(role=role.role, entry=entry)) for role in plan.roles for entry in role.entries
+    ]
     theirs = [_plain(graph) for graph in emulation.graphs]
     compare = _Comparison(plan, emulation)
     for role in roles:
@@ -95,18 +105,18 @@ def compared(plan: Plan, emulation: Emulation) -> Proof:
     )
 
 
-def _plain(graph: Graph) -> Graph:
+def _plain(graph: CapturedGraph) -> CapturedGraph:
     """Return the graph as a plan has it: a chain of one draft decode is a single step."""
     if graph.entry.draft_steps != 1:
         return graph
     return attrs.evolve(graph, entry=attrs.evolve(graph.entry, draft_steps=None))
 
 
-def _both(ours: Iterable[Graph], theirs: Iterable[Graph]) -> tuple[Graph, ...]:
+def _both(ours: Iterable[CapturedGraph], theirs: Iterable[CapturedGraph]) -> tuple[CapturedGraph, ...]:
     return tuple((Counter(ours) & Counter(theirs)).elements())
 
 
-def _without(some: Iterable[Graph], others: Iterable[Graph]) -> tuple[Graph, ...]:
+def _without(some: Iterable[CapturedGraph], others: Iterable[CapturedGraph]) -> tuple[CapturedGraph, ...]:
     return tuple((Counter(some) - Counter(others)).elements())
 
 
@@ -133,7 +143,7 @@ class _Comparison:
         self.plan, self.emulation = plan, emulation
         self.dispatcher = Dispatcher(plan)
         self.batches = 0
-        self.differences: list[Difference] = []
+        self.differences: list[BatchDifference] = []
 
     def role(self, role: Role) -> None:
         entries = [*self.plan.role(role).entries, *(g.entry for g in self.emulation.graphs if g.role is role)]
@@ -141,14 +151,14 @@ class _Comparison:
         for low, high in _lora_ranges(role, self.plan, entries):
             for family in decode_families(role, self.plan):
                 for count, _ in family.requests.counts(low):
-                    self._ask(Batch.decode(role, count, family.query_len, low), min(high, count))
+                    self._compare(Batch.decode(role, count, family.query_len, low), min(high, count))
             for fewest, most in rooms:
                 fewest = max(fewest, low)
                 for tokens, _ in mixed_tokens(role, self.plan).counts(fewest) if fewest <= most else ():
-                    self._ask(Batch.mixed(role, min(most, tokens), tokens, low), high, fewest)
+                    self._compare(Batch.mixed(role, min(most, tokens), tokens, low), high, fewest)
 
-    def _ask(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
-        """Ask both sides, and put what differs beside the difference before it, where it is like it."""
+    def _compare(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
+        """Dispatch a batch on both sides; a difference like the one before it is merged with it."""
         planned, emulated = self.dispatcher.dispatch(batch), self.emulation.dispatch(batch)
         kind = batch.kind
         size = batch.extent(kind)
@@ -157,7 +167,7 @@ class _Comparison:
         found = effect(planned, emulated)
         if found is None:
             return
-        new = Difference(
+        new = BatchDifference(
             role=batch.role,
             kind=kind,
             query_len=batch.query_len,
@@ -183,7 +193,7 @@ class _Comparison:
         self.differences.append(new)
 
 
-def _like(before: Difference, after: Difference) -> bool:
+def _like(before: BatchDifference, after: BatchDifference) -> bool:
     """Say whether two differences are one, of neighbouring counts."""
     named = ("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
     return before.last + 1 == after.first and all(getattr(before, n) == getattr(after, n) for n in named)

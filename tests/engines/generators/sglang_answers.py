@@ -10,7 +10,8 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.environment import Environment
-from capture_planner_sglang import ENGINE, ranks_bucket, resolve
+from capture_planner_sglang.engine import ENGINE, resolve
+from capture_planner_sglang.managers import ranks_bucket
 
 
 def emulated(

@@ -13,7 +13,8 @@ from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner_tensorrt_llm import ENGINE, DecodeGraphs, agreed
+from capture_planner_tensorrt_llm.engine import ENGINE
+from capture_planner_tensorrt_llm.manager import TargetGraphs, agreed
 from engines.generators.tensorrt_llm import Case, Question
 
 MACHINE = Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1))
@@ -48,7 +49,7 @@ def emulated(case: Case, file: Path) -> Answers:
     file.write_text(json.dumps(case.config), "utf-8")
     emulation = ENGINE.emulate([*case.flags, "--config", str(file)], MACHINE)
     (manager,) = emulation.managers
-    assert isinstance(manager, DecodeGraphs)
+    assert isinstance(manager, TargetGraphs)
     entries = [graph.entry for graph in emulation.graphs]
     steps = case.ranks if emulation.parallel.data > 1 else ()
     return Answers(

@@ -15,7 +15,7 @@ import attrs
 
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner_vllm.settings import Runner, VllmSettings
+from capture_planner_vllm.settings import RunnerVersion, VllmSettings
 from engines.generators.vllm_draw import Draw
 from engines.generators.vllm_models import write_models
 
@@ -119,7 +119,7 @@ def batches(
 def answer_of(settings: VllmSettings) -> dict[str, Any]:
     """Return settings in the form in which the engine's own answers are recorded."""
     draft: list[list[Any]] = []
-    if settings.runner is Runner.V1 and settings.draft_prefill_mode is not None:
+    if settings.runner is RunnerVersion.V1 and settings.draft_prefill_mode is not None:
         # One dispatcher serves all positions.
         draft = [[0, settings.draft_prefill_mode.value]]
     elif settings.draft_query_len and settings.draft_decode_mode is not None:

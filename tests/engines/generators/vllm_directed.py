@@ -1,4 +1,4 @@
-"""Command lines of vLLM that hardly any draw leads to, each with what vLLM answers on an H100.
+"""Command lines of vLLM that are hardly ever drawn, each with vLLM's answer on an H100.
 
 The oracle gives them to vLLM, and the tests to us. Numbers in comments are lines of the release's files.
 """
@@ -13,7 +13,9 @@ from typing import Any
 from engines.generators.vllm import Case
 
 REFUSED: dict[str, Any] = {}
-"""Stands for the answer of a command line that vLLM refuses."""
+"""Marks a command line that vLLM refuses, and so do we."""
+IGNORED: dict[str, Any] = {"ignored": True}
+"""Marks a command line that vLLM refuses over a value with no effect on graphs, which we ignore."""
 
 
 _V1 = "VLLM_USE_V2_MODEL_RUNNER=0 {models}/dense"
@@ -26,8 +28,7 @@ _LAUNCHES = (
 )
 _NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 _SYNTHETIC = {"rejection_sample_method": "synthetic"}
-_REFUSED_PARTS: tuple[dict[str, Any], ...] = (
-    {"kv_cache_dtype": 5},
+_IGNORED_PARTS: tuple[dict[str, Any], ...] = (
     {"rejection_sample_method": "foo"},
     {"rejection_sample_method": None},
     {"draft_sample_method": "foo"},
@@ -38,7 +39,6 @@ _REFUSED_PARTS: tuple[dict[str, Any], ...] = (
     {"dspark_draft_topk": 0},
     {"revision": 5},
     {"code_revision": 5},
-    {"method": "custom_class"},
     {"fly_window_size": 0},
     {"rejection_sample_method": "fly", "fly_window_size": 3},
     {"rejection_sample_method": "fly", "num_speculative_tokens": 1},
@@ -61,22 +61,23 @@ _TAKEN_PARTS: tuple[dict[str, Any], ...] = (
     {**_SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5, 0.5]},
     {**_SYNTHETIC, "synthetic_acceptance_length": 4},
 )
-_REFUSED_OF_DRAFTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+_IGNORED_OF_DRAFTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("eagle3", "eagle3", {"dspark_draft_topk": 4}),
     ("eagle3", "eagle3", {"xpress_topc": 4}),
-    ("eagle3", "eagle3", {"kv_cache_dtype": "foo"}),
     ("dspark", "dspark", {"dspark_draft_topk": 999999}),
     ("draft_model", "draft", {"quantization": "foo"}),
     ("draft_model", "draft", {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"}),
     ("draft_model", "draft", {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}),
 )
 _REFUSED_FIELDS = (
-    *("-cc.splitting_ops=[1]", "-cc.custom_ops=[1]", "-cc.custom_ops='[\"foo\"]'"),
+    *("-cc.splitting_ops=[1]", "-cc.splitting_ops=3", "-cc.splitting_ops=x"),
+    '-ac \'{"flash_attn_version": "3"}\'',
+)
+_IGNORED_FIELDS = (
+    *("-cc.custom_ops=[1]", "-cc.custom_ops='[\"foo\"]'", "-cc.custom_ops=3"),
     *('-cc.custom_ops=\'["all","none"]\'', "-cc.compile_ranges_endpoints=[0]"),
     *("-cc.compile_ranges_endpoints='[\"x\"]'", "-cc.cudagraph_num_of_warmups=x"),
-    *("-cc.custom_ops=3", "-cc.splitting_ops=3", "-cc.splitting_ops=x"),
     *("-cc.cudagraph_copy_inputs=maybe", "-cc.compile_cache_save_format=foo"),
-    '-ac \'{"flash_attn_version": "3"}\'',
 )
 _TAKEN_FIELDS = (
     *('-cc.custom_ops=\'["all","-foo"]\'', "-cc.compile_ranges_endpoints=[8,16]"),
@@ -110,14 +111,21 @@ def _connector(name: str | None, role: str | None = "kv_both", **extra: Any) -> 
 
 
 DIRECTED: dict[str, dict[str, Any]] = {
+    # config/vllm.py 3422: a copy of an MLA target's configuration has the draft's KV cache dtype
+    _drafts(
+        "mla", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "nvfp4"}
+    ): REFUSED,
+    _drafts("dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "fp8"}): {
+        "K": 3
+    },
     # config/speculative.py 1732: without a number, the depth of the tree is one; 1741: its ranges
     _drafts("dense", method="suffix", suffix_decoding_max_tree_depth=7): {"K": 7},
     _drafts("dense", method="suffix"): {"K": 24},
-    _suffix("max_tree_depth", 0): REFUSED,
-    _suffix("max_cached_requests", -1): REFUSED,
-    _suffix("max_spec_factor", -0.5): REFUSED,
-    _suffix("min_token_prob", 1.5): REFUSED,
-    _suffix("min_token_prob", None): REFUSED,
+    _suffix("max_tree_depth", 0): IGNORED,
+    _suffix("max_cached_requests", -1): IGNORED,
+    _suffix("max_spec_factor", -0.5): IGNORED,
+    _suffix("min_token_prob", 1.5): IGNORED,
+    _suffix("min_token_prob", None): IGNORED,
     # config/speculative.py 1487, 1939: modules say nothing of K
     _drafts("mla", method="mtp"): REFUSED,
     _drafts("mla", method="mtp", model="{models}/mla"): REFUSED,
@@ -161,16 +169,16 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _drafts("dense", method="suffix") + " -cc.splitting_ops='[\"a\"]'": REFUSED,
     "{models}/dense -cc.splitting_ops='[\"a\"]'": {"mode": "FULL_AND_PIECEWISE"},
     # v1/cudagraph_dispatcher.py 92: sizes to compile for are on the grid
-    f"{_V1} -cc.compile_sizes=[3]": REFUSED,
-    f"{_V1} -cc.compile_sizes=[-8]": REFUSED,
+    f"{_V1} -cc.compile_sizes=[3]": IGNORED,
+    f"{_V1} -cc.compile_sizes=[-8]": IGNORED,
     f"{_V1} -cc.compile_sizes=[8,0,513]": {"runner": "v1"},
     f"{_V1} -cc.compile_sizes=[3] -cc.cudagraph_mode=NONE": {"mode": "NONE"},
     f"{_V1} -cc.compile_sizes='[\"cudagraph_capture_sizes\"]'": {"runner": "v1"},
-    _drafts("dense", method="suffix") + " -cc.compile_sizes='[\"cudagraph_capture_sizes\"]'": REFUSED,
+    _drafts("dense", method="suffix") + " -cc.compile_sizes='[\"cudagraph_capture_sizes\"]'": IGNORED,
     "{models}/dense -cc.compile_sizes=[3]": {"runner": "v2"},
-    "{models}/dense -cc.compile_sizes='[1,\"x\"]'": REFUSED,
-    "{models}/dense --enforce-eager -cc.compile_sizes='[1,\"x\"]'": REFUSED,
-    "{models}/dense -cc.compile_sizes=8": REFUSED,
+    "{models}/dense -cc.compile_sizes='[1,\"x\"]'": IGNORED,
+    "{models}/dense --enforce-eager -cc.compile_sizes='[1,\"x\"]'": IGNORED,
+    "{models}/dense -cc.compile_sizes=8": IGNORED,
     # v1/attention/backends/mamba2_attn.py 108, 136: Mamba 2 takes what adaptive verification leaves of a batch
     _adaptive("falcon", "eagle3"): {"varlen": True, "mode": "FULL_AND_PIECEWISE"},
     _adaptive("falcon", "dspark"): {"varlen": True, "mode": "FULL_AND_PIECEWISE"},
@@ -187,11 +195,11 @@ DIRECTED: dict[str, dict[str, Any]] = {
     "{models}/dense -O01": {"mode": "PIECEWISE"},
     "{models}/dense -O 01": REFUSED,
     # config/scheduler.py 69
-    "{models}/dense --max-num-active-seqs 0": REFUSED,
+    "{models}/dense --max-num-active-seqs 0": IGNORED,
     "{models}/dense --max-num-active-seqs 1": {"max_num_seqs": 1024},
     # config/cache.py, config/scheduler.py, config/model.py: ranges of fields
     **{
-        f"{{models}}/dense {words}": REFUSED
+        f"{{models}}/dense {words}": IGNORED
         for words in (
             *("--gpu-memory-utilization 0", "--gpu-memory-utilization 1.5", "--gpu-memory-utilization nan"),
             *("--long-prefill-token-threshold 999999", "--long-prefill-token-threshold -1"),
@@ -200,21 +208,27 @@ DIRECTED: dict[str, dict[str, Any]] = {
     },
     "{models}/dense --gpu-memory-utilization 1 --max-logprobs -1": {"runner": "v2"},
     # engine/arg_utils.py 2383 to 2530, config/parallel.py 545: what can be launched on one node
-    **{f"{{models}}/dense {words}": REFUSED for words in ("-dp 2 --data-parallel-rank 0", *_LAUNCHES)},
-    **{f"{{models}}/moe {words}": REFUSED for words in (*_LAUNCHES, "--enable-eplb", "--enable-eplb -ep")},
+    **{f"{{models}}/dense {words}": IGNORED for words in ("-dp 2 --data-parallel-rank 0", *_LAUNCHES)},
+    **{f"{{models}}/moe {words}": IGNORED for words in (*_LAUNCHES, "--enable-eplb", "--enable-eplb -ep")},
     "{models}/moe -dp 2 --data-parallel-rank 0": {"mode": "FULL_AND_PIECEWISE"},
     "{models}/moe -dp 2 --data-parallel-hybrid-lb --data-parallel-size-local 1": {"max_num_seqs": 1024},
     "{models}/moe --enable-eplb -ep -tp 2": {"max_num_seqs": 1024},
     # config/speculative.py 435 to 660, 1583 to 1660, 1939 to 2030: parts beside the graphs
-    **{_drafts("dense", **_NGRAM | parts): REFUSED for parts in _REFUSED_PARTS},
+    _drafts("dense", **_NGRAM | {"kv_cache_dtype": 5}): REFUSED,
+    _drafts("dense", **_NGRAM | {"method": "custom_class"}): REFUSED,
+    **{_drafts("dense", **_NGRAM | parts): IGNORED for parts in _IGNORED_PARTS},
     **{_drafts("dense", **_NGRAM | parts): {"K": 3} for parts in _TAKEN_PARTS},
     **{
-        _drafts("dense", **_NGRAM | {"method": method, "model": f"{{models}}/{model}"} | parts): REFUSED
-        for method, model, parts in _REFUSED_OF_DRAFTS
+        _drafts("dense", **_NGRAM | {"method": method, "model": f"{{models}}/{model}"} | parts): IGNORED
+        for method, model, parts in _IGNORED_OF_DRAFTS
     },
+    _drafts(
+        "dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "foo"}
+    ): REFUSED,
     _drafts("mla", method="mtp", num_speculative_tokens=3, index_share_for_mtp_iteration=True): {"K": 3},
     # config/compilation.py, config/attention.py: kinds of fields
     **{f"{{models}}/dense {words}": REFUSED for words in _REFUSED_FIELDS},
+    **{f"{{models}}/dense {words}": IGNORED for words in _IGNORED_FIELDS},
     **{f"{{models}}/dense {words}": {"runner": "v2"} for words in _TAKEN_FIELDS},
     # kv_connector/v1/lmcache_connector.py 70, multi_connector.py 143: which connectors work between layers
     _connects("LMCacheConnectorV1", use_layerwise=True): {"mode": "PIECEWISE"},
@@ -228,13 +242,13 @@ DIRECTED: dict[str, dict[str, Any]] = {
         "mode": "FULL_AND_PIECEWISE"
     },
     # config/kv_transfer.py 95, kv_connector/factory.py 102
-    _connects("LMCacheConnectorV1", role=None): REFUSED,
-    _connects("LMCacheConnectorV1", role="both"): REFUSED,
+    _connects("LMCacheConnectorV1", role=None): IGNORED,
+    _connects("LMCacheConnectorV1", role="both"): IGNORED,
     _connects("P2pNcclConnector"): REFUSED,
     _connects("MultiConnector", connectors=[_connector("Foo")]): REFUSED,
-    _connects("MultiConnector", connectors=[_connector("NixlConnector", role=None)]): REFUSED,
-    _connects("HiSparseConnector"): REFUSED,
-    _connects(None): REFUSED,
+    _connects("MultiConnector", connectors=[_connector("NixlConnector", role=None)]): IGNORED,
+    _connects("HiSparseConnector"): IGNORED,
+    _connects(None): IGNORED,
 }
 
 

@@ -15,15 +15,16 @@ from typing import Any
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph, Manager
+from capture_planner.engines.emulation import CapturedGraph, Manager
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_vllm import data_parallel, legacy, schedule
+from capture_planner_vllm import legacy, schedule
 from capture_planner_vllm.drafter import DraftDecode, draft_modes
 from capture_planner_vllm.managers import managers
-from capture_planner_vllm.settings import Drafter, Runner, VllmSettings, lora_cases
+from capture_planner_vllm.settings import DrafterKind, RunnerVersion, VllmSettings, lora_cases
 from capture_planner_vllm.table import TableManager
+from engines.generators import vllm_ranks
 
 Rows = tuple[tuple[int, bool], ...]
 
@@ -32,14 +33,14 @@ Rows = tuple[tuple[int, bool], ...]
 class Configuration:
     """What is drawn: the engine is configured with it, and our settings are made from it."""
 
-    runner: Runner
+    runner: RunnerVersion
     mode: GraphMode
     sizes: tuple[int, ...]
     max_size: int
     max_num_seqs: int
     num_speculative_tokens: int = 0
     schedule: tuple[schedule.Tier, ...] | None = None
-    drafter: Drafter = Drafter.NONE
+    drafter: DrafterKind = DrafterKind.NONE
     draft_query_len: int = 0
     draft_fused: bool = False
     varlen: bool = False
@@ -60,11 +61,11 @@ class Configuration:
     def settings(self) -> VllmSettings:
         """The settings, as the flags' own way would end with them."""
         sizes = self.sizes
-        if self.runner is Runner.V1:
+        if self.runner is RunnerVersion.V1:
             width = 1 + self.num_speculative_tokens
             sizes = legacy.speculative_sizes(sizes, self.max_size, query_len=width, mode=self.mode)
         prefill = decode = None
-        if self.drafter is not Drafter.NONE:
+        if self.drafter is not DrafterKind.NONE:
             prefill, decode = draft_modes(self.mode, self.drafter, self.runner)
         return VllmSettings(
             runner=self.runner,
@@ -201,7 +202,7 @@ def summary(rows: list[list[Any]]) -> list[Any]:
     return [len(rows), hashlib.sha256(text.encode()).hexdigest()[:20]]
 
 
-def graph_row(graph: Graph) -> list[Any]:
+def graph_row(graph: CapturedGraph) -> list[Any]:
     """Return a graph as numbers."""
     entry = graph.entry
     return [
@@ -238,14 +239,14 @@ def _step_answers(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) ->
         return _legacy_step(found, step)
     assert isinstance(target, TableManager)
     batches = [
-        as_batch(Role.TARGET, rows, loras) if rows else data_parallel.idle(target) for rows, loras in step
+        as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target) for rows, loras in step
     ]
-    given, agreement = data_parallel.agree(target, batches)
+    given, agreement = vllm_ranks.agree(target, batches)
     assert agreement is not None
     ranks = [[answer_row(target, batch, answer)] for batch, answer in zip(batches, given, strict=True)]
     for manager in drafters:
         assert not isinstance(manager, TableManager | legacy.PaddedManager)
-        answers = data_parallel.draft(manager, batches, agreement)  # type: ignore[arg-type]
+        answers = vllm_ranks.draft(manager, batches, agreement)  # type: ignore[arg-type]
         for rank, batch, answer in zip(ranks, batches, answers, strict=True):
             rank.append(answer_row(manager, batch, answer))
     return ranks
@@ -256,31 +257,31 @@ def _legacy_step(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) -> 
     for manager in found:
         assert isinstance(manager, legacy.PaddedManager)
         batches = [
-            as_batch(manager.role, rows, loras) if rows else data_parallel.legacy_idle(manager)
+            as_batch(manager.role, rows, loras) if rows else vllm_ranks.legacy_idle(manager)
             for rows, loras in step
         ]
-        answers = data_parallel.legacy(manager, batches)
+        answers = vllm_ranks.legacy(manager, batches)
         for rank, batch, answer in zip(ranks, batches, answers, strict=True):
             rank.append(answer_row(manager, batch, answer))
     return ranks
 
 
 def _configuration(rng: random.Random) -> Configuration:
-    runner = Runner.V1 if rng.random() < 0.2 else Runner.V2
+    runner = RunnerVersion.V1 if rng.random() < 0.2 else RunnerVersion.V2
     reqs = rng.choice([1, 2, 3, 5, 8, 13, 16, 24, 32, 48, 64, 100, 128, 256, 300])
     k = rng.choice([0, 0, 1, 2, 3, 4, 5, 7])
-    chain, modules, parallel = Drafter.CHAIN, Drafter.MODULES, Drafter.PARALLEL
-    drafter = Drafter.NONE
+    chain, modules, parallel = DrafterKind.CHAIN, DrafterKind.MODULES, DrafterKind.PARALLEL
+    drafter = DrafterKind.NONE
     if k:
-        drafter = rng.choice([Drafter.NONE, chain, chain, chain, modules, parallel])
-    if runner is Runner.V1 and drafter in (modules, parallel):
+        drafter = rng.choice([DrafterKind.NONE, chain, chain, chain, modules, parallel])
+    if runner is RunnerVersion.V1 and drafter in (modules, parallel):
         drafter = chain
-    tiers = _tiers(rng, reqs, k) if k and runner is Runner.V2 and rng.random() < 0.45 else None
+    tiers = _tiers(rng, reqs, k) if k and runner is RunnerVersion.V2 and rng.random() < 0.45 else None
     sizes, top = _sizes(rng, reqs, k, tiers)
     mode = rng.choice(
         [*GraphMode, GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE]
     )
-    if runner is Runner.V1 and mode.decode_mode is GraphMode.FULL and top < 1 + k:
+    if runner is RunnerVersion.V1 and mode.decode_mode is GraphMode.FULL and top < 1 + k:
         mode = GraphMode.PIECEWISE
     max_loras = rng.choice([0, 0, 0, 1, 2, 3, 4, 6, 8])
     return Configuration(
@@ -293,8 +294,8 @@ def _configuration(rng: random.Random) -> Configuration:
         schedule=tiers,
         drafter=drafter,
         draft_query_len=rng.choice([k, 1 + k]) if drafter is parallel else 0,
-        draft_fused=drafter is chain and runner is Runner.V2 and rng.random() < 0.5,
-        varlen=k > 0 and runner is Runner.V2 and tiers is None and rng.random() < 0.15,
+        draft_fused=drafter is chain and runner is RunnerVersion.V2 and rng.random() < 0.5,
+        varlen=k > 0 and runner is RunnerVersion.V2 and tiers is None and rng.random() < 0.15,
         max_loras=max_loras,
         capture_fewer=rng.random() < 0.8,
         specialize_lora=max_loras > 0 and rng.random() < 0.5,

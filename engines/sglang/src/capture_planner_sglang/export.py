@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from capture_planner.engines.export.core import (
+from capture_planner.engines.export.export import (
     DRAFT_MODEL,
     Export,
     Loss,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 
@@ -82,10 +82,10 @@ class DecodeGraphs:
         )
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         """Largest first, and for each size the one with adapters first."""
         return tuple(
-            Graph(role=self.role, entry=self.entry(size, loras))
+            CapturedGraph(role=self.role, entry=self.entry(size, loras))
             for size in reversed(self.sizes)
             for loras in self.loras
         )
@@ -120,10 +120,10 @@ class PrefillGraphs:
         return Entry(mode=self.mode, num_tokens=size, num_reqs=self.num_reqs, active_loras=self.loras)
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         """Largest first."""
         entries = (self.entry(size) for size in reversed(self.sizes))
-        return tuple(Graph(role=self.role, entry=entry, prompts_only=True) for entry in entries)
+        return tuple(CapturedGraph(role=self.role, entry=entry, prompts_only=True) for entry in entries)
 
     def find(self, batch: Batch) -> Dispatch:
         tokens, reqs = batch.num_tokens, batch.num_reqs
@@ -167,7 +167,7 @@ class SglangManager:
         return mixed
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
+    def graphs(self) -> tuple[CapturedGraph, ...]:
         """In the order of capture: prefills first, and the largest of each first."""
         return tuple(graph for part in (self.prefills, self.decodes) if part for graph in part.graphs)
 

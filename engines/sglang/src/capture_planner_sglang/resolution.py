@@ -54,7 +54,7 @@ def architectures() -> Mapping[str, frozenset[str]]:
 
 
 @attrs.frozen
-class Model:
+class SglangModel:
     """What is known of the served model: an ordinary text decoder, and what its config.json says."""
 
     source: str = ASSUMED
@@ -75,14 +75,14 @@ class Model:
         return self.architecture not in architectures()["without_prefill_graphs"]
 
 
-def read_model(path: str) -> Model:
+def read_model(path: str) -> SglangModel:
     """Read a model's config.json by folder or name; a name that is not known leaves everything unknown.
 
     Raises ``FlagError`` for a folder without one that can be read.
     """
     try:
         found = checkpoints.find(path)
-        return Model(
+        return SglangModel(
             source=found.source,
             architectures=tuple(found.config.get("architectures") or ()),
             context=None if found.source == ASSUMED else _context(found.text, found.rope),
@@ -110,14 +110,14 @@ def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> i
 
 
 @attrs.define
-class Resolution:
+class Launch:
     """The values of one launch while SGLang's rules run over them, and what the rules did."""
 
     args: argparse.Namespace
     sources: dict[str, str]
     """Where each value comes from that is not the default, by flag; ``cuda_graph_config.decode.bs`` for a phase's."""
     environment: Environment
-    model: Model
+    model: SglangModel
     decode: Phase = attrs.Factory(lambda: Phase(FULL))
     prefill: Phase = attrs.Factory(lambda: Phase(BREAKABLE))
     locked: set[tuple[str, str]] = attrs.Factory(set)

@@ -1,4 +1,4 @@
-"""SGLang's rules beside those of graph settings: parallel sizes, attention, speculation, adapters."""
+"""SGLang's rules other than those of graph settings: parallel sizes, attention, speculation, adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capture_planner_sglang.resolution import (
     DECODE,
     DISABLED,
     PREFILL,
-    Resolution,
+    Launch,
     architectures,
 )
 
@@ -24,7 +24,7 @@ _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
 
 
-def check_followed(r: Resolution) -> None:
+def check_followed(r: Launch) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
     halves: tuple[str | None, ...] = (
@@ -66,7 +66,7 @@ def check_followed(r: Resolution) -> None:
         )
 
 
-def _check_model(r: Resolution) -> None:
+def _check_model(r: Launch) -> None:
     """Refuse models for which SGLang has rules of their own, but for those that are emulated."""
     name, architecture, known = r.args.model_path, r.model.architecture, architectures()
     if r.model.source == ASSUMED:
@@ -92,8 +92,8 @@ def _check_model(r: Resolution) -> None:
         raise error("--model-path", reason, "name a decoder of text, such as a LlamaForCausalLM")
 
 
-def read_attention_dp(r: Resolution) -> None:
-    """Turn the old spelling of attention DP, a switch beside --dp-size, into the new one."""
+def read_attention_dp(r: Launch) -> None:
+    """Turn the old spelling of attention DP, a switch next to --dp-size, into the new one."""
     args = r.args
     if args.enable_dp_attention and args.attn_dp_size == 1:
         says = "--enable-dp-attention makes --dp-size count attention-DP groups instead of replicas"
@@ -102,50 +102,32 @@ def read_attention_dp(r: Resolution) -> None:
         r.sources["dp_size"] = "old-attention-dp"
 
 
-def check_parallel(r: Resolution) -> None:
+def check_parallel(r: Launch) -> None:
     """Refuse parallel sizes that do not fit each other."""
     args = r.args
-    for flag in ("tp_size", "pp_size", "dp_size", "nnodes"):
+    for flag in ("tp_size", "pp_size", "dp_size", "attn_dp_size"):
         if getattr(args, flag) < 1:
-            raise refusal(_flag(flag), "SGLang starts no ranks: it is less than 1", "give 1 or more")
-    if args.attn_dp_size < 1:
-        raise refusal("--attn-dp-size", "SGLang wants at least one group", "give 1 or more")
+            raise refusal(f"--{flag.replace('_', '-')}", "SGLang requires at least 1", "give 1 or more")
     if args.attn_dp_size > 1 and args.dp_size > 1:
-        raise refusal(
-            "--dp-size", "SGLang has replicas or attention-DP groups, not both", "set one of them to 1"
-        )
+        reason = "SGLang has either replicas or attention-DP groups"
+        raise refusal("--dp-size", reason, "set one of them to 1")
     if args.tp_size % args.attn_dp_size:
-        raise refusal(
-            "--attn-dp-size",
-            f"SGLang does not divide {args.tp_size} tensor-parallel ranks into {args.attn_dp_size} groups",
-            f"give a divisor of --tp-size {args.tp_size}, or more ranks",
-        )
-    if args.tp_size * args.pp_size % args.nnodes:
-        says = "SGLang spreads tp-size times pp-size ranks over hosts evenly"
-        raise refusal("--nnodes", says, f"give a divisor of {args.tp_size * args.pp_size}")
-    if args.dp_size > 1 and args.nnodes != 1:
-        raise refusal("--dp-size", "SGLang keeps replicas on one host", "use --attn-dp-size")
+        reason = f"SGLang cannot divide {args.tp_size} tensor-parallel ranks into {args.attn_dp_size} groups"
+        remedy = f"give a divisor of --tp-size {args.tp_size}, or more ranks"
+        raise refusal("--attn-dp-size", reason, remedy)
     if args.moe_dense_tp_size not in (None, 1, args.tp_size):
-        raise refusal("--moe-dense-tp-size", "SGLang takes 1, or --tp-size", f"give 1 or {args.tp_size}")
-    if args.enable_dp_lm_head and args.attn_dp_size * args.dp_size > 1 and not r.attention_dp:
-        raise refusal("--enable-dp-lm-head", "SGLang wants attention DP with it", "set --attn-dp-size")
-    sharded_head = args.enable_tp_lm_head_all_to_all and not args.no_enable_tp_lm_head_all_to_all
-    if sharded_head and (not r.attention_dp or args.enable_dp_lm_head or args.tp_size != args.attn_dp_size):
-        raise refusal(
-            "--enable-tp-lm-head-all-to-all",
-            "SGLang wants an attention-DP group per rank, and no DP head",
-            f"set --attn-dp-size {args.tp_size} without --enable-dp-lm-head, or leave it out",
-        )
+        reason = "SGLang accepts 1 or --tp-size"
+        raise refusal("--moe-dense-tp-size", reason, f"give 1 or {args.tp_size}")
 
 
-def choose_attention(r: Resolution) -> None:
+def choose_attention(r: Launch) -> None:
     """Choose attention backends and the page size; some backends have no graphs."""
     args = r.args
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
     halves = (prefill is None) + (decode is None)
     if r.model.architecture == _SINKS and halves == 1 and args.attention_backend is None:
-        says = f"SGLang wants both attention backends of {_SINKS}, where one is named"
-        raise refusal("--attention-backend", says, "give it, or a backend for prefills and one for decodes")
+        reason = f"SGLang requires both attention backends of {_SINKS} where one is given"
+        raise refusal("--attention-backend", reason, "give it, or a backend for prefills and one for decodes")
     if prefill is not None and prefill == decode:
         args.attention_backend = prefill
         r.sources["attention_backend"] = r.sources["prefill_attention_backend"]
@@ -158,31 +140,30 @@ def choose_attention(r: Resolution) -> None:
             for phase in (DECODE, PREFILL):
                 r.disable(phase, "attention-without-graphs", f"{name} attention runs without graphs")
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
-        raise refusal("--attention-backend", "SGLang does not speculate with flex_attention", "name another")
+        reason = "SGLang has no speculation with flex_attention"
+        raise refusal("--attention-backend", reason, "name another")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
     if r.model.architecture == _SINKS and not set(r.attention) <= set(_SINK_ATTENTION):
-        names = ", ".join(_SINK_ATTENTION)
-        raise refusal("--attention-backend", f"SGLang runs {_SINKS} with one of {names} only", "give one")
-    major = r.environment.device.sm[0]
+        reason = f"SGLang runs {_SINKS} only with {', '.join(_SINK_ATTENTION)}"
+        raise refusal("--attention-backend", reason, "give one of them")
+    major, minor = r.environment.device.sm
     if "fa3" in r.attention and major not in (8, 9):
-        says = f"SGLang's fa3 needs SM80 to SM90, and {r.environment.name} has SM{major}{r.environment.device.sm[1]}"
-        raise refusal("--attention-backend", says, "name another, such as flashinfer")
+        reason = f"SGLang's fa3 needs SM80 to SM90; {r.environment.name} has SM{major}{minor}"
+        raise refusal("--attention-backend", reason, "name another, such as flashinfer")
     if "trtllm_mha" in r.attention and major not in (9, 10, 12):
-        says = "SGLang runs trtllm_mha on SM90, SM100 and SM120 only"
-        raise refusal("--attention-backend", says, "name another, such as flashinfer or triton")
+        reason = "SGLang runs trtllm_mha on SM90, SM100 and SM120 only"
+        raise refusal("--attention-backend", reason, "name another, such as flashinfer or triton")
     if r.attention[0] == "trtllm_mha" and major == 12 and args.kv_cache_dtype == "fp8_e4m3":
-        says = "SGLang's trtllm_mha prefill on SM120 has no fp8_e4m3"
-        raise refusal("--kv-cache-dtype", says, "give auto, or another --prefill-attention-backend")
+        reason = "SGLang's trtllm_mha prefill on SM120 has no fp8_e4m3"
+        raise refusal("--kv-cache-dtype", reason, "give auto, or another --prefill-attention-backend")
     _choose_page(r, {args.attention_backend, prefill, decode})
 
 
-def _default_attention(r: Resolution) -> str:
+def _default_attention(r: Launch) -> str:
     args, major = r.args, r.environment.device.sm[0]
     topk = args.speculative_eagle_topk
-    if (
-        r.model.architecture == _SINKS
-        and args.prefill_attention_backend is args.decode_attention_backend is None
-    ):
+    halves = (args.prefill_attention_backend, args.decode_attention_backend)
+    if r.model.architecture == _SINKS and halves == (None, None):
         return {9: "fa3", 10: "trtllm_mha"}.get(major, "triton")
     linear = topk is None or (topk == 1 and args.page_size in (1, None))
     if major == 9 and linear:
@@ -192,7 +173,7 @@ def _default_attention(r: Resolution) -> str:
     return "flashinfer"
 
 
-def _choose_page(r: Resolution, named: set[str | None]) -> None:
+def _choose_page(r: Launch, named: set[str | None]) -> None:
     args = r.args
     if "trtllm_mha" in named and args.page_size not in (16, 32, 64, 128):
         r.rewrite("page_size", 64, "page-of-attention", "trtllm_mha has pages of 16, 32, 64 or 128 tokens")
@@ -203,10 +184,10 @@ def _choose_page(r: Resolution, named: set[str | None]) -> None:
         args.page_size = 1
         r.sources["page_size"] = "default"
     if args.page_size < 1:
-        raise refusal("--page-size", "SGLang divides by it: it is less than 1", "give 1 or more")
+        raise refusal("--page-size", "SGLang requires at least 1", "give 1 or more")
 
 
-def resolve_speculation(r: Resolution) -> None:
+def resolve_speculation(r: Launch) -> None:
     """Settle the algorithm and how many tokens it drafts and verifies."""
     args = r.args
     if args.speculative_algorithm is None:
@@ -218,9 +199,8 @@ def resolve_speculation(r: Resolution) -> None:
         name = "EAGLE"
     args.speculative_algorithm = name
     if r.attention_dp and name in ("STANDALONE", "NGRAM"):
-        raise refusal(
-            "--speculative-algorithm", f"SGLang does not run {name} with attention DP", "drop one of both"
-        )
+        reason = f"SGLang has no {name} with attention DP"
+        raise refusal("--speculative-algorithm", reason, "drop one of them")
     if args.max_running_requests is None:
         says = f"with speculation, {_SPECULATIVE_REQUESTS} requests run at most unless a flag says how many"
         r.rewrite("max_running_requests", _SPECULATIVE_REQUESTS, "requests-of-speculation", says)
@@ -230,36 +210,17 @@ def resolve_speculation(r: Resolution) -> None:
         _resolve_eagle(r)
 
 
-def _resolve_eagle(r: Resolution) -> None:
+def _resolve_eagle(r: Launch) -> None:
     args = r.args
     if args.speculative_num_steps is None:
-        if args.speculative_eagle_topk is not None or args.speculative_num_draft_tokens is not None:
-            raise refusal(
-                "--speculative-num-steps",
-                "SGLang chooses steps, branches and draft tokens together, or none of them",
-                "give all three, or none",
-            )
-        if args.speculative_algorithm != "STANDALONE" and r.model.architecture is None:
-            raise refusal(
-                "--speculative-num-steps",
-                f"{checkpoints.assumption(r.named, COUNTS_AS)}; SGLang chooses by the architecture, "
-                "which its config.json says",
-                "name a folder with its config.json, or give --speculative-num-steps, --speculative-eagle-topk "
-                "and --speculative-num-draft-tokens",
-            )
-        wide = args.speculative_algorithm != "STANDALONE" and r.model.architecture in _LLAMA_DRAFT
-        steps, topk, tokens = (5, 4, 8) if wide else (3, 1, 4)
-        says = f"no draft size is given: {steps} steps, {topk} branches and {tokens} tokens are taken"
-        r.rewrite("speculative_num_steps", steps, "draft-size-by-model", says)
-        args.speculative_eagle_topk, args.speculative_num_draft_tokens = topk, tokens
-        for name in ("speculative_eagle_topk", "speculative_num_draft_tokens"):
-            r.sources[name] = "draft-size-by-model"
+        _choose_draft_size(r)
     if args.speculative_eagle_topk is None:
-        says = "SGLang compares it with 1, and it is missing"
-        raise refusal("--speculative-eagle-topk", says, "give it; 1 is a chain")
+        reason = "SGLang requires it with --speculative-num-steps"
+        raise refusal("--speculative-eagle-topk", reason, "give it; 1 is a chain")
     steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
     if "trtllm_mha" in r.attention and topk > 1:
-        raise refusal("--speculative-eagle-topk", "SGLang's trtllm_mha verifies one branch only", "give 1")
+        reason = "SGLang's trtllm_mha verifies one branch only"
+        raise refusal("--speculative-eagle-topk", reason, "give 1")
     if topk == 1 and args.speculative_num_draft_tokens != steps + 1:
         says = f"one branch of {steps} steps is verified as {steps + 1} tokens"
         r.rewrite("speculative_num_draft_tokens", steps + 1, "draft-tokens-of-one-branch", says)
@@ -268,84 +229,83 @@ def _resolve_eagle(r: Resolution) -> None:
         raise refusal("--page-size", says, "give 1, one of these backends, or --speculative-eagle-topk 1")
 
 
-def _resolve_ngram(r: Resolution) -> None:
-    args = r.args
-    args.speculative_eagle_topk = args.speculative_ngram_max_bfs_breadth
+def _choose_draft_size(r: Launch) -> None:
+    """Choose steps, branches and draft tokens by the architecture, where none of them is given."""
+    args, flag = r.args, "--speculative-num-steps"
+    if args.speculative_eagle_topk is not None or args.speculative_num_draft_tokens is not None:
+        reason = "SGLang requires steps, branches and draft tokens together, or none of them"
+        raise refusal(flag, reason, "give all three, or none")
+    standalone = args.speculative_algorithm == "STANDALONE"
+    if not standalone and r.model.architecture is None:
+        assumption = checkpoints.assumption(r.named, COUNTS_AS)
+        reason = f"{assumption}; SGLang chooses by the architecture, which its config.json gives"
+        others = "--speculative-eagle-topk and --speculative-num-draft-tokens"
+        raise refusal(flag, reason, f"name a folder with its config.json, or give {flag}, {others}")
+    wide = not standalone and r.model.architecture in _LLAMA_DRAFT
+    steps, topk, tokens = (5, 4, 8) if wide else (3, 1, 4)
+    says = f"no draft size is given: {steps} steps, {topk} branches and {tokens} tokens are chosen"
+    r.rewrite("speculative_num_steps", steps, "draft-size-by-model", says)
+    args.speculative_eagle_topk, args.speculative_num_draft_tokens = topk, tokens
+    for name in ("speculative_eagle_topk", "speculative_num_draft_tokens"):
+        r.sources[name] = "draft-size-by-model"
+
+
+def _resolve_ngram(r: Launch) -> None:
+    args, breadth = r.args, r.args.speculative_ngram_max_bfs_breadth
+    args.speculative_eagle_topk = breadth
     r.sources["speculative_eagle_topk"] = r.sources.get("speculative_ngram_max_bfs_breadth", "default")
     if args.speculative_num_draft_tokens is None:
         r.rewrite("speculative_num_draft_tokens", 12, "ngram-draft-tokens", "n-gram drafts have 12 tokens")
     if args.speculative_num_steps is None:
-        if args.speculative_eagle_topk == 0:
-            raise refusal(
-                "--speculative-ngram-max-bfs-breadth", "SGLang divides by it, and it is 0", "give 1 or more"
-            )
-        args.speculative_num_steps = args.speculative_num_draft_tokens // args.speculative_eagle_topk
+        if breadth == 0:
+            reason = "SGLang divides by it, and it is 0"
+            raise refusal("--speculative-ngram-max-bfs-breadth", reason, "give 1 or more")
+        args.speculative_num_steps = args.speculative_num_draft_tokens // breadth
         r.sources["speculative_num_steps"] = r.sources["speculative_num_draft_tokens"]
-    if args.speculative_eagle_topk > 1 and args.page_size > 1 and args.attention_backend != "flashinfer":
-        raise refusal(
-            "--page-size", "SGLang verifies n-gram branches on pages with flashinfer only", "give 1"
-        )
+    if breadth > 1 and args.page_size > 1 and args.attention_backend != "flashinfer":
+        reason = "SGLang verifies n-gram branches on pages with flashinfer only"
+        raise refusal("--page-size", reason, "give 1")
 
 
-def check_launch(r: Resolution) -> None:
+def check_launch(r: Launch) -> None:
     """Refuse what SGLang's last check refuses."""
     args = r.args
     if args.disable_cuda_graph_padding and args.enable_torch_compile:
-        says = "SGLang would compile the model for each batch size"
-        raise refusal("--disable-cuda-graph-padding", says, "drop it or --enable-torch-compile")
-    staged = args.speculative_algorithm == "EAGLE" and args.disaggregation_mode == "prefill"
-    if args.pp_size > 1 and args.speculative_algorithm is not None and not staged:
-        says = "SGLang speculates over stages with EAGLE on a prefill server only"
-        raise refusal("--pp-size", says, "give 1, or leave speculation out")
-    width = args.speculative_num_draft_tokens
-    if (
-        args.speculative_algorithm is not None
-        and r.decode.backend != DISABLED
-        and (width is None or width < 1)
-    ):
-        says = "SGLang cannot capture a verification of no tokens"
-        raise refusal("--speculative-num-draft-tokens", says, "give 1 or more, and as many steps")
-    branches = args.speculative_eagle_topk
-    drafts = args.speculative_algorithm in EAGLE_FAMILY and r.decode.backend != DISABLED
-    if drafts and branches < 1 and args.speculative_num_steps > 1:
-        raise refusal("--speculative-eagle-topk", "SGLang cannot capture a draft of no branches", "give 1")
+        reason = "SGLang would compile the model for each batch size"
+        raise refusal("--disable-cuda-graph-padding", reason, "drop it or --enable-torch-compile")
+    algorithm, width = args.speculative_algorithm, args.speculative_num_draft_tokens
+    staged = algorithm == "EAGLE" and args.disaggregation_mode == "prefill"
+    if args.pp_size > 1 and algorithm is not None and not staged:
+        reason = "SGLang speculates over pipeline stages only with EAGLE on a prefill server"
+        raise refusal("--pp-size", reason, "give 1, or leave speculation out")
+    if r.decode.backend != DISABLED and algorithm is not None:
+        if width is None or width < 1:
+            reason = "SGLang cannot capture a verification of no tokens"
+            raise refusal("--speculative-num-draft-tokens", reason, "give 1 or more, and as many steps")
+        branches = args.speculative_eagle_topk
+        if algorithm in EAGLE_FAMILY and branches < 1 and args.speculative_num_steps > 1:
+            reason = "SGLang cannot capture a draft of no branches"
+            raise refusal("--speculative-eagle-topk", reason, "give 1")
     chunk = args.chunked_prefill_size
     if chunk > 0 and args.disaggregation_mode != "decode" and chunk % args.page_size:
-        says = f"SGLang wants whole pages in a chunk: {chunk} tokens are none of {args.page_size}"
-        raise refusal("--chunked-prefill-size", says, f"give a multiple of {args.page_size} per rank")
+        reason = f"SGLang requires whole pages of {args.page_size} tokens in a chunk, got {chunk} tokens"
+        raise refusal("--chunked-prefill-size", reason, f"give a multiple of {args.page_size} per rank")
     _check_lora(r)
-    if args.enable_mixed_chunk and args.speculative_algorithm in ("STANDALONE", "NGRAM"):
-        r.rewrite(
-            "enable_mixed_chunk", False, "no-mixed-chunk", "this speculation takes no decodes into prefills"
-        )
+    if args.enable_mixed_chunk and algorithm in ("STANDALONE", "NGRAM"):
+        says = "this speculation has no decodes in prefill chunks"
+        r.rewrite("enable_mixed_chunk", False, "no-mixed-chunk", says)
 
 
-def _check_lora(r: Resolution) -> None:
+def _check_lora(r: Launch) -> None:
     args = r.args
     if args.max_loras_per_batch < 1:
-        raise refusal(
-            "--max-loras-per-batch", "SGLang wants at least one adapter in a batch", "give 1 or more"
-        )
+        raise refusal("--max-loras-per-batch", "SGLang requires at least 1", "give 1 or more")
     if args.lora_paths and args.enable_lora is None:
         r.rewrite("enable_lora", True, "lora-by-paths", "adapters are named, so LoRA is on")
     if not args.enable_lora:
         return
     if args.lora_backend == "triton_v2" and r.attention_dp:
-        raise refusal("--lora-backend", "SGLang's triton_v2 does not run with attention DP", "name another")
+        raise refusal("--lora-backend", "SGLang has no triton_v2 with attention DP", "name another")
     if args.speculative_algorithm == "STANDALONE":
-        raise refusal("--enable-lora", "SGLang has no adapters with STANDALONE drafts", "drop one of both")
-    modules = args.lora_target_modules
-    if modules and "all" in modules and set(modules) != {"all"}:
-        raise refusal("--lora-target-modules", "SGLang takes all alone", "give all, or a list without it")
-    if not args.lora_paths and not (args.max_lora_rank and modules):
-        remedy = "give --max-lora-rank and --lora-target-modules, or --lora-paths"
-        raise refusal("--enable-lora", "SGLang does not know how large adapters are", remedy)
-    loaded = args.max_loaded_loras
-    if loaded is not None and loaded < max(args.max_loras_per_batch, len(args.lora_paths or ())):
-        least = max(args.max_loras_per_batch, len(args.lora_paths or ()))
-        says = "SGLang keeps at least a batch's adapters, and those it loads"
-        raise refusal("--max-loaded-loras", says, f"give {least} or more")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        reason = "SGLang has no adapters with STANDALONE drafts"
+        raise refusal("--enable-lora", reason, "drop one of them")

@@ -1,16 +1,14 @@
-"""TensorRT-LLM's PyTorch backend: which decode graphs it captures from ``trtllm-serve`` flags, and when they run."""
+"""TensorRT-LLM's PyTorch backend as an engine of capture-planner."""
 
 from collections.abc import Iterable
+from typing import Any
 
-from capture_planner.engines.engine import Engine
 from capture_planner.plugins.hookspecs import hookimpl
-from capture_planner_tensorrt_llm.emulate import ENGINE, emulate
-from capture_planner_tensorrt_llm.manager import DecodeGraphs, agreed
-
-__all__ = ["ENGINE", "DecodeGraphs", "agreed", "emulate"]
 
 
 @hookimpl
-def capture_planner_engines() -> Iterable[Engine]:
-    """Return the one engine of this distribution."""
+def capture_planner_engines() -> Iterable[Any]:
+    """Return the engine; it is imported when engines are first needed."""
+    from capture_planner_tensorrt_llm.engine import ENGINE
+
     return (ENGINE,)

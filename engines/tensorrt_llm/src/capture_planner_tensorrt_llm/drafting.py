@@ -6,63 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from capture_planner.engines.parsing import did_you_mean
+from capture_planner_tensorrt_llm.flags import OPTIONS
 from capture_planner_tensorrt_llm.settings import ALGORITHMS, Drafting
-from capture_planner_tensorrt_llm.values import Path, Problems, integer, mapping, only, shown, truth
+from capture_planner_tensorrt_llm.values import Path, Problems, boolean, integer, mapping, only, shown
 
 _CONFIG = "--config"
 
-_ANY_DECODING = (
-    "decoding_type",
-    "max_draft_len",
-    "max_total_draft_tokens",
-    "speculative_model",
-    "speculative_model_dir",
-    "max_concurrency",
-    "draft_len_schedule",
-    "load_format",
-    "acceptance_rate_window_size",
-    "acceptance_rate_threshold",
-    "use_rejection_sampling",
-    "allow_advanced_sampling",
-    "advanced_sampling_mode",
-    "enable_penalty",
-)
-_EAGLE = (
-    "eagle_choices",
-    "greedy_sampling",
-    "posterior_threshold",
-    "use_dynamic_tree",
-    "dynamic_tree_max_topK",
-    "num_eagle_layers",
-    "max_non_leaves_per_layer",
-    "eagle3_one_model",
-    "eagle3_layers_to_capture",
-    "eagle3_model_arch",
-)
-_OWN_DECODING: dict[str, tuple[str, ...]] = {
-    "Eagle": _EAGLE,
-    "Eagle3": (*_EAGLE, "sa_config"),
-    "MTP": (
-        "use_relaxed_acceptance_for_thinking",
-        "relaxed_topk",
-        "relaxed_delta",
-        "use_mtp_vanilla",
-        "mtp_eagle_one_model",
-        "use_dynamic_tree",
-        "dynamic_tree_max_topK",
-        "sa_config",
-        "num_nextn_predict_layers",
-        "begin_thinking_phase_token",
-        "end_thinking_phase_token",
-    ),
-    "Draft_Target": (),
-    "SA": ("max_matching_ngram_size", "enable_global_pool", "global_pool_size"),
-    "PARD": ("mask_token_id", "sa_config"),
-    "DFlash": ("mask_token_id", "target_layer_ids", "attention_backend"),
-    "NGram": ("max_matching_ngram_size", "is_keep_all", "is_use_oldest", "is_public_pool"),
-}
-_NEEDS_MODEL = ("Eagle", "Eagle3", "Draft_Target")
-_UNFOLLOWED = ("SaveState", "User_Provided", "DSpark", "AUTO")
+_NOT_EMULATED = ("SaveState", "User_Provided", "DSpark", "AUTO")
 _MOST_DRAFTS = 255
 
 
@@ -73,19 +23,16 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
     if data is None:
         return None
     kind = data.get("decoding_type")
-    if kind in _UNFOLLOWED:
-        problems.unfollowed((*path, "decoding_type"), f"the graphs of {kind}", remedy="leave it out")
+    if kind in _NOT_EMULATED:
+        problems.skip((*path, "decoding_type"), f"the graphs of {kind}")
         return None
     if not isinstance(kind, str) or kind not in ALGORITHMS:
-        known = (*ALGORITHMS, *_UNFOLLOWED)
+        known = (*ALGORITHMS, *_NOT_EMULATED)
         remedy = did_you_mean(str(kind), known, f"give one of {', '.join(known)}")
-        problems.refused((*path, "decoding_type"), f"it knows no {shown(kind)}", remedy=remedy)
+        problems.refuse((*path, "decoding_type"), f"it knows no {shown(kind)}", remedy)
         return None
-    only(data, (*_ANY_DECODING, *_OWN_DECODING[kind]), path, problems)
-    if kind in _NEEDS_MODEL and not any(
-        data.get(key) for key in ("speculative_model", "speculative_model_dir")
-    ):
-        problems.refused((*path, "speculative_model"), f"{kind} needs a draft model", remedy="name one")
+    keys = OPTIONS["speculative_keys"]
+    only(data, (*keys["any"], *keys[kind]), path, problems)
     drafts = _max_draft_len(kind, data, path, problems)
     if drafts is None:
         return None
@@ -93,28 +40,25 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
     concurrency = data.get("max_concurrency")
     most = None if concurrency is None else integer(concurrency, (*path, "max_concurrency"), problems, low=1)
     if most is not None and schedule is not None:
-        problems.refused(
+        problems.refuse(
             (*path, "max_concurrency"),
-            "it and draft_len_schedule exclude each other",
-            "the schedule says where drafting ends",
-            remedy="leave one out",
+            "it and draft_len_schedule exclude each other: the schedule gives where drafting ends",
+            "leave one out",
         )
     total = _total(data, drafts, path, problems)
     algorithm = ALGORITHMS[kind]
     changing = schedule is not None or most is not None
     if changing and total != drafts:
-        problems.unfollowed(
-            (*path, "use_dynamic_tree"), "a tree of drafts whose length changes", remedy="leave it out"
-        )
+        problems.skip((*path, "use_dynamic_tree"), "a tree of drafts whose length changes", "leave it out")
     if changing and data.get("use_mtp_vanilla"):
         ours = "a length of drafts that changes, for vanilla MTP"
-        problems.unfollowed((*path, "use_mtp_vanilla"), ours, remedy="leave it out")
+        problems.skip((*path, "use_mtp_vanilla"), ours)
     if most is not None and algorithm.dynamic and schedule is None:
         schedule, most = {most: drafts}, None
     longest = 2 * drafts - 1 if algorithm.doubled else total
     if longest > _MOST_DRAFTS:
         ours = f"decodes of {1 + longest} tokens a request"
-        problems.unfollowed((*path, "max_draft_len"), ours, remedy="draft fewer tokens")
+        problems.skip((*path, "max_draft_len"), ours, "draft fewer tokens")
     return Drafting(
         decoding_type=kind,
         max_draft_len=drafts,
@@ -131,7 +75,7 @@ def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Pro
         name, value = "num_nextn_predict_layers", data["num_nextn_predict_layers"]
     where = (*path, name)
     if value is None and kind == "MTP":
-        problems.unfollowed(where, "a length that the checkpoint decides", remedy="give max_draft_len")
+        problems.skip(where, "a length that the checkpoint decides", "give max_draft_len")
         return None
     number = None if value is None else integer(value, where, problems)
     if value is not None and number is None:
@@ -139,7 +83,7 @@ def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Pro
     if number is None or number < 1:
         given = "is not given" if number is None else f"is {number}"
         says = f"{kind} has to draft at least one token, and it {given}"
-        problems.refused(where, says, remedy="give 1 or more")
+        problems.refuse(where, says, "give 1 or more")
         return None
     return number
 
@@ -150,7 +94,7 @@ def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[i
     if data is None:
         return None
     found: dict[int, int] = {}
-    before = len(problems.found)
+    before = len(problems)
     for key, length in data.items():
         where = (*path, str(key))
         threshold, draft_len = integer(key, where, problems, low=1), integer(length, where, problems, low=0)
@@ -159,22 +103,22 @@ def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[i
         found[threshold] = draft_len
         if draft_len > drafts:
             says = f"a length of {draft_len} is more than max_draft_len, {drafts}"
-            problems.refused(where, says, remedy=f"give at most {drafts}")
-    if len(problems.found) > before:
+            problems.refuse(where, says, f"give at most {drafts}")
+    if len(problems) > before:
         return None
     if not found:
-        problems.refused(path, "it is empty", remedy="give a threshold and its length, or leave it out")
+        problems.refuse(path, "it is empty", "give a threshold and its length, or leave it out")
         return None
     first = min(found)
     if found[first] != drafts:
-        problems.refused(
+        problems.refuse(
             (*path, str(first)),
             f"its least threshold drafts {found[first]}, and has to draft max_draft_len, {drafts}",
-            remedy=f"give {first}: {drafts}",
+            f"give {first}: {drafts}",
         )
         return None
     if len(found) > 63 or max(found) > 1 << 20:
-        problems.unfollowed(path, "more than 63 thresholds, or one above a million", remedy="give fewer")
+        problems.skip(path, "more than 63 thresholds, or one above a million", "give fewer")
         return None
     return dict(sorted(found.items()))
 
@@ -182,10 +126,11 @@ def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[i
 def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems) -> int:
     """Return the drafts that a step verifies of one request."""
     if data.get("eagle_choices") is not None:
-        problems.unfollowed((*path, "eagle_choices"), "a static tree of drafts", remedy="leave it out")
+        problems.skip((*path, "eagle_choices"), "a static tree of drafts")
         return drafts
     if not (
-        "use_dynamic_tree" in data and truth(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), problems)
+        "use_dynamic_tree" in data
+        and boolean(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), problems)
     ):
         return _linear_total(data, drafts, path, problems)
     where = (*path, "dynamic_tree_max_topK")
@@ -193,7 +138,7 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
     breadth = None if wide is None else integer(wide, where, problems)
     if breadth is None or breadth < 1:
         if wide is None or breadth is not None:
-            problems.refused(where, "a dynamic tree needs it, and at least 1", remedy="give 1 or more")
+            problems.refuse(where, "a dynamic tree needs it, and at least 1", "give 1 or more")
         return drafts
     given = data.get("max_total_draft_tokens")
     if given is None:
@@ -202,7 +147,7 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
     total = integer(given, where, problems)
     if total is not None and not drafts <= total <= breadth * drafts:
         says = f"it is {total}, and has to be {drafts} to {breadth * drafts}"
-        problems.refused(where, says, remedy="leave it out, or give one of these")
+        problems.refuse(where, says, "leave it out, or give one of these")
         return drafts
     return drafts if total is None else total
 
@@ -212,5 +157,5 @@ def _linear_total(data: Mapping[str, Any], drafts: int, path: Path, problems: Pr
     given = data.get("max_total_draft_tokens")
     if given is not None and str(data["decoding_type"]).startswith("Eagle") and given != drafts:
         where = (*path, "max_total_draft_tokens")
-        problems.unfollowed(where, "a chain of drafts with the tokens of a tree", remedy="leave it out")
+        problems.skip(where, "a chain of drafts with the tokens of a tree")
     return drafts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from capture_planner.engines.export.core import (
+from capture_planner.engines.export.export import (
     DRAFT_MODEL,
     Export,
     Loss,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner_tensorrt_llm import rules
@@ -19,7 +19,7 @@ from capture_planner_tensorrt_llm.settings import Drafting
 
 
 @attrs.frozen(kw_only=True)
-class DecodeGraphs:
+class TargetGraphs:
     """The decode graphs of one rank; a ``Manager``.
 
     A batch whose last prompts have one token left is a decode to the engine, where nothing is
@@ -60,15 +60,15 @@ class DecodeGraphs:
         return GraphMode.FULL_DECODE_ONLY if self.enabled and self.shapes else GraphMode.NONE
 
     @property
-    def graphs(self) -> tuple[Graph, ...]:
-        return tuple(Graph(role=Role.TARGET, entry=entry) for entry in self._entries.values())
+    def graphs(self) -> tuple[CapturedGraph, ...]:
+        return tuple(CapturedGraph(role=Role.TARGET, entry=entry) for entry in self._entries.values())
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return the graph for a batch; where ranks have to agree, that of ranks which are all alike."""
+        """Return the graph for a batch; where ranks have to agree, as if all were alike."""
         return self.on_rank(batch, batch.num_reqs)
 
     def on_rank(self, batch: Batch, largest_rank: int) -> Dispatch:
-        """Return the graph for a batch beside ranks of which the largest decodes ``largest_rank`` requests."""
+        """Return the graph for a batch where the largest of all ranks decodes ``largest_rank`` requests."""
         if not 0 < batch.num_reqs <= batch.num_tokens:
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
         if not self.decodes(batch):
@@ -109,12 +109,12 @@ class DecodeGraphs:
         return self.drafting.draft_len_of(width)
 
 
-def agreed(graphs: DecodeGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]:
+def agreed(graphs: TargetGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]:
     """Return the answers of attention-DP ranks, one for each batch, after both of their gatherings.
 
     First ranks that all decode pad to the size that holds the largest batch. Then a graph is used
     only where all decode and all have the same number of requests. Which length each one drafts is
-    its own: a rank without that graph runs eager beside the others. A rank that is idle decodes one
+    its own: a rank without that graph runs eager, the others do not. A rank that is idle decodes one
     dummy request: it is asked for with that.
     """
     alone = [graphs.dispatch(batch) for batch in ranks]

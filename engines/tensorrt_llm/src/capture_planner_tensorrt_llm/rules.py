@@ -4,7 +4,7 @@ Read in NVIDIA/TensorRT-LLM, which has no release on a public index, at the last
 
 - ``tensorrt_llm/llmapi/llm_args.py`` at 0004396720054fd8e205cbf616f21f0b57c6b412: ``BaseCudaGraphConfig``,
   ``DecodeCudaGraphConfig``, the decoding configurations, ``TorchLlmArgs``;
-- ``tensorrt_llm/_torch/pyexecutor/engine/cuda_graph.py`` and ``cuda_graph_runner.py`` beside it at
+- ``tensorrt_llm/_torch/pyexecutor/engine/cuda_graph.py`` and ``cuda_graph_runner.py`` next to it at
   c0edad93fd1620b2c95e3c2add800eb2243249bc: the filter, the key, the padding and the look-up;
 - ``tensorrt_llm/_torch/pyexecutor/engine/runners/decoder/runner.py`` at
   0ea8c1debd2aae24c7fceaf5474f0c627114cc6a: which shapes are captured;
@@ -60,7 +60,7 @@ def admitted_sizes(sizes: Sequence[int], most: int, padding: bool) -> tuple[int,
 
 
 def scheduled_draft_len(schedule: Mapping[int, int], num_reqs: int) -> int:
-    """Return the draft length of a batch: that of the least threshold that holds it, and 0 above them all.
+    """Return the draft length of a batch: of the least threshold that holds it, and 0 above them all.
 
     ``schedule`` is ascending by threshold.
     """

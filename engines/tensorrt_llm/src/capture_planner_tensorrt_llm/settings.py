@@ -45,7 +45,7 @@ class Drafting:
     max_draft_len: int
     """K: the longest chain of drafts."""
     total_draft_tokens: int
-    """Draft tokens that a step verifies of a request: K, or those of the tree."""
+    """Draft tokens that a step verifies of a request: K, or all of the tree."""
     schedule: Mapping[int, int] | None = None
     """Draft length by threshold, ascending; None where the length is always the same."""
     max_concurrency: int | None = None
@@ -71,7 +71,7 @@ class Drafting:
         return 2 * draft_len if self.algorithm.doubled and draft_len else 1 + draft_len
 
     def draft_len_of(self, width: int) -> int | None:
-        """Return the draft length at which a request has so many tokens; None where there is none."""
+        """Return the draft length at which a request has so many tokens; or None."""
         draft_len = width // 2 if self.algorithm.doubled else width - 1
         return draft_len if draft_len >= 0 and self.width(draft_len) == width else None
 
@@ -93,7 +93,7 @@ class Drafting:
 
 
 @attrs.frozen(kw_only=True)
-class Graphs:
+class GraphConfig:
     """``cuda_graph_config`` as it was given."""
 
     batch_sizes: tuple[int, ...] | None = None
@@ -102,18 +102,14 @@ class Graphs:
 
 
 @attrs.frozen(kw_only=True)
-class Resolved:
+class ServeSettings:
     """All that decides about graphs, from flags and file together."""
 
     max_batch_size: int = 2048
     max_num_tokens: int = 8192
-    max_seq_len: int | None = None
     tensor: int = 1
-    pipeline: int = 1
-    experts: int | None = None
     attention_dp: bool = False
-    overlap: bool = True
-    graphs: Graphs | None = attrs.Factory(Graphs)
+    graphs: GraphConfig | None = attrs.Factory(GraphConfig)
     """None: cuda_graph_config is null, and everything runs eager."""
     drafting: Drafting | None = None
     sources: Mapping[str, str] = attrs.Factory(dict)

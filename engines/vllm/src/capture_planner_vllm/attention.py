@@ -1,74 +1,53 @@
-"""Which attention backend runs, and what it supports: vLLM's choice on CUDA.
+"""vLLM's choice of the attention backend on CUDA, and what each backend supports.
 
-The order of the backends, the reasons for which each is passed over, and the support level that each one's
-metadata builder reports, by machine, model, dtypes and block size.
+The order of the backends, the reasons to skip each, and the support level that its metadata builder reports, by
+machine, model, dtypes and block size (vllm/platforms/cuda.py and vllm/v1/attention/backends at 0.33.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 
+from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphSupport
-from capture_planner_vllm.flags import refusal
-from capture_planner_vllm.model import Model
-from capture_planner_vllm.parts import names
-from capture_planner_vllm.unemulated import not_emulated
+from capture_planner_vllm.model import ModelFacts
+from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.tables import names, rules
 
 FLAG = "--attention-backend"
 _SM80, _SM90, _SM121 = (8, 0), (9, 0), (12, 1)
-_ORDER = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
-_ORDER_SM100 = ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
-_MLA_ORDER = {
-    10: ("FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"),
-    12: ("TRITON_MLA",),
-}
-_MLA_ELSE = ("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA")
-EMULATED = (*_ORDER, *_MLA_ORDER[10])
-"""The backends whose support is known here."""
-
+_RULES = rules()["attention"]
+"""Backends in vLLM's order, their quantized KV cache dtypes, and the number that a KV block is a multiple of."""
+EMULATED = (*_RULES["order"], *_RULES["mla_order_sm100"])
+"""The backends whose support is emulated."""
 _PLAIN = ("auto", "float16", "bfloat16")
-_E4M3 = ("fp8", "fp8_e4m3")
-_E5M2 = (*_E4M3, "fp8_e5m2")
-_PER_HEAD = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
-_CACHES = {
-    "FLASH_ATTN": _E4M3,
-    "FLASHINFER": (*_E5M2, "nvfp4", "nvfp4_4over6"),
-    "TRITON_ATTN": (*_E5M2, *_PER_HEAD),
-    "FLEX_ATTENTION": (),
-    "FLASH_ATTN_MLA": (),
-}
-"""KV cache dtypes beside those of the model; MLA backends that are not listed have ``_E4M3``."""
-_BLOCKS = {"FLASHMLA": 64, "CUTLASS_MLA": 128, "FLASHINFER_MLA": 32}
-"""What a block of the KV cache is a multiple of; 16 for the others."""
 _MLA_HEADS = (320, 512, 576)
 _NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN")
 _PACKED = "turboquant_"
 
 
 @attrs.frozen(kw_only=True)
-class Attention:
-    """What decides a backend: the machine, the model, and the flags about attention and the KV cache."""
+class AttentionChoice:
+    """The inputs of the choice: the machine, the model, and the flags about attention and the KV cache."""
 
     capability: tuple[int, int]
-    model: Model
+    model: ModelFacts
     tensor: int = 1
     decode_context: int = 1
     flash_attn: int | None = None
-    """``flash_attn_version`` where a flag sets it."""
+    """``flash_attn_version`` if a flag sets it."""
     trtllm: bool | None = None
-    """``use_trtllm_attention`` where a flag sets it."""
+    """``use_trtllm_attention`` if a flag sets it."""
     adaptive: bool = False
     causal: bool = True
     cross: bool = False
-    """Whether it is attention of a decoder to an encoder's states."""
+    """Whether a decoder attends to an encoder's states."""
     dtype: str = "bfloat16"
-    """Of the weights and activations, as resolved."""
+    """The resolved dtype of weights and activations."""
     cache: str = "auto"
-    """``--kv-cache-dtype``, or what the checkpoint says of it."""
+    """The KV cache dtype of the flag, or else of the checkpoint."""
     block: int | None = None
-    """``--block-size`` where it is given."""
+    """``--block-size`` if it is given."""
 
     @property
     def _quantized(self) -> bool:
@@ -77,10 +56,7 @@ class Attention:
     def flash_attn_version(
         self, head_size: int | None = None, *, block: int | None = None, wide: bool = False
     ) -> int | None:
-        """Return the FlashAttention that runs here, or None where none does.
-
-        ``wide`` says that the kernel for heads of 256 on Blackwell may run.
-        """
+        """Return the FlashAttention version that runs, or None; ``wide`` allows Blackwell's kernel for heads of 256."""
         if self.capability < _SM80:
             return None
         major, head = self.capability[0], head_size or 0
@@ -111,7 +87,7 @@ class Attention:
         return grouped and (self.capability == _SM90 or self.capability[0] in (10, 12))
 
     def support(self, backend: str) -> GraphSupport:
-        """Return what the model's layers report with a backend on this machine: the least of all."""
+        """Return the lowest support level that the model's layers report with a backend on this machine."""
         if self.model.chunked:
             return GraphSupport.NEVER
         own = self._support(backend)
@@ -136,7 +112,7 @@ class Attention:
         return GraphSupport.ALWAYS if backend in always else GraphSupport.UNIFORM_BATCH
 
     def _xqa_fits(self) -> bool:
-        """Whether the decode kernel of Hopper and consumer Blackwell takes the heads and the KV cache."""
+        """Whether the decode kernel of Hopper and consumer Blackwell supports the heads and the KV cache."""
         if self.capability[0] == 10:
             return True
         size = self.model.head_size
@@ -144,7 +120,7 @@ class Attention:
         return cached and 16 <= size <= 256 and size % 16 == 0
 
     def refreshes(self, backend: str) -> bool:
-        """Whether a backend can follow a draft's next position inside a graph."""
+        """Whether a backend can advance a draft to its next position inside a graph."""
         if backend in ("FLASH_ATTN", "TRITON_MLA"):
             return self.decode_context == 1
         if backend == "FLASHINFER":
@@ -152,8 +128,8 @@ class Attention:
         return backend == "TRITON_ATTN"
 
     def varies(self, backend: str) -> bool:
-        """Whether a decode graph takes any mix of query lengths up to 1 + K, as adaptive verification needs."""
-        # No graph holds attention in chunks, and of recurrent layers Mamba 2's alone take query lengths that
+        """Whether a decode graph serves any mix of query lengths up to 1 + K, as adaptive verification needs."""
+        # Chunked attention is never captured; of recurrent layers, only Mamba 2's support query lengths that
         # only the device knows.
         if self.model.chunked or (self.model.recurrent and not self.model.varies):
             return False
@@ -162,27 +138,27 @@ class Attention:
         return backend == "FLASHINFER" and self.capability[0] == 10 and self._trtllm_decode
 
     def unusable(self, backend: str) -> str | None:
-        """Return why a backend cannot run here, or None where it can."""
+        """Return the reason why a backend cannot run, or None where it can."""
         if backend.endswith("MLA") != self.model.mla:
-            return "the model has MLA" if self.model.mla else "it is for MLA models"
+            return "the model uses MLA" if self.model.mla else "it is for MLA models"
         if not self._fits_machine(backend):
             return f"it does not run on compute capability {'.'.join(map(str, self.capability))}"
         floats = ("TRITON_ATTN", "FLEX_ATTENTION")
         if self.dtype == "float32" and backend not in floats:
-            return "it has no float32"
+            return "it does not support float32"
         if not self._fits_heads(backend):
-            return f"it has no heads of {self.model.head_size}"
+            return f"it does not support heads of {self.model.head_size}"
         if not self._fits_cache(backend):
-            return f"it has no KV cache of {self.cache}"
+            return f"it does not support a KV cache of {self.cache}"
         base = self._block_base(backend)
         if self.block is not None and self.block % base:
             return f"its blocks are multiples of {base}, not {self.block}"
         if self.model.sinks and not self._has_sinks(backend):
-            return "it has no attention sinks here"
+            return "it does not support attention sinks"
         if self.cross and backend not in ("FLASH_ATTN", "TRITON_ATTN"):
-            return "it has no attention to an encoder"
+            return "it does not support cross attention"
         if self.decode_context > 1 and backend in _NO_DCP:
-            return "it has no decode context parallelism"
+            return "it does not support decode context parallelism"
         on_device = self.capability[0] == 10 and self._trtllm_decode and self.decode_context == 1
         if self.adaptive and backend == "FLASHINFER" and not on_device:
             return "it plans from the host's query lengths, which adaptive verification changes"
@@ -190,14 +166,10 @@ class Attention:
 
     def _fits_machine(self, backend: str) -> bool:
         major = self.capability[0]
-        return {
-            "FLASH_ATTN": self.capability >= _SM80,
-            "FLASHINFER": _SM80 <= self.capability <= _SM121,
-            "FLASHINFER_MLA": major == 10,
-            "CUTLASS_MLA": major == 10,
-            "FLASH_ATTN_MLA": major == 9,
-            "FLASHMLA": major == 9,
-        }.get(backend, True)
+        if backend in ("FLASH_ATTN", "FLASHINFER"):
+            return self.capability >= _SM80 and (backend == "FLASH_ATTN" or self.capability <= _SM121)
+        majors = {"FLASHINFER_MLA": 10, "CUTLASS_MLA": 10, "FLASH_ATTN_MLA": 9, "FLASHMLA": 9}
+        return majors.get(backend, major) == major
 
     def _fits_heads(self, backend: str) -> bool:
         size = self.model.head_size
@@ -215,7 +187,7 @@ class Attention:
     def _fits_cache(self, backend: str) -> bool:
         if not self._quantized:
             return True
-        if self.cache not in _CACHES.get(backend, _E4M3):
+        if self.cache not in _RULES["caches"].get(backend, _RULES["mla_cache"]):
             return False
         major = self.capability[0]
         if backend == "FLASH_ATTN":
@@ -233,9 +205,14 @@ class Attention:
 
     def _block_base(self, backend: str) -> int:
         if backend != "FLASH_ATTN":
-            return _BLOCKS.get(backend, 16)
+            return int(_RULES["blocks"].get(backend, 16))
         size, major = self.model.head_size, self.capability[0]
-        if major == 9 and size == 512 and self.cache in _E4M3 and self.flash_attn_version(size) == 4:
+        if (
+            major == 9
+            and size == 512
+            and self.cache in _RULES["mla_cache"]
+            and self.flash_attn_version(size) == 4
+        ):
             return 64
         if size == 256 and major in (10, 11) and self.flash_attn_version(size, wide=True) == 4:
             return 128
@@ -248,37 +225,39 @@ class Attention:
             return self.trtllm is not False and (self.capability == _SM90 or self.capability[0] in (10, 12))
         return backend == "TRITON_ATTN"
 
-    def choose(self, flag: str, asked: str | None) -> str:
-        """Return the backend that runs; raises ``FlagError`` where the one asked for cannot."""
+    def choose(self, flag: str, name: str | None) -> str:
+        """Return the backend that runs; ``name`` is the user's choice, if any.
+
+        Raises ``FlagError`` where it cannot run or none can, ``NotEmulated`` for a backend unknown here.
+        """
         if self.cache.startswith(_PACKED):
-            remedy = "give auto, fp8 or another dtype of the engine's own"
-            raise not_emulated("--kv-cache-dtype", self.cache, remedy)
-        if asked is not None:
-            if asked not in EMULATED:
-                reason = f"{asked} is not emulated"
-                raise not_emulated(flag, "", f"give one of {', '.join(EMULATED)}", reason=reason)
-            found = self.unusable(asked)
-            if found is not None:
-                remedy = "leave the flag out, or give another"
-                raise self.model.refusal(flag, f"vLLM refuses {asked} here: {found}", remedy)
-            return asked
+            raise not_emulated("--kv-cache-dtype", self.cache, "give auto, fp8 or another built-in dtype")
+        if name is not None:
+            if name not in EMULATED:
+                remedy = f"give one of {', '.join(EMULATED)}"
+                raise not_emulated(flag, "", remedy, reason=f"{name} is not emulated")
+            reason = self.unusable(name)
+            if reason is not None:
+                message = f"vLLM cannot run {name}: {reason}"
+                raise self.model.refusal(flag, message, "leave the flag out, or give another")
+            return name
+        major = self.capability[0]
+        key = "order_sm100" if major == 10 and self.causal else "order"
         if self.model.mla:
-            order: Sequence[str] = _MLA_ORDER.get(self.capability[0], _MLA_ELSE)
-        else:
-            order = _ORDER_SM100 if self.capability[0] == 10 and self.causal else _ORDER
-        reasons = {backend: self.unusable(backend) for backend in order}
-        for backend, why in reasons.items():
-            if why is None:
-                return backend
-        listed = "; ".join(f"{backend}: {why}" for backend, why in reasons.items())
-        reason = f"vLLM finds no attention backend for this machine, model and KV cache: {listed}"
-        raise self.model.refusal(flag, reason, "change what the reasons name")
+            key = {10: "mla_order_sm100", 12: "mla_order_sm120"}.get(major, "mla_order")
+        reasons = {backend: self.unusable(backend) for backend in _RULES[key]}
+        for backend, reason in reasons.items():
+            if reason is None:
+                return str(backend)
+        listed = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        message = f"no attention backend supports this machine, model and KV cache: {listed}"
+        raise self.model.refusal(flag, message, "change one of these")
 
 
-def backend_name(flag: str, text: str | None) -> str | None:
+def backend_name(flag: str, text: str | None, *inside: str) -> str | None:
     """Return a backend in vLLM's capitals, None for ``auto``; raises ``FlagError`` for an unknown one."""
     if text is None or text.lower() == "auto":
         return None
     if text.upper() not in names()["backends"]:
-        raise refusal(flag, f"vLLM has no backend {text}", f"give one of {', '.join(EMULATED)}")
+        raise refusal(flag, f"vLLM has no backend {text}", f"give one of {', '.join(EMULATED)}", *inside)
     return text.upper()

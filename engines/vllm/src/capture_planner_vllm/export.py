@@ -1,13 +1,15 @@
-"""From a plan to the flags of vLLM 0.33: one list of token counts for all roles, widths and modes."""
+"""From a plan to the flags of vLLM 0.33, which has one list of sizes for all roles, widths and modes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+import attrs
+
 from capture_planner.analysis.coverage import coverage
-from capture_planner.engines.export.core import (
+from capture_planner.engines.export.export import (
     DRAFT_MODEL,
     Export,
     Loss,
@@ -18,22 +20,14 @@ from capture_planner.engines.export.core import (
     drafters,
     planned,
 )
-from capture_planner.engines.export.mend import (
-    Decodes,
-    Mend,
-    examine,
-    full_graphs,
-    mend_vllm,
-    nearest,
-    target_decodes,
-)
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records.batch import Entry, Kind
-from capture_planner.records.batch_space import decode_families, decode_tiers
+from capture_planner.records.batch_space import DecodeFamily, decode_families, decode_tiers
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
 from capture_planner_vllm.drafter import draft_decode_mode
+from capture_planner_vllm.size_list import SizeList, examine, full_graphs, nearest, size_list
 
 FILE_NAME = "vllm.yaml"
 
@@ -47,7 +41,7 @@ LATENT_BACKENDS = {
 """The same for models with latent attention."""
 
 _WORST = Fraction(3, 2)
-"""A mended list pads decodes no further than this, however far the plan's own sizes do."""
+"""The most padding of decodes by a replaced list of sizes, padded to real, whatever the plan's own sizes do."""
 
 
 def export_vllm(plan: Plan) -> Export:
@@ -55,10 +49,9 @@ def export_vllm(plan: Plan) -> Export:
     target = plan.role(Role.TARGET)
     sizes, losses = _sizes(plan, target)
     sizes = _with_drafts(plan, sizes)
-    mode = target.mode if sizes else GraphMode.NONE
-    compilation: dict[str, Any] = {"cudagraph_mode": mode.value}
+    compilation: dict[str, Any] = {"cudagraph_mode": GraphMode.NONE.value}
     if sizes:
-        compilation["cudagraph_capture_sizes"] = list(sizes)
+        compilation = {"cudagraph_mode": target.mode.value, "cudagraph_capture_sizes": list(sizes)}
     settings: dict[str, Any] = {
         "model": plan.model.name,
         "max-num-seqs": plan.limits.max_num_reqs,
@@ -68,13 +61,12 @@ def export_vllm(plan: Plan) -> Export:
     backend, unnamed = backend_setting(plan, named, "vLLM")
     if backend is not None:
         settings["attention-backend"] = backend
-    for name, count in (
-        ("tensor-parallel-size", plan.parallel.tensor),
-        ("data-parallel-size", plan.parallel.data),
-        ("decode-context-parallel-size", plan.parallel.decode_context),
-    ):
-        if count > 1:
-            settings[name] = count
+    ranks = {
+        "tensor-parallel-size": plan.parallel.tensor,
+        "data-parallel-size": plan.parallel.data,
+        "decode-context-parallel-size": plan.parallel.decode_context,
+    }
+    settings |= {name: count for name, count in ranks.items() if count > 1}
     if plan.lora is not None:
         settings |= {"enable-lora": True, "max-loras": plan.lora.max_active}
         if plan.lora.specialize:
@@ -92,47 +84,43 @@ def export_vllm(plan: Plan) -> Export:
 
 
 def _speculative_config(speculative: Speculative) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "method": speculative.method.value,
-        "num_speculative_tokens": speculative.num_tokens,
-    }
+    config: dict[str, Any] = {"method": speculative.method.value}
+    config["num_speculative_tokens"] = speculative.num_tokens
     if speculative.method is not Method.MTP:
-        found["model"] = DRAFT_MODEL
+        config["model"] = DRAFT_MODEL
     if speculative.schedule:
-        found["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in speculative.schedule]
-    return found
+        config["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in speculative.schedule]
+    return config
 
 
 def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, ...]]:
-    """Return the list of sizes: the plan's own, or where they would hide graphs a mended one."""
+    """Return the plan's own sizes, or others where its own would hide graphs from decodes."""
     limit = plan.limits.max_num_tokens
     own = tuple(sorted({entry.num_tokens for entry in target.entries if entry.num_tokens <= limit}))
-    decodes = target_decodes(plan)
     if not own or not target.mode.is_separate:
         return own, ()
     uniform = [entry for entry in target.entries if entry.query_len is not None]
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
     if not uniform or len(widths) < 2 or plan.parallel.data > 1:
         return own, _rounded(own, target)
-    covered = _within(decodes, uniform)
+    covered = _within(decode_families(Role.TARGET, plan), uniform)
     hidden, _ = examine(covered, nearest(own, widths, plan.limits.max_num_reqs))
     if not hidden:
         return own, _rounded(own, target)
     mixed = [entry.num_tokens for entry in target.entries if entry.query_len is None]
-    mend = _mended(plan, covered, widths, own, mixed)
-    says = (
-        f"with the plan's own {len(own)} sizes {len(hidden)} decode batch sizes would miss their graph, hidden "
-        f"by a nearer one of another query length; {len(mend.sizes)} sizes replace them, with which none "
-        f"does, and which pad decodes at most {float(mend.worst - 1):.1%}"
+    replacement = _replacement(plan, covered, widths, own, mixed)
+    message = (
+        f"with the plan's own {len(own)} sizes, {len(hidden)} decode batch sizes would miss their graph, hidden "
+        f"by a nearer one of another query length; the {len(replacement.sizes)} sizes that replace them hide none, and "
+        f"pad decodes by at most {float(replacement.worst - 1):.1%}"
     )
-    return mend.sizes, (Loss(name="sizes-mended", says=says, scope=both(Role.TARGET)),)
+    return replacement.sizes, (Loss(name="sizes-replaced", says=message, scope=both(Role.TARGET)),)
 
 
 def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Add the size that the widest draft decode needs, where no size serves it.
+    """Add a size for the widest draft decode where none serves it, unless that hides a target's graph.
 
-    A draft decode has one token a request, so that a size serves it as requests; sizes beyond
-    max_num_seqs are captured for wider decodes only. Nothing is added that would hide a target's graph.
+    A draft decode has one token per request; sizes above max_num_seqs are captured for wider decodes only.
     """
     drafts, most = planned(plan, Role.DRAFT_DECODE), plan.limits.max_num_reqs
     families = decode_families(Role.DRAFT_DECODE, plan)
@@ -143,31 +131,37 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
         return sizes
     more = tuple(sorted({*sizes, widest}))
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
-    before, after = (examine(target_decodes(plan), nearest(some, widths, most))[0] for some in (sizes, more))
+    before, after = (
+        examine(decode_families(Role.TARGET, plan), nearest(some, widths, most))[0] for some in (sizes, more)
+    )
     return more if set(after) <= set(before) else sizes
 
 
-def _mended(
-    plan: Plan, decodes: Sequence[Decodes], widths: Sequence[int], own: Sequence[int], mixed: Sequence[int]
-) -> Mend:
-    """Return the list that pads least with no more graphs than ``own`` gives, or pads as the plan does."""
+def _replacement(
+    plan: Plan,
+    decodes: Sequence[DecodeFamily],
+    widths: Sequence[int],
+    own: Sequence[int],
+    mixed: Sequence[int],
+) -> SizeList:
+    """Return the sizes that pad least with at most the graphs of ``own``, or that pad as the plan does."""
     reqs, worst = plan.limits.max_num_reqs, min(_worst(plan), _WORST)
     graphs = len(full_graphs(own, widths, reqs))
-    mend = mend_vllm(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
-    if mend.worst > worst:
-        mend = mend_vllm(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
-    return mend
+    result = size_list(decodes, reqs, graphs=graphs, wider=mixed, query_lens=widths)
+    if result.worst > worst:
+        result = size_list(decodes, reqs, worst=worst, wider=mixed, query_lens=widths)
+    return result
 
 
-def _within(decodes: Sequence[Decodes], entries: Sequence[Entry]) -> tuple[Decodes, ...]:
-    """Return the decodes that the plan has full graphs for: those beyond its largest are left eager."""
-    found = []
+def _within(decodes: Sequence[DecodeFamily], entries: Sequence[Entry]) -> tuple[DecodeFamily, ...]:
+    """Return the decodes that the plan has full graphs for; larger ones run eager."""
+    within = []
     for tier in decodes:
         most = max((e.num_reqs or 0 for e in entries if e.query_len == tier.query_len), default=0)
-        kept = tuple((first, min(last, most)) for first, last in tier.requests if first <= most)
+        kept = tier.requests.clipped(most)
         if kept:
-            found.append(Decodes(query_len=tier.query_len, requests=kept))
-    return tuple(found)
+            within.append(attrs.evolve(tier, requests=kept))
+    return tuple(within)
 
 
 def _worst(plan: Plan) -> Fraction:
@@ -180,46 +174,44 @@ def _worst(plan: Plan) -> Fraction:
 
 
 def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
-    """Say that every size is captured for every width and for mixed batches, where that adds graphs."""
+    """Return the loss of having one list for every width and for mixed batches, where that adds graphs."""
     uniform = {entry.num_tokens for entry in target.entries if entry.query_len is not None}
     mixed = {entry.num_tokens for entry in target.entries if entry.query_len is None}
     widths = {entry.query_len for entry in target.entries if entry.query_len is not None}
     if len(widths) < 2 and (not mixed or uniform == mixed):
         return ()
-    says = (
-        f"vLLM has one list: each of its {len(own)} sizes is captured for every query length, rounded up, and "
-        "for mixed batches"
-    )
-    return (Loss(name="one-size-list", says=says, scope=both(Role.TARGET)),)
+    message = f"vLLM captures each of its {len(own)} sizes for every query length, rounded up, and for mixed batches"
+    return (Loss(name="one-size-list", says=message, scope=both(Role.TARGET)),)
 
 
-def _other_losses(plan: Plan, target: RolePlan) -> list[Loss]:
-    losses = drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
+def _other_losses(plan: Plan, target: RolePlan) -> Iterator[Loss]:
+    yield from drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
     decodes = draft_decode_mode(target.mode)
     for drafter in drafters(plan):
         role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
         if drafter.mode is not mode:
-            says = f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
-            losses.append(Loss(name=f"{role.replace('_', '-')}-mode", says=says, scope=both(drafter.role)))
-    speculative = plan.speculative
-    if speculative is not None:
-        if speculative.schedule and plan.parallel.data > 1:
-            says = f"with data parallelism vLLM drops the schedule and drafts {speculative.num_tokens} tokens always"
-            losses.append(Loss(name="schedule-data-parallel", says=says, scope=all_scopes(plan)))
-        if speculative.chain is Chain.SINGLE:
-            says = "vLLM makes one graph of a draft chain wherever its backend can; no flag asks for single steps"
-            losses.append(Loss(name="draft-chain", says=says, scope=both(Role.DRAFT_DECODE)))
+            message = (
+                f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
+            )
+            yield Loss(name=f"{role.replace('_', '-')}-mode", says=message, scope=both(drafter.role))
+    speculative, limits = plan.speculative, plan.limits
+    if speculative is not None and speculative.schedule and plan.parallel.data > 1:
+        message = (
+            f"with data parallelism vLLM drops the schedule and always drafts {speculative.num_tokens} tokens"
+        )
+        yield Loss(name="schedule-data-parallel", says=message, scope=all_scopes(plan))
+    if speculative is not None and speculative.chain is Chain.SINGLE:
+        message = "vLLM makes a draft chain one graph wherever its backend can; no flag asks for single steps"
+        yield Loss(name="draft-chain", says=message, scope=both(Role.DRAFT_DECODE))
     if plan.pool is Pool.PER_ROLE:
-        losses.append(Loss(name="pool", says="vLLM has one memory pool for target and drafter"))
+        yield Loss(name="pool", says="vLLM has one memory pool for target and drafter")
     if plan.parallel.sequence and plan.parallel.tensor > 1:
-        limits = plan.limits
         beyond = sum(
             entry.num_tokens > limits.max_num_tokens or (entry.num_reqs or 0) > limits.max_num_reqs
             for entry in target.entries
         )
-        says = (
+        message = (
             "vLLM has no flag for sequence parallelism and aligns no sizes to it; it captures nothing beyond its "
             f"limits, and {counted(beyond, 'graph')} of the plan are aligned beyond them"
         )
-        losses.append(Loss(name="sequence-parallel", says=says, scope=all_scopes(plan)))
-    return losses
+        yield Loss(name="sequence-parallel", says=message, scope=all_scopes(plan))

@@ -1,8 +1,8 @@
 """From a ``vllm serve`` command line to the values of its flags, read as vLLM reads it.
 
-The names and kinds of all flags are in ``flags.json``, recorded from the release. What vLLM does before
-its parser sees the words is done here too: underscores for dashes, ``-O2``, dotted parts of JSON flags,
-``--config FILE``, the model as ``--model``. Words in front such as ``VLLM_USE_V2_MODEL_RUNNER=0`` are
+Names and kinds of all flags are in ``flags.json``, recorded from the release. What vLLM does before its
+parser sees the words is done here too: underscores for dashes, ``-O2``, dotted parts of JSON flags,
+``--config FILE``, the model as ``--model``. Leading words such as ``VLLM_USE_V2_MODEL_RUNNER=0`` are
 environment variables, as in a shell.
 """
 
@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import resources
 from typing import Any, ClassVar
 
 import attrs
@@ -22,47 +21,22 @@ import attrs
 from capture_planner.engines.parsing import Parser, not_json, refusal
 from capture_planner.engines.yaml_files import as_words, read_flags
 from capture_planner.errors import FlagError
-from capture_planner_vllm.unemulated import not_emulated
+from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.tables import flag_table, rules
 
-__all__ = ["VARIABLES", "Given", "read", "refusal", "short_number", "table"]
-
-VARIABLES = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1 or 0: which model runner drives the graphs",
-    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1 or 0: piecewise graphs without torch.compile",
-}
-_IRRELEVANT = (
-    *("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX", "VLLM_LOGGING_COLOR", "VLLM_LOGGING_STREAM"),
-    *("VLLM_CONFIGURE_LOGGING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_HOST_IP", "VLLM_PORT", "VLLM_API_KEY"),
-    *("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"),
-    *("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_LOG_STATS_INTERVAL", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
-    *("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_IMAGE_FETCH_TIMEOUT", "VLLM_SERVER_DEV_MODE"),
-    *("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "VLLM_DISABLE_COMPILE_CACHE"),
-    "VLLM_USE_V1",  # 0.33 does not read it
-)
-"""Variables that decide nothing about graphs."""
-_RENAMED = {"VLLM_ATTENTION_BACKEND": "--attention-backend"}
-_SCALE = {
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "K": 1 << 10,
-    "M": 1 << 20,
-    "G": 1 << 30,
-    "T": 1 << 40,
-}
+_THOUSANDS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 """Flags that stand for one part of ``--speculative-config``."""
 _SHORT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 
 
 @attrs.frozen(kw_only=True)
-class Given:
-    """The flags that a command line gives, by vLLM's name for each: ``max_num_seqs``."""
+class CommandLine:
+    """The flags of one command line, by vLLM's name for each: ``max_num_seqs``."""
 
     values: Mapping[str, Any]
     from_file: frozenset[str] = frozenset()
-    """Those that only the file of ``--config`` gives."""
+    """Flags that only the file of ``--config`` gives."""
     overridden: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
     """Earlier values of JSON flags that are given more than once."""
     model: str | None = None
@@ -71,6 +45,10 @@ class Given:
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(name, default)
 
+    def every(self, name: str) -> Sequence[Any]:
+        """Return all values of a JSON flag, the one that counts last; vLLM checks each."""
+        return (*self.overridden.get(name, ()), self.values.get(name))
+
     def source(self, name: str) -> str:
         """Return ``flag``, ``file`` or ``default``."""
         if name not in self.values:
@@ -78,51 +56,64 @@ class Given:
         return "file" if name in self.from_file else "flag"
 
 
-def read(command: Sequence[str]) -> Given:
-    """Return what ``vllm serve`` reads from its words; raises ``FlagError`` with the first that it refuses."""
+def read(command: Sequence[str]) -> CommandLine:
+    """Return the flags of the words behind ``vllm serve``; raises ``FlagError`` for the first invalid one."""
     variables, words = _variables(list(command))
     words = _model_first(words)
     from_file: list[str] = []
     if "--config" in words:
         from_file, words = _without_file(words)
-    place = 1 if words and not words[0].startswith("-") else 0
-    found = _parse([*words[:place], *from_file, *words[place:]])
+    # A model in front stays in front; the file's flags come next, so that the command line's override them.
+    model = words[:1] if words and not words[0].startswith("-") else []
+    values = _parse([*model, *from_file, *words[len(model) :]])
     only_file = frozenset(_parse(from_file)) - frozenset(_parse(words)) if from_file else frozenset()
-    tag = found.pop("model_tag", None)
+    tag = values.pop("model_tag", None)
     if tag is not None and tag.startswith("-") and " " in tag:
-        says = "vLLM takes it for the model's name, as there is a space in it, and finds no such model"
-        raise refusal(re.split(r"[\s=]", tag)[0], says, "write flag and value as two words")
-    objects = [name for name in found if table()[name]["kind"].startswith("object")]
-    overridden = {name: found[name][:-1] for name in objects}
-    return Given(
-        values={**found, **{name: found[name][-1] for name in objects}},
-        overridden=overridden,
+        message = "vLLM reads a word with a space as the model's name, and finds no such model"
+        raise refusal(re.split(r"[\s=]", tag)[0], message, "write flag and value as two words")
+    objects = [name for name in values if flag_table()[name]["kind"].startswith("object")]
+    return CommandLine(
+        values={**values, **{name: values[name][-1] for name in objects}},
+        overridden={name: values[name][:-1] for name in objects},
         from_file=only_file,
-        model=tag if tag is not None else found.get("model"),
+        model=tag if tag is not None else values.get("model"),
         variables=variables,
     )
 
 
+def name_of(flag: str) -> str:
+    """Return vLLM's own name of a flag from any spelling or unambiguous prefix, or the flag itself."""
+    spelled = flag.partition("=")[0].partition(".")[0].replace("_", "-")
+    spelled = spelled if spelled.startswith("-") else f"--{spelled}"
+    table = flag_table().items()
+    spellings = [(name, dest) for dest, entry in table for name in (*entry["names"], *entry.get("no", ()))]
+    exact = [dest for name, dest in spellings if name == spelled]
+    prefixed = {dest for name, dest in spellings if name.startswith(spelled)}
+    return exact[0] if exact else prefixed.pop() if len(prefixed) == 1 else spelled
+
+
 def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    found: dict[str, str] = {}
+    """Split leading environment variables off the words, and normalize their values."""
+    known, variables = rules()["variables"], {}
     while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):
         name, _, value = words.pop(0).partition("=")
-        if name in _IRRELEVANT:
-            found[name] = value
-        elif name in _RENAMED:
-            raise refusal(name, "vLLM 0.33 does not read it any more", f"use {_RENAMED[name]}")
-        elif name not in VARIABLES:
-            near = difflib.get_close_matches(name, VARIABLES, n=1)
+        if name in rules()["ignored_variables"]:
+            variables[name] = value
+        elif name in rules()["renamed_variables"]:
+            replacement = rules()["renamed_variables"][name]
+            raise refusal(name, "vLLM 0.33 no longer reads this variable", f"use {replacement}")
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             remedy = f"leave it out{f', or set {near[0]}' if near else ''}"
             raise not_emulated(name, "", remedy, reason="this variable is not emulated")
         elif name == "VLLM_USE_BREAKABLE_CUDAGRAPH":
-            found[name] = "1" if value == "1" else "0"
+            variables[name] = "1" if value == "1" else "0"
         else:
             try:
-                found[name] = "1" if int(value) else "0"
+                variables[name] = "1" if int(value) else "0"
             except ValueError:
-                raise refusal(name, f"vLLM reads a whole number here, not {value!r}", "give 0 or 1") from None
-    return found, words
+                raise refusal(name, f"expected an integer, got {value!r}", "give 0 or 1") from None
+    return variables, words
 
 
 def _model_first(words: list[str]) -> list[str]:
@@ -130,52 +121,49 @@ def _model_first(words: list[str]) -> list[str]:
     for index, word in enumerate(words):
         if word == "--model":
             if index + 1 == len(words):
-                raise refusal("--model", "vLLM finds no model behind it", "name a model or a folder")
+                raise refusal("--model", "its value is missing", "name a model or a folder")
             return [words[index + 1], *words[:index], *words[index + 2 :]]
         if word.startswith("--model=") and word != "--model=":
             return [word.removeprefix("--model="), *words[:index], *words[index + 1 :]]
-    names = [word.partition("=")[0].replace("_", "-") for word in words]
-    config = any(name == "--config" for name in names)
-    if words and words[0].startswith("-") and "--served-model-name" in names and not config:
-        raise refusal(
-            "--served-model-name", "vLLM wants the model as the first word then", "write the model in front"
-        )
+    names = {word.partition("=")[0].replace("_", "-") for word in words}
+    if words and words[0].startswith("-") and "--served-model-name" in names and "--config" not in names:
+        message = "with this flag vLLM requires the model as the first word"
+        raise refusal("--served-model-name", message, "write the model in front")
     return words
 
 
 def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the words that the file of ``--config`` stands for, and the others."""
     if words.count("--config") > 1:
-        raise refusal("--config", "vLLM takes one file only", "put all flags into one file")
+        raise refusal("--config", "vLLM accepts one file only", "put all flags into one file")
     index = words.index("--config")
     if index + 1 == len(words):
-        raise refusal("--config", "vLLM finds no file behind it", "name a YAML file")
+        raise refusal("--config", "its value is missing", "name a YAML file")
     path = words[index + 1]
     if path.rpartition(".")[2] not in ("yaml", "yml"):
-        raise refusal("--config", f"vLLM reads .yaml and .yml only, not {path}", "rename the file")
+        raise refusal("--config", f"vLLM reads only .yaml and .yml files, got {path}", "rename the file")
     # A false is dropped: vLLM looks for the --no- form among the flags of `vllm`, not of `serve`.
     content = as_words(read_flags(path, "vLLM", "max-num-seqs: 64"))
-    others = words[:index] + words[index + 2 :]
-    if (not words[0].startswith("-")) or "--model" in content:
-        return content, others
-    raise refusal("--config", "vLLM finds a model neither in front nor in the file", "name a model")
+    if words[0].startswith("-") and "--model" not in content:
+        raise refusal("--config", "vLLM finds a model neither in front nor in the file", "name a model")
+    return content, words[:index] + words[index + 2 :]
 
 
 def _spelled(words: Sequence[str]) -> list[str]:
     """Write every flag with dashes up to its first dot, and ``-O2`` as what it stands for."""
-    found: list[str] = []
+    spelled: list[str] = []
     for index, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             head, dot, tail = name.partition(".")
-            found.append(head.replace("_", "-") + dot + tail + equals + value)
+            spelled.append(head.replace("_", "-") + dot + tail + equals + value)
         elif word.startswith("-O") and word != "-O":
-            found += ["--optimization-level", word[3:] if word[2] == "=" else word[2:]]
+            spelled += ["--optimization-level", word[3:] if word[2] == "=" else word[2:]]
         elif word == "-O" and index + 1 < len(words) and words[index + 1] in ("0", "1", "2", "3"):
-            found.append("--optimization-level")
+            spelled.append("--optimization-level")
         else:
-            found.append(word)
-    return found
+            spelled.append(word)
+    return spelled
 
 
 def _undotted(words: Sequence[str]) -> list[str]:
@@ -191,7 +179,7 @@ def _undotted(words: Sequence[str]) -> list[str]:
         if not equals:
             following = next(rest, None)
             if following is None:
-                raise refusal(name.partition(".")[0], f"vLLM finds no value behind {name}", "give one")
+                raise refusal(name.partition(".")[0], f"the value of {name} is missing", "give one")
             text = following
         if name.endswith("+"):
             name, text = name[:-1], json.dumps(text.split(","))
@@ -228,58 +216,50 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def short_number(text: str) -> int:
-    """Read 8192, 8k (thousands) or 8K (1,024s); raises ``ValueError``."""
+    """Read 8192, 8k (thousands) or 8K (1,024s), and so on for m, g, t; raises ``ValueError``."""
     text = text.strip()
     match = _SHORT.fullmatch(text)
     if match is None:
         return int(text)
     number, suffix = match.groups()
-    if suffix.islower():
-        return int(float(number) * _SCALE[suffix])
-    return int(number) * _SCALE[suffix]
+    power = _THOUSANDS[suffix.lower()]
+    return int(float(number) * 1000**power) if suffix.islower() else int(number) * 1024**power
 
 
 def _object(text: str) -> Any:
     """Read a JSON object in which numbers may be short: {"x": 80m}."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
-    parts[::2] = [
-        re.sub(rf"\b{_SHORT.pattern}\b", lambda m: str(short_number(m.group())), p) for p in parts[::2]
-    ]
+    short = re.compile(rf"\b{_SHORT.pattern}\b")
+    parts[::2] = [short.sub(lambda match: str(short_number(match.group())), part) for part in parts[::2]]
     value = json.loads("".join(parts))
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
 
 
-_READERS: dict[str, Any] = {
-    "text": str,
-    "int": int,
-    "float": float,
-    "json": json.loads,
-    "object": _object,
-    "count": short_number,
-    "length": lambda text: (
-        -1 if text.strip() == "-1" or text.strip().lower() == "auto" else short_number(text)
+def _length(text: str) -> int:
+    return -1 if text.strip().lower() in ("-1", "auto") else short_number(text)
+
+
+_KINDS: dict[str, tuple[Any, str, str]] = {
+    "text": (str, "text", "give text"),
+    "int": (int, "integer", "give a whole number, in digits"),
+    "float": (float, "number", "give a number"),
+    "json": (json.loads, "JSON", ""),
+    "object": (_object, "JSON object", "give a JSON object, as in '{\"a\": 1}', or dotted parts"),
+    "count": (
+        short_number,
+        "count",
+        "give a whole number, or one such as 8k or 8K; fractions go with k only",
     ),
-    "name": lambda text: text.lower().replace("-", "_"),
+    "length": (_length, "length", "give auto, a whole number, or one such as 8k or 8K"),
+    "name": (lambda text: text.lower().replace("-", "_"), "name", "give one of its names"),
 }
-
-
-_WANTED = {
-    "text": ("text", "give a text"),
-    "int": ("whole number", "give a whole number, in digits"),
-    "float": ("number", "give a number"),
-    "json": ("JSON", ""),
-    "object": ("JSON object", "give a JSON object, as in '{\"a\": 1}', or dotted parts"),
-    "count": ("count", "give a whole number, or one such as 8k or 8K; fractions go with k only"),
-    "length": ("length", "give auto, a whole number, or one such as 8k or 8K"),
-    "name": ("name", "give one of its names"),
-}
-"""What each kind of value is called, and what to give where one is none."""
+"""Of each kind of value: how it is read, its name in messages, and the remedy for another value."""
 
 
 def _reader(kind: str) -> Any:
-    inner, optional = _READERS[kind.rstrip("?")], kind.endswith("?")
+    (inner, name, _), optional = _KINDS[kind.rstrip("?")], kind.endswith("?")
 
     def read_value(text: str) -> Any:
         if optional and text in ("", "None"):
@@ -289,8 +269,8 @@ def _reader(kind: str) -> Any:
         except json.JSONDecodeError as error:
             raise not_json(text, error) from None
 
-    # The parser names the function where a value is none that it takes.
-    read_value.__name__ = _WANTED[kind.rstrip("?")][0]
+    # argparse names the function in its message.
+    read_value.__name__ = name
     return read_value
 
 
@@ -303,40 +283,20 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.negatives)
 
 
-class _Parser(Parser):
+class ServeParser(Parser):
     engine = "vLLM 0.33"
-    wanted: ClassVar = dict(_WANTED.values())
-    renamed: ClassVar = {
-        "--cuda-graph-sizes": "--cudagraph-capture-sizes",
-        "--speculative-model": "--speculative-config, with model in its JSON",
-        "--num-speculative-tokens": "--speculative-config, with num_speculative_tokens in its JSON",
-        # SGLang's names
-        "--max-running-requests": "--max-num-seqs",
-        "--chunked-prefill-size": "--max-num-batched-tokens",
-        "--context-length": "--max-model-len",
-        "--tp-size": "--tensor-parallel-size",
-        "--dp-size": "--data-parallel-size",
-        "--cuda-graph-bs-decode": "--cudagraph-capture-sizes, in tokens",
-        "--cuda-graph-max-bs-decode": "--max-cudagraph-capture-size, in tokens",
-    }
+    wanted: ClassVar = {name: remedy for _, name, remedy in _KINDS.values()}
+    renamed: ClassVar = rules()["renamed_flags"]
 
     def _placing(self, word: str) -> str:
         return "give one model, then flags; a switch takes no value"
 
 
 @cache
-def table() -> dict[str, dict[str, Any]]:
-    """Return every flag of ``vllm serve`` by its name in vLLM: its spellings, kind, and choices."""
-    text = (resources.files(__package__) / "flags.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found
-
-
-@cache
-def _parser() -> _Parser:
-    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+def _parser() -> ServeParser:
+    parser = ServeParser(add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("model_tag", nargs="?")
-    for dest, entry in table().items():
+    for dest, entry in flag_table().items():
         kind, names = entry["kind"], entry["names"]
         if kind == "switch":
             action = parser.add_argument(*names, *entry["no"], dest=dest, action=_Switch, nargs=0)
@@ -365,16 +325,16 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     return _folded(dict(vars(namespace)))
 
 
-def _folded(found: dict[str, Any]) -> dict[str, Any]:
-    """Put ``--spec-method`` and its like into ``--speculative-config``, which they are short for."""
-    short = [(flag, key, found.pop(flag, None)) for flag, key in _SPECULATIVE.items()]
+def _folded(values: dict[str, Any]) -> dict[str, Any]:
+    """Put ``--spec-method`` and its like into ``--speculative-config``."""
+    short = [(flag, key, values.pop(flag, None)) for flag, key in _SPECULATIVE.items()]
     given = [each for each in short if each[2] is not None]
-    whole = found.get("speculative_config")
+    whole = values.get("speculative_config")
     if given and isinstance(whole, dict | None):
-        found["speculative_config"] = whole = dict(whole or {})
+        values["speculative_config"] = whole = dict(whole or {})
         for flag, key, value in given:
             if key in whole:
-                says = f"vLLM takes {key} once, and --{flag.replace('_', '-')} gives it too"
-                raise refusal("--speculative-config", says, "drop one", key)
+                message = f"{key} is given twice, by --{flag.replace('_', '-')} too"
+                raise refusal("--speculative-config", message, "drop one", key)
             whole[key] = value
-    return found
+    return values

@@ -1,7 +1,7 @@
 """vLLM 0.33's legacy dispatcher, model runner V1: pad to the next size, then look the shape up.
 
-The rules are those of ``vllm/v1/cudagraph_dispatcher.py`` and of the runner's call to it. It asks no
-question of prompts: a prompt of exactly 1 + K tokens counts as a decode.
+The rules of ``vllm/v1/cudagraph_dispatcher.py`` and of the runner's call to it. A prompt of exactly 1 + K
+tokens counts as a decode.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
-from capture_planner.errors import FlagError, Problem
+from capture_planner.engines.emulation import CapturedGraph
+from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner_vllm.table import answered
@@ -27,10 +27,9 @@ def draft_mode(mode: GraphMode) -> GraphMode:
 def speculative_sizes(
     sizes: tuple[int, ...], max_size: int, *, query_len: int, mode: GraphMode
 ) -> tuple[int, ...]:
-    """Return the sizes, made multiples of the decode's width; raises ``FlagError``.
+    """Return the sizes, rounded up to multiples of ``query_len`` where decodes run in FULL graphs.
 
-    That holds for every graph, of mixed batches and of drafters too, where decodes of more than one
-    token run in full graphs.
+    The same sizes hold for mixed batches and for drafters. Raises ``FlagError`` where none is left.
     """
     if mode.decode_mode is not GraphMode.FULL or query_len <= 1 or not sizes:
         return sizes
@@ -39,16 +38,9 @@ def speculative_sizes(
     if not kept and query_len <= max_size:
         kept = [query_len]
     if not kept:
-        raise FlagError(
-            [
-                Problem(
-                    path=("--max-cudagraph-capture-size",),
-                    message=f"no capture size up to {max_size} is a multiple of {query_len}, the "
-                    "tokens of a decode with its drafts",
-                    remedy=f"allow sizes up to {query_len}, or draft fewer tokens",
-                )
-            ]
-        )
+        message = f"no capture size up to {max_size} is a multiple of 1 + K = {query_len}"
+        remedy = f"allow sizes up to {query_len}, or draft fewer tokens"
+        raise refusal("--max-cudagraph-capture-size", message, remedy)
     return tuple(kept)
 
 
@@ -67,23 +59,25 @@ class PaddedManager:
     """Adapter counts captured for, ascending. Without 0, batches without adapters run eager."""
     max_loras: int = 0
     specialize_lora: bool = False
-    """Whether fewer active adapters look for a graph of their own."""
-    graphs: tuple[Graph, ...] = attrs.field(init=False, repr=False, eq=False)
+    """Whether batches with fewer active adapters have graphs of their own."""
+    graphs: tuple[CapturedGraph, ...] = attrs.field(init=False, repr=False, eq=False)
     """In the order of capture: PIECEWISE before FULL, each by tokens and adapters, largest first."""
     _keys: frozenset[Entry] = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         keys = frozenset(self._entries())
         ordered = sorted(keys, key=_order)
-        object.__setattr__(self, "graphs", tuple(Graph(role=self.role, entry=entry) for entry in ordered))
+        object.__setattr__(
+            self, "graphs", tuple(CapturedGraph(role=self.role, entry=entry) for entry in ordered)
+        )
         object.__setattr__(self, "_keys", keys)
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return what the dispatcher answers, once everything is captured."""
+        """Return the dispatcher's answer once everything is captured."""
         return self.padded(batch, batch.num_tokens, (GraphMode.FULL, GraphMode.PIECEWISE))
 
     def padded(self, batch: Batch, tokens: int, modes: Sequence[GraphMode]) -> Dispatch:
-        """Return the answer where the batch has ``tokens``, padding of other ranks included, and may run so."""
+        """Return the answer for ``tokens`` rows, padding by other ranks included, in one of ``modes``."""
         if tokens <= 0 or (batch.active_loras > 0 and not self._has_loras):
             return answered(None, batch, Reason.NOT_ADMISSIBLE, tokens=tokens)
         if self.mode is GraphMode.NONE:
@@ -97,7 +91,7 @@ class PaddedManager:
             Entry(mode=GraphMode.PIECEWISE, num_tokens=size, active_loras=self._case(batch)),
         ):
             if entry.mode in modes and entry in self._keys:
-                return answered(Graph(role=self.role, entry=entry), batch, None)
+                return answered(CapturedGraph(role=self.role, entry=entry), batch, None)
         return answered(None, batch, self._reason(batch), tokens=tokens)
 
     @property
@@ -105,7 +99,7 @@ class PaddedManager:
         return self.max_loras > 0 or self.role.is_drafter
 
     def _case(self, batch: Batch) -> int:
-        """Return the adapter count to look for. Drafters are asked without."""
+        """Return the adapter count to look for; drafters run without adapters."""
         if batch.active_loras <= 0 or self.role.is_drafter:
             return 0
         if not self.specialize_lora:

@@ -1,4 +1,4 @@
-"""From vLLM's settled flags to its graph managers: the target's, and those of the drafter."""
+"""From vLLM's settings to its graph managers: the target's and the drafter's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from capture_planner.engines.emulation import Manager
 from capture_planner.modes import GraphMode, Role
 from capture_planner_vllm import legacy
 from capture_planner_vllm.drafter import DraftDecode, DraftPrefill
-from capture_planner_vllm.settings import Runner, VllmSettings
+from capture_planner_vllm.settings import RunnerVersion, VllmSettings
 from capture_planner_vllm.table import TableManager
 
 
 def managers(settings: VllmSettings) -> tuple[Manager, ...]:
     """Return the managers that can have graphs, target first."""
-    if settings.runner is Runner.V1:
+    if settings.runner is RunnerVersion.V1:
         return _legacy(settings)
     most, lookup = settings.num_speculative_tokens, settings.drafted
 
@@ -32,21 +32,20 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
         )
 
     target = table(Role.TARGET, settings.mode, settings.query_len)
-    found: list[Manager] = [target]
+    result: list[Manager] = [target]
     if settings.draft_prefill_mode is not None and not settings.draft_query_len:
         prefill = table(Role.DRAFT_PREFILL, settings.draft_prefill_mode, settings.query_len)
-        found.append(DraftPrefill(table=prefill, target=target))
+        result.append(DraftPrefill(table=prefill, target=target))
     if settings.draft_decode_mode is not None and settings.draft_query_len:
         whole = table(Role.DRAFT_DECODE, settings.draft_decode_mode, settings.draft_query_len)
-        found.append(DraftDecode(table=whole, draft_tokens=lookup, least=1))
+        result.append(DraftDecode(table=whole, draft_tokens=lookup, least=1))
     elif settings.draft_decode_mode is not None and most > 1:
         # With K = 1 no position follows the first, and the engine captures nothing for one.
         decode = table(Role.DRAFT_DECODE, settings.draft_decode_mode, 1)
-        chains = tuple(sorted({k - 1 for k in lookup if k > 1}, reverse=True))
-        found.append(
-            DraftDecode(table=decode, draft_tokens=lookup, chains=chains if settings.draft_fused else None)
-        )
-    return tuple(found)
+        lengths = tuple(sorted({k - 1 for k in lookup if k > 1}, reverse=True))
+        chains = lengths if settings.draft_fused else None
+        result.append(DraftDecode(table=decode, draft_tokens=lookup, chains=chains))
+    return tuple(result)
 
 
 def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
@@ -58,15 +57,15 @@ def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
             sizes=settings.sizes,
             max_num_reqs=settings.max_num_seqs,
             query_len=settings.query_len,
-            # Drafters are asked without adapters, and have the cases of the target.
+            # Drafters run without adapters, but capture the target's case 0.
             lora_cases=tuple(case for case in settings.lora_cases if is_target or case == 0),
             max_loras=settings.max_loras if is_target else 0,
             specialize_lora=settings.specialize_lora and is_target,
         )
 
-    found = [manager(Role.TARGET, settings.mode)]
+    result = [manager(Role.TARGET, settings.mode)]
     if settings.draft_prefill_mode is not None:
-        found.append(manager(Role.DRAFT_PREFILL, settings.draft_prefill_mode))
+        result.append(manager(Role.DRAFT_PREFILL, settings.draft_prefill_mode))
     if settings.draft_decode_mode is not None:
-        found.append(manager(Role.DRAFT_DECODE, settings.draft_decode_mode))
-    return tuple(found)
+        result.append(manager(Role.DRAFT_DECODE, settings.draft_decode_mode))
+    return tuple(result)

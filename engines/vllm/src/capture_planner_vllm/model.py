@@ -1,7 +1,7 @@
-"""What vLLM's settings take from a model: read from its ``config.json``, or assumed.
+"""The facts of a model that vLLM's settings depend on: read from its ``config.json``, or assumed.
 
-A model that is neither a local folder nor a known one counts as a dense decoder of ``ASSUMED_LENGTH`` tokens
-with grouped-query attention; the settings say so with the source ``assumed``.
+A model that is neither a local folder nor a known name counts as a dense decoder of ``ASSUMED_LENGTH`` tokens
+with grouped-query attention; its settings have the source ``assumed``.
 """
 
 from __future__ import annotations
@@ -14,32 +14,24 @@ import attrs
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED, KNOWN, Checkpoint
+from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError
-from capture_planner_vllm.flags import refusal
 from capture_planner_vllm.mtp import Modules, modules
-from capture_planner_vllm.parts import names
+from capture_planner_vllm.tables import names, rules
 
 ASSUMED_LENGTH = 32768
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 COUNTS_AS = f"a dense decoder of {ASSUMED_LENGTH} tokens"
-_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-_KV_HEADS = (
-    *("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups"),
-)
-_LENGTHS = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
-    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
-)
 _MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
 _LENGTH_LEFT_OUT = 2048
-_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-"""Kinds of rotary embedding whose factor the stated length has in it."""
+_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of rotary embedding whose factor is included in the stated length."""
 _TABLES = ("default", "linear", "llama3", "ntk", "proportional")
-"""Kinds of rotary embedding that a longer table of positions suffices for."""
+"""Kinds of rotary embedding that extend by a longer table of positions."""
 
 
 @attrs.frozen(kw_only=True)
-class Model:
+class ModelFacts:
     """The facts of one model, and where they come from."""
 
     name: str
@@ -47,78 +39,74 @@ class Model:
     architecture: str = ""
     model_type: str = ""
     heads: int = 0
-    """Attention heads, or 0 where they are not known."""
+    """Attention heads, or 0 if unknown."""
     kv_heads: int = 0
     head_size: int = 128
     max_len: int = ASSUMED_LENGTH
-    """Tokens of the longest sequence where no flag says it."""
+    """Tokens of the longest sequence, unless a flag sets it."""
     experts: int = 0
     mla: bool = False
     encoder_decoder: bool = False
     vocabulary: int = 0
     modules: Modules | None = None
-    """What drafts by multi-token prediction where the model is a draft, its own or another's."""
+    """The module for multi-token prediction where the model is used as a draft."""
     dtype: str = "bfloat16"
-    """As the file has it; float32 where it says nothing."""
+    """As in the file; float32 where it has none."""
     quantization: str | None = None
-    """The method by which the checkpoint is quantized."""
+    """The checkpoint's quantization method."""
     cache: str | None = None
-    """The KV cache dtype that the checkpoint asks for."""
+    """The checkpoint's KV cache dtype."""
     nope_size: int = 128
-    """Of MLA's heads, the part without positions."""
+    """The part of MLA's heads without positional encoding."""
     sinks: bool = False
-    """Whether attention has sinks."""
     soft_cap: bool = False
     """Whether attention logits are capped."""
     chunked: bool = False
     """Whether attention is cut into chunks, which no graph captures."""
     recurrent: bool = False
-    """Whether some layers keep a state in place of a KV cache (Mamba, gated delta nets)."""
+    """Whether some layers have a state in place of a KV cache (Mamba, gated delta nets)."""
     varies: bool = False
-    """Whether the layers that keep a state are Mamba 2's, whose graphs take any mix of query lengths."""
+    """Whether those layers are Mamba 2's, whose graphs serve any mix of query lengths."""
     multimodal: bool = False
     causal: bool = False
-    """Whether every layer of a parallel draft sees earlier tokens only."""
+    """Whether every layer of a parallel draft attends to earlier tokens only."""
     anchored: bool = True
-    """Whether a DSpark draft's first token is drafted too, so that K tokens make a pass."""
+    """Whether a DSpark draft's first token is a draft too, so that a pass has K tokens."""
     block: int = 0
-    """The tokens that a DSpark draft is made for."""
+    """K of a DSpark draft."""
     stretches: bool = True
-    """Whether positions beyond the file's only need a longer table (not so for YaRN)."""
+    """Whether longer sequences only need a longer table of positions (not so for YaRN)."""
     limit: int = ASSUMED_LENGTH
-    """The longest ``--max-model-len`` that is taken."""
+    """The largest ``--max-model-len`` that vLLM accepts."""
     odd: str | None = None
-    """What the model has that is not emulated."""
+    """A feature of the model that is not emulated."""
 
     @property
     def known(self) -> bool:
         return self.source != ASSUMED
 
     def refusal(self, flag: str, reason: str, remedy: str, *inside: str | int) -> FlagError:
-        """Return the error of a flag that the model's facts rule out; it says so where they are assumed."""
+        """Return the error for a flag that the model's facts rule out; it names them where they are assumed."""
         if not self.known:
             reason = f"{checkpoints.assumption(self.name, COUNTS_AS)}; {reason}"
             remedy = f"name a folder with its config.json{f', or {remedy}' if remedy else ''}"
         return refusal(flag, reason, remedy, *inside)
 
 
-def read_model(flag: str, name: str) -> Model:
+def read_model(flag: str, name: str) -> ModelFacts:
     """Return the facts of a model by folder or name; raises ``FlagError`` for a broken ``config.json``."""
     try:
         checkpoint = checkpoints.find(name)
-        return _from_config(checkpoint) if checkpoint.source != ASSUMED else Model(name=name)
+        return _from_config(checkpoint) if checkpoint.source != ASSUMED else ModelFacts(name=name)
     except FileNotFoundError as error:
-        raise refusal(
-            flag,
-            f"vLLM finds no config.json in {name}",
-            "name the folder of a model; a plan is checked without --engine",
-        ) from error
+        remedy = "name a model's folder; a plan is checked without --engine"
+        raise refusal(flag, f"vLLM finds no config.json in {name}", remedy) from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         file = Path(name) / "config.json"
         raise refusal(flag, f"vLLM cannot read {file}: {error}", "give a model's own config.json") from error
 
 
-def _from_config(checkpoint: Checkpoint) -> Model:
+def _from_config(checkpoint: Checkpoint) -> ModelFacts:
     config, text = checkpoint.config, checkpoint.text
     heads = int(text.get("num_attention_heads") or text.get("encoder_attention_heads") or 0)
     width = int(text.get("hidden_size") or text.get("d_model") or 0)
@@ -131,17 +119,17 @@ def _from_config(checkpoint: Checkpoint) -> Model:
     max_len, limit = _lengths(checkpoint)
     # The list of known models has no dtypes: all of them are served in 16 bits.
     unstated = "bfloat16" if checkpoint.source == KNOWN else "float32"
-    return Model(
+    return ModelFacts(
         name=checkpoint.name,
         source=checkpoint.source,
         architecture=architecture,
         model_type=str(config.get("model_type") or ""),
         heads=heads,
-        kv_heads=1 if mla else next((int(text[key]) for key in _KV_HEADS if text.get(key)), heads),
+        kv_heads=1 if mla else _first(text, "kv_heads", heads),
         head_size=size,
         max_len=max_len,
         limit=limit,
-        experts=next((int(text[key]) for key in _EXPERTS if text.get(key)), 0),
+        experts=_first(text, "experts", 0),
         mla=mla,
         encoder_decoder=bool(config.get("is_encoder_decoder")),
         vocabulary=int(text.get("vocab_size") or 0),
@@ -164,16 +152,19 @@ def _from_config(checkpoint: Checkpoint) -> Model:
     )
 
 
+def _first(text: Mapping[str, Any], kind: str, default: int) -> int:
+    """Return the first of the keys for a number that is there and not 0."""
+    return next((int(text[key]) for key in rules()["config_keys"][kind] if text.get(key)), default)
+
+
 def _lengths(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return the longest sequence by default, and the longest that may be asked for."""
+    """Return the default maximum length, and the largest that a flag may set."""
     text = checkpoint.text
-    stated = [text[key] for key in _LENGTHS if text.get(key) is not None]
+    stated = [text[key] for key in rules()["config_keys"]["lengths"] if text.get(key) is not None]
     longest = text.get("model_max_length") or min(stated, default=_LENGTH_LEFT_OUT)
     kinds = [rope["rope_type"] for rope in checkpoint.rope]
     if "gemma3" not in str(text.get("model_type")):
-        factors = [
-            rope.get("factor", 1) for rope in checkpoint.rope if rope["rope_type"] not in _SCALED_ALREADY
-        ]
+        factors = [rope.get("factor", 1) for rope in checkpoint.rope if rope["rope_type"] not in _SCALED]
         longest = int(longest * ((factors or [1])[-1] or 1))
     limit = max(int(longest), int(text.get("model_max_length") or 0))
     if "longrope" in kinds or "su" in kinds:
@@ -210,7 +201,7 @@ def _has_state(config: Mapping[str, Any]) -> bool:
 
 
 def _causal(text: Mapping[str, Any]) -> bool:
-    """Say whether every layer of a DFlash draft sees earlier tokens only."""
+    """Say whether every layer of a DFlash draft attends to earlier tokens only."""
     asked = text.get("is_causal")
     if asked is None:
         asked = (text.get("dflash_config") or {}).get("causal")
@@ -221,7 +212,7 @@ def _causal(text: Mapping[str, Any]) -> bool:
 
 
 def _odd(checkpoint: Checkpoint, architecture: str) -> str | None:
-    """Return what is not emulated of a model, or None where it counts as a decoder."""
+    """Return the feature of a model that is not emulated, or None where it counts as a decoder."""
     config, text = checkpoint.config, checkpoint.text
     inner = str((text.get("architectures") or [""])[0]) if text is not config else ""
     known = (*names()["decoders"], *names()["hybrids"], *names()["multimodal"], "")
@@ -230,18 +221,12 @@ def _odd(checkpoint: Checkpoint, architecture: str) -> str | None:
             return f"the architecture {each}"
     if config.get("model_type") in names()["prefix_types"] and architecture in names()["multimodal"]:
         return "attention that sees images in both directions"
-    keys = {
-        "index_topk": "sparse attention",
-        "dual_chunk_attention_config": "dual chunk attention",
-        "block_configs": "layers of different shapes",
-        "rswa_window": "a window over generated tokens",
-    }
-    for key, what in keys.items():
+    for key, feature in rules()["unemulated_config_keys"].items():
         if text.get(key) is not None:
-            return what
+            return str(feature)
     if text.get("is_causal") is False:
         return "attention in both directions"
-    told = text.get("num_attention_heads") or text.get("encoder_attention_heads")
-    if architecture in names()["multimodal"] and not told:
+    heads = text.get("num_attention_heads") or text.get("encoder_attention_heads")
+    if architecture in names()["multimodal"] and not heads:
         return "a text model that config.json does not describe as text_config"
     return "pooling by modules.json" if (Path(checkpoint.name) / "modules.json").is_file() else None

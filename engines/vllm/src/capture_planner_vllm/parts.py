@@ -1,34 +1,22 @@
-"""The JSON flags of vLLM that bear on graphs, checked field by field as its own types check them."""
+"""Fields of vLLM's JSON flags, read as vLLM's own types read them."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 from typing import Any
 
-from capture_planner.engines.parsing import NUMBERS, did_you_mean, listed
-from capture_planner_vllm.flags import refusal
+from capture_planner.engines.parsing import NUMBERS, did_you_mean, listed, refusal
+from capture_planner_vllm.tables import names
 
-MODES = ("NONE", "PIECEWISE", "FULL")
 COMPILE = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
-ALL_MODES = (*MODES, "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+ALL_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _WHOLE = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0+)?\s*")
 _TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
 
 
-@cache
-def names() -> dict[str, list[str]]:
-    """Return the names that vLLM's JSON flags, backends and methods have, as recorded from the release."""
-    text = (resources.files(__package__) / "names.json").read_text(encoding="utf-8")
-    found: dict[str, list[str]] = json.loads(text)
-    return found
-
-
 class Part:
-    """One JSON flag: reads its fields with vLLM's leniency, and refuses with the place."""
+    """One JSON flag: reads its fields as leniently as vLLM does; errors name the field."""
 
     def __init__(self, flag: str, kind: str, value: Mapping[str, Any] | None) -> None:
         self.flag, self.given = flag, dict(value or {})
@@ -48,47 +36,38 @@ class Part:
             return True
         if text in _FALSE or value == 0:
             return False
-        raise self.refuse(key, f"vLLM wants true or false, not {value!r}", "give true or false")
+        raise self.refuse(key, f"expected true or false, got {value!r}", "give true or false")
 
     def integer(self, key: str, *, least: int | None = None) -> int | None:
         value = self.given.get(key)
         if value is None:
             return None
-        found = whole_number(value)
-        if found is None:
-            raise self.refuse(key, f"vLLM wants a whole number, not {value!r}", "give a number")
-        if least is not None and found < least:
-            raise self.refuse(key, f"vLLM wants at least {least}, got {found}", f"give {least} or more")
-        return found
-
-    def number(self, key: str) -> float | None:
-        value = self.given.get(key)
-        if value is None:
-            return None
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise self.refuse(key, f"vLLM wants a number, not {value!r}", "give a number") from None
+        number = whole_number(value)
+        if number is None:
+            raise self.refuse(key, f"expected a whole number, got {value!r}", "give a number")
+        if least is not None and number < least:
+            raise self.refuse(key, f"vLLM requires at least {least}, got {number}", f"give {least} or more")
+        return number
 
     def integers(self, key: str) -> list[int] | None:
         if key not in self.given:
             return None
         value = self.given[key]
-        found = [whole_number(item) for item in value] if isinstance(value, list) else [None]
-        if None in found:
+        numbers = [whole_number(item) for item in value] if isinstance(value, list) else [None]
+        if None in numbers:
             several = isinstance(value, str) and NUMBERS.fullmatch(value)
             remedy = f"write [{', '.join(listed(value))}]" if several else "as in [1, 2, 4, 8]"
-            raise self.refuse(key, f"vLLM wants a list of whole numbers, not {value!r}", remedy)
-        return [item for item in found if item is not None]
+            raise self.refuse(key, f"expected a list of whole numbers, got {value!r}", remedy)
+        return [item for item in numbers if item is not None]
 
     def text(self, key: str) -> str | None:
         value = self.given.get(key)
         if value is not None and not isinstance(value, str):
-            raise self.refuse(key, f"vLLM wants a text, not {value!r}", "write it in quotes")
+            raise self.refuse(key, f"expected text, got {value!r}", "write it in quotes")
         return value
 
     def one_of(self, key: str, names_: tuple[str, ...], by_number: int) -> str | None:
-        """Return a name in capitals, given as a name or as one of the first ``by_number`` numbers."""
+        """Return one of ``names_``, given in any case or as one of the numbers below ``by_number``."""
         value = self.given.get(key)
         if value is None:
             return None
@@ -97,11 +76,11 @@ class Part:
         number = whole_number(value) if not isinstance(value, str) else None
         if number is not None and 0 <= number < by_number:
             return names_[number]
-        raise self.refuse(key, f"vLLM does not know {value!r}", f"give one of {', '.join(names_)}")
+        raise self.refuse(key, f"{value!r} is unknown", f"give one of {', '.join(names_)}")
 
 
 def whole_number(value: Any) -> int | None:
-    """Return what vLLM's types read as a whole number (true, 2.0, "2", "2.0"), or None for anything else."""
+    """Return a value that vLLM's types read as an integer (true, 2.0, "2", "2.0"), else None."""
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float) and value.is_integer():

@@ -1,67 +1,49 @@
-"""The last steps of vLLM's mode: what the attention backends leave of it.
-
-The ladder is that of ``resolve_cudagraph_mode_and_sizes``; ``attention.py`` knows the backends.
-"""
+"""The last rewrites of vLLM's mode, by the attention backends (``resolve_cudagraph_mode_and_sizes``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import attrs
-
-from capture_planner.errors import FlagError
+from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, GraphSupport
-from capture_planner_vllm.flags import refusal
 
 
-@attrs.frozen(kw_only=True)
-class Ladder:
-    """What the ladder needs beside the mode. ``note`` is told (rule, before, after, sentence)."""
+def resolve_mode(
+    mode: GraphMode,
+    *,
+    support: GraphSupport,
+    backend: str,
+    query_len: int,
+    splits_attention: bool,
+    graph_partition: bool,
+    compiles: bool,
+    piecewise_capture: bool,
+    note: Callable[[str, GraphMode, GraphMode, str], None],
+) -> GraphMode:
+    """Return the mode that the weakest ``backend`` supports; raises ``FlagError`` where there is none.
 
-    support: GraphSupport
-    backend: str
-    query_len: int
-    splits_attention: bool
-    graph_partition: bool
-    compiles: bool
-    """Whether vLLM's own compilation runs, in pieces."""
-    piecewise_capture: bool
-    note: Callable[[str, GraphMode, GraphMode, str], None]
+    ``query_len`` is 1 + K, ``compiles`` means vLLM's own piecewise compilation; ``note`` is called for each
+    rewrite with its rule, the modes before and after, and a message.
+    """
 
-    def resolve(self, mode: GraphMode) -> GraphMode:
-        """Return the mode that is left; raises ``FlagError`` where nothing can be."""
-        if mode is GraphMode.NONE:
-            return mode
-        if mode.mixed_mode is GraphMode.FULL and self.support < GraphSupport.ALWAYS:
-            if self.support is GraphSupport.NEVER:
-                raise self._no_graph(mode)
-            after = GraphMode.FULL_AND_PIECEWISE if self.splits_attention else GraphMode.FULL_DECODE_ONLY
-            mode = self._step("mixed-support", mode, after, "captures no mixed batches")
-        if mode.decode_mode is GraphMode.FULL and self.support is GraphSupport.NEVER:
-            pieces = self.compiles and (self.splits_attention or self.graph_partition)
-            after = GraphMode.PIECEWISE if pieces else GraphMode.NONE
-            mode = self._step("decode-support", mode, after, "captures no attention at all")
-        wide = self.query_len > 1 and self.support < GraphSupport.UNIFORM_BATCH
-        if mode.decode_mode is GraphMode.FULL and wide:
-            after = GraphMode.PIECEWISE if self.splits_attention else GraphMode.NONE
-            says = f"captures decodes of one token, and they have {self.query_len}"
-            mode = self._step("speculative-support", mode, after, says)
-        if not self.piecewise_capture and mode.has_piecewise:
-            after = mode.without_piecewise
-            self.note(
-                "piecewise-capture", mode, after, "nothing is compiled in pieces, so nothing is captured so"
-            )
-            mode = after
-        return mode
-
-    def _step(self, rule: str, mode: GraphMode, after: GraphMode, says: str) -> GraphMode:
-        self.note(rule, mode, after, f"{self.backend} {says}, so {mode.value} becomes {after.value}")
+    def step(rule: str, after: GraphMode, message: str) -> GraphMode:
+        note(rule, mode, after, f"{message}, so {mode.value} becomes {after.value}")
         return after
 
-    def _no_graph(self, mode: GraphMode) -> FlagError:
-        return refusal(
-            "--compilation-config",
-            f"vLLM refuses {mode.value}: {self.backend} captures no attention",
-            "ask for PIECEWISE",
-            "cudagraph_mode",
-        )
+    if mode.mixed_mode is GraphMode.FULL and support < GraphSupport.ALWAYS:
+        if support is GraphSupport.NEVER:
+            message = f"vLLM cannot run {mode.value}: {backend} captures no attention"
+            raise refusal("--compilation-config", message, "ask for PIECEWISE", "cudagraph_mode")
+        after = GraphMode.FULL_AND_PIECEWISE if splits_attention else GraphMode.FULL_DECODE_ONLY
+        mode = step("mixed-support", after, f"{backend} captures no mixed batches")
+    if mode.decode_mode is GraphMode.FULL and support is GraphSupport.NEVER:
+        pieces = compiles and (splits_attention or graph_partition)
+        after = GraphMode.PIECEWISE if pieces else GraphMode.NONE
+        mode = step("decode-support", after, f"{backend} captures no attention at all")
+    if mode.decode_mode is GraphMode.FULL and query_len > 1 and support < GraphSupport.UNIFORM_BATCH:
+        after = GraphMode.PIECEWISE if splits_attention else GraphMode.NONE
+        message = f"{backend} captures decodes of one token, and they have {query_len}"
+        mode = step("speculative-support", after, message)
+    if mode.has_piecewise and not piecewise_capture:
+        mode = step("piecewise-capture", mode.without_piecewise, "nothing is compiled piecewise")
+    return mode

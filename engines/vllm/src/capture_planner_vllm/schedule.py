@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
-from capture_planner.errors import FlagError, Problem
+from capture_planner.engines.parsing import refusal
+from capture_planner.errors import FlagError
 
 Tier = tuple[int, int, int]
 """First and last batch size, in requests, and the draft tokens between them."""
@@ -15,25 +16,24 @@ _ALL = "give ranges of batch sizes from 1 on, without overlap, as in [[1, 16, 3]
 
 
 def normalized(schedule: Any) -> tuple[Tier, ...]:
-    """Return the schedule, as given, by batch size; raises ``FlagError`` as vLLM's scheduler refuses it.
+    """Return the schedule's tiers by batch size; raises ``FlagError`` as vLLM's scheduler does.
 
-    Every number goes through ``int``, as in the engine's own function. A command line gives whole numbers
-    only: its types have refused 2.9 before.
+    Every number goes through ``int``, as in the engine's own function (``build_dynamic_sd_schedule_lookup``).
     """
     if not isinstance(schedule, list):
         raise _refused("not a list of [first, last, draft tokens]", _ALL)
     if not schedule:
         raise _refused("the schedule is empty", "give one range, or leave the schedule out")
-    found = sorted(enumerate(map(_tier, range(len(schedule)), schedule)), key=lambda item: item[1][0])
+    tiers = sorted(enumerate(map(_tier, range(len(schedule)), schedule)), key=lambda item: item[1][0])
     previous = 0
-    for index, (first, last, k) in found:
+    for index, (first, last, k) in tiers:
         if previous == 0 and first != 1:
             raise _refused(f"the first range starts at {first}", "start it at 1", index)
         if first <= previous:
             reason = f"the range [{first}, {last}, {k}] overlaps the one before it, which ends at {previous}"
             raise _refused(reason, f"start it at {previous + 1}", index)
         previous = last
-    return tuple(tier for _, tier in found)
+    return tuple(tier for _, tier in tiers)
 
 
 def draft_tokens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative: int) -> tuple[int, ...]:
@@ -45,13 +45,8 @@ def draft_tokens(tiers: tuple[Tier, ...], *, max_num_reqs: int, num_speculative:
     if not tiers:
         return (0, *(num_speculative,) * max_num_reqs)
     firsts = [first for first, _, _ in tiers]
-    return (
-        0,
-        *(
-            min(tiers[bisect.bisect_right(firsts, reqs) - 1][2], num_speculative)
-            for reqs in range(1, max_num_reqs + 1)
-        ),
-    )
+    tier_of = [bisect.bisect_right(firsts, reqs) - 1 for reqs in range(1, max_num_reqs + 1)]
+    return (0, *(min(tiers[index][2], num_speculative) for index in tier_of))
 
 
 def query_lens(drafted: tuple[int, ...]) -> tuple[int, ...]:
@@ -78,5 +73,4 @@ def _tier(index: int, entry: Any) -> Tier:
 
 
 def _refused(reason: str, remedy: str, *path: int) -> FlagError:
-    message = f"vLLM refuses the schedule: {reason}"
-    return FlagError([Problem(path=(*FLAG, *path), message=message, remedy=remedy)])
+    return refusal(FLAG[0], f"vLLM does not accept the schedule: {reason}", remedy, FLAG[1], *path)

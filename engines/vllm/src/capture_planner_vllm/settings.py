@@ -1,4 +1,4 @@
-"""VllmSettings: what vLLM's graph managers are made from, once flags, defaults and rewrites are through."""
+"""VllmSettings: the inputs of vLLM's graph managers, after flags, defaults and rewrites."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from capture_planner.records.spec import Lora
 from capture_planner_vllm.schedule import query_lens
 
 
-class Runner(enum.StrEnum):
+class RunnerVersion(enum.StrEnum):
     """Which model runner drives the graphs."""
 
     V1 = "v1"
     V2 = "v2"
 
 
-class Drafter(enum.StrEnum):
-    """What kind of drafter runs, by the graphs that it has under model runner V2."""
+class DrafterKind(enum.StrEnum):
+    """The kind of drafter, by its graphs under model runner V2."""
 
     NONE = "none"
     """No drafter, or one without graphs: n-gram, suffix, an independent draft model."""
@@ -33,9 +33,9 @@ class Drafter(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class VllmSettings:
-    """Everything that decides which graphs vLLM captures and how it dispatches. Sizes are in tokens."""
+    """Everything that decides which graphs vLLM captures and how it dispatches; sizes are in tokens."""
 
-    runner: Runner
+    runner: RunnerVersion
     sizes: tuple[int, ...]
     """``cudagraph_capture_sizes``, ascending; empty where nothing is captured."""
     max_size: int
@@ -44,7 +44,7 @@ class VllmSettings:
     max_num_batched_tokens: int
     max_model_len: int
     requested_mode: GraphMode
-    """``cudagraph_mode`` as the flags or the optimization level have it."""
+    """``cudagraph_mode`` of the flags or the optimization level."""
     configured_mode: GraphMode
     """``cudagraph_mode`` after all rewrites of the configuration, before backends are known."""
     mode: GraphMode
@@ -55,7 +55,7 @@ class VllmSettings:
     """The mode of the drafter's first position; None where no such manager exists."""
     draft_decode_mode: GraphMode | None = None
     """The mode of the drafter's later positions; None where no such manager exists."""
-    drafter: Drafter = Drafter.NONE
+    drafter: DrafterKind = DrafterKind.NONE
     method: str | None = None
     """The speculative method as vLLM resolves its name; None without speculation."""
     num_speculative_tokens: int = 0
@@ -69,12 +69,10 @@ class VllmSettings:
     """Adapter counts captured for, ascending; (0,) without adapters."""
     varlen: bool = False
     """Adaptive verification: decode graphs take any mix of query lengths up to 1 + K."""
-    data_parallel_size: int = 1
-    tensor_parallel_size: int = 1
     max_loras: int = 0
     """``--max-loras`` with ``--enable-lora``, else 0."""
     specialize_lora: bool = False
-    """``--specialize-active-lora``: fewer adapters look for a graph of their own, captured or not."""
+    """``--specialize-active-lora``: batches with fewer adapters look for graphs of their own."""
     compilation: str = "VLLM_COMPILE"
     """How the model is compiled: NONE, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE or VLLM_COMPILE."""
     async_scheduling: bool = True
@@ -92,7 +90,7 @@ class VllmSettings:
         return 1 + self.num_speculative_tokens
 
 
-def lora_cases(max_loras: int, runner: Runner, *, separate: bool, specialize: bool) -> tuple[int, ...]:
+def lora_cases(max_loras: int, runner: RunnerVersion, *, separate: bool, specialize: bool) -> tuple[int, ...]:
     """Return the adapter counts captured for, ascending; (0,) without adapters.
 
     ``separate`` is ``cudagraph_specialize_lora``: without it, model runner V1 has no graphs for batches
@@ -101,4 +99,4 @@ def lora_cases(max_loras: int, runner: Runner, *, separate: bool, specialize: bo
     if not max_loras:
         return (0,)
     cases = Lora(max_active=max_loras, specialize=separate and specialize).cases()
-    return cases[-1:] if runner is Runner.V1 and not separate else cases
+    return cases[-1:] if runner is RunnerVersion.V1 and not separate else cases

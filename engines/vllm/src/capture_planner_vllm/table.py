@@ -1,7 +1,7 @@
-"""vLLM 0.33's graph manager, model runner V2: what one manager captures, and its candidate table.
+"""vLLM 0.33's graph manager, model runner V2: the graphs that one manager captures, and its candidate table.
 
-The rules are those of ``CudaGraphManager`` in ``vllm/v1/worker/gpu/cudagraph_utils.py``. Microbatched
-twins (dual batch overlap) and the narrower mixed sizes of recoverSSM are not emulated.
+The rules of ``CudaGraphManager`` in ``vllm/v1/worker/gpu/cudagraph_utils.py``. Graphs of microbatches (dual
+batch overlap) and the narrower mixed sizes of recoverSSM are not emulated.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 
 
 @attrs.frozen(kw_only=True)
 class Query:
-    """What the engine's dispatcher is asked. All counts as the engine pads them before it asks."""
+    """A lookup by the engine's dispatcher; all counts include the padding that comes before it."""
 
     num_reqs: int
     num_tokens: int
     uniform: int | None
     """Tokens of every request, where the batch is a uniform decode."""
     max_query_len: int | None
-    """Most tokens of a request; None where prompts are among the rows, or nobody says."""
+    """Most tokens of a request; None if there are prompts among the rows, or it is unknown."""
     loras: int = 0
 
     @classmethod
     def of(cls, batch: Batch, widest: int) -> Query:
-        """Return what the model runner asks for a batch; ``widest`` is the largest decode, 1 + K.
+        """Return the lookup for a batch; ``widest`` is the largest decode, 1 + K.
 
-        A prompt of one token over existing context runs as a decode in the engine; a Batch says so
-        by ``past_prompt``. Where the query lengths differ, decodes have at most ``widest`` tokens.
+        A prompt of one token over existing context runs as a decode (``Batch.past_prompt``). Where query
+        lengths differ, decodes have at most ``widest`` tokens.
         """
         most = batch.query_len if batch.query_len is not None else widest
         return cls(
@@ -47,23 +47,22 @@ class Query:
         )
 
 
-def serves(graph: Graph, query: Query, loras: int) -> bool:
+def serves(graph: CapturedGraph, query: Query, loras: int) -> bool:
     """Say whether a captured graph can replay the batch at that LoRA case."""
     entry = graph.entry
-    return (
-        (entry.query_len is None or entry.query_len == query.uniform)
-        and (
-            graph.max_query_len is None
-            or (query.max_query_len is not None and graph.max_query_len >= query.max_query_len)
-        )
-        and (entry.num_reqs is None or entry.num_reqs >= query.num_reqs)
-        and entry.num_tokens >= query.num_tokens
-        and entry.active_loras == loras
-    )
+    if graph.max_query_len is not None:
+        if query.max_query_len is None or graph.max_query_len < query.max_query_len:
+            return False
+    elif entry.query_len not in (None, query.uniform):
+        return False
+    enough_rows = entry.num_reqs is None or entry.num_reqs >= query.num_reqs
+    return enough_rows and entry.num_tokens >= query.num_tokens and entry.active_loras == loras
 
 
-def answered(graph: Graph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0) -> Dispatch:
-    """Return the answer in terms of the real batch; ``tokens`` is what an eager batch is padded to."""
+def answered(
+    graph: CapturedGraph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0
+) -> Dispatch:
+    """Return the answer in terms of the real batch; an eager batch is padded to ``tokens``."""
     if graph is None:
         return Dispatch(None, padded_tokens=max(tokens - batch.num_tokens, 0), reason=reason)
     entry = graph.entry
@@ -73,11 +72,10 @@ def answered(graph: Graph | None, batch: Batch, reason: Reason | None, *, tokens
 
 @attrs.frozen(kw_only=True)
 class TableManager:
-    """One role's captured graphs, and the table that leads to them.
+    """One role's captured graphs, and the table in which they are looked up.
 
-    For a number of tokens each mode offers only the graphs of its smallest captured size that holds
-    them, FULL before PIECEWISE; the first one that can replay the batch wins. A compatible graph of a
-    larger size is not looked for.
+    For a number of tokens, the candidates are each mode's graphs of its smallest size that holds them, FULL
+    before PIECEWISE; the first that can replay the batch wins. Larger sizes are not tried.
     """
 
     role: Role
@@ -86,7 +84,7 @@ class TableManager:
     sizes: tuple[int, ...]
     """The capture sizes in tokens, ascending."""
     max_size: int
-    """The largest size allowed; a decode that is rounded up beyond it is not captured."""
+    """Decodes that are rounded up above it are not captured."""
     max_num_reqs: int
     query_len: int
     """The largest decode, 1 + K."""
@@ -95,35 +93,35 @@ class TableManager:
     lora_cases: tuple[int, ...] = (0,)
     """The adapter counts captured for, ascending, 0 first."""
     varlen: bool = False
-    """Whether decode graphs take any mix of 1 to query_len tokens (adaptive verification)."""
-    graphs: tuple[Graph, ...] = attrs.field(init=False, repr=False, eq=False)
+    """Whether decode graphs serve any mix of 1 to query_len tokens (adaptive verification)."""
+    graphs: tuple[CapturedGraph, ...] = attrs.field(init=False, repr=False, eq=False)
     """In the order of capture: PIECEWISE before FULL, each largest first."""
-    _groups: dict[tuple[GraphMode, int], tuple[list[int], dict[int, list[Graph]]]] = attrs.field(
+    _groups: dict[tuple[GraphMode, int], tuple[list[int], dict[int, list[CapturedGraph]]]] = attrs.field(
         init=False, repr=False, eq=False
     )
 
     def __attrs_post_init__(self) -> None:
         graphs = tuple(sorted(self._captured(), key=_order))
-        groups: dict[tuple[GraphMode, int], dict[int, list[Graph]]] = {}
+        groups: dict[tuple[GraphMode, int], dict[int, list[CapturedGraph]]] = {}
         for graph in reversed(graphs):
             entry = graph.entry
             by_tokens = groups.setdefault((entry.mode, entry.active_loras), {})
             by_tokens.setdefault(entry.num_tokens, []).append(graph)
         object.__setattr__(self, "graphs", graphs)
-        object.__setattr__(self, "_groups", {key: (sorted(found), found) for key, found in groups.items()})
+        object.__setattr__(self, "_groups", {key: (sorted(sizes), sizes) for key, sizes in groups.items()})
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return what the engine's dispatcher answers, once everything is captured."""
+        """Return the engine's answer once everything is captured."""
         query = self.query(batch)
         graph = self.find(query)
         return answered(graph, batch, None if graph is not None else self.reason(query))
 
     def query(self, batch: Batch) -> Query:
-        """Return what the engine asks the target's manager for a batch."""
+        """Return the lookup in the target's manager for a batch."""
         return Query.of(batch, self.query_len)
 
-    def find(self, query: Query) -> Graph | None:
-        """Return the graph that the table leads to, or None."""
+    def find(self, query: Query) -> CapturedGraph | None:
+        """Return the graph that the table gives, or None."""
         if query.num_tokens <= 0:
             return None
         loras = self._case(query.loras)
@@ -135,13 +133,13 @@ class TableManager:
                     return graph
         return None
 
-    def compatible(self, query: Query) -> tuple[Graph, ...]:
-        """Return every captured graph that could replay the batch, whether the table leads to it or not."""
+    def compatible(self, query: Query) -> tuple[CapturedGraph, ...]:
+        """Return every captured graph that could replay the batch, in the table's reach or not."""
         loras = self._case(query.loras)
         return tuple(graph for graph in self.graphs if serves(graph, query, loras))
 
     def reason(self, query: Query) -> Reason:
-        """Return why the table leads to no graph."""
+        """Return the reason why the table gives no graph."""
         if query.num_tokens <= 0 or not 0 < query.num_reqs <= self.max_num_reqs:
             return Reason.NOT_ADMISSIBLE
         if self.mode is not GraphMode.NONE and self._case(query.loras) not in self.lora_cases:
@@ -167,41 +165,35 @@ class TableManager:
             return active
         return next((case for case in cases if case >= active), cases[-1])
 
-    def _captured(self) -> list[Graph]:
-        """Return every graph once, in the order in which the engine comes upon it."""
-        if self.mode is GraphMode.NONE:
-            return []
-        found: dict[Graph, None] = {}
-        for size in self.sizes:
+    def _captured(self) -> list[CapturedGraph]:
+        """Return every graph once, in the engine's order of creation."""
+        graphs: dict[CapturedGraph, None] = {}
+        mixed = self.mode.mixed_mode
+        for size in self.sizes if self.mode is not GraphMode.NONE else ():
             for case in self.lora_cases:
                 if self.mode.is_separate:
-                    for graph in self._decodes(size, case):
-                        found[graph] = None
-                mixed = self.mode.mixed_mode
+                    graphs |= dict.fromkeys(self._decodes(size, case))
                 if mixed is not GraphMode.NONE:
                     reqs = min(size, self.max_num_reqs) if mixed is GraphMode.FULL else None
-                    found[self._graph(mode=mixed, num_tokens=size, num_reqs=reqs, active_loras=case)] = None
-        return list(found)
+                    graphs[self._graph(mode=mixed, num_tokens=size, num_reqs=reqs, active_loras=case)] = None
+        return list(graphs)
 
-    def _decodes(self, size: int, case: int) -> Iterable[Graph]:
-        mode = self.mode.decode_mode
+    def _decodes(self, size: int, case: int) -> Iterable[CapturedGraph]:
+        common = {"mode": self.mode.decode_mode, "active_loras": case}
         if self.varlen:
             if size <= self.max_num_reqs * self.query_len:
-                reqs = min(size, self.max_num_reqs)
-                graph = self._graph(mode=mode, num_tokens=size, num_reqs=reqs, active_loras=case)
+                graph = self._graph(num_tokens=size, num_reqs=min(size, self.max_num_reqs), **common)
                 yield attrs.evolve(graph, max_query_len=self.query_len)
             return
         for query_len in self.query_lens:
             reqs = -(-size // query_len)
             tokens = reqs * query_len
             if tokens <= self.max_size and reqs <= self.max_num_reqs:
-                yield self._graph(
-                    mode=mode, num_tokens=tokens, num_reqs=reqs, query_len=query_len, active_loras=case
-                )
+                yield self._graph(num_tokens=tokens, num_reqs=reqs, query_len=query_len, **common)
 
-    def _graph(self, **entry: Any) -> Graph:
-        return Graph(role=self.role, entry=Entry(**entry))
+    def _graph(self, **entry: Any) -> CapturedGraph:
+        return CapturedGraph(role=self.role, entry=Entry(**entry))
 
 
-def _order(graph: Graph) -> tuple[bool, int]:
+def _order(graph: CapturedGraph) -> tuple[bool, int]:
     return graph.entry.mode is GraphMode.FULL, -graph.entry.num_tokens

@@ -1,7 +1,10 @@
-"""Record vLLM's answers from its released wheel: ``python record_vllm.py WHEEL`` with its unpacked folder.
+"""Record vLLM's answers from its released wheel; FOLDER has the unpacked package, the wheel, or both.
 
-Writes ``capture_planner/engines/vllm/flags.json`` (the flags by name and kind) and
-``golden/vllm_config.json`` (command lines with what the engine's own code makes of them).
+    PYTHONPATH=tests python tests/engines/oracle/record_vllm.py FOLDER
+
+Writes ``flags.json`` (the flags by name and kind) and ``names.json`` (the names of JSON fields, backends and
+models) of engines/vllm, and ``golden/vllm_config.json``: command lines with the answers of the engine's own code.
+Where vLLM refuses a line over flags that the emulation ignores, its answer without them is recorded too.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from engines.oracle.comparison import sources
 from support.files import module_at
 
 HERE = Path(__file__).parent
-FLAGS = HERE.parent.parent / "capture_planner" / "engines" / "vllm" / "flags.json"
+FLAGS = HERE.parents[2] / "engines" / "vllm" / "src" / "capture_planner_vllm" / "flags.json"
 NAMES = FLAGS.with_name("names.json")
-GOLDEN = HERE / "golden" / "vllm_config.json"
+GOLDEN = HERE.parent / "golden" / "vllm_config.json"
 KINDS = {
     "str": "text",
     "loads": "json",
@@ -78,34 +82,24 @@ def record_flags(oracle: Any) -> None:
 
 
 def _quantization() -> dict[str, list[str]]:
-    """Return the methods of quantization: from which capability on, with which dtypes, read from where."""
+    """Return the methods of quantization, with the least capability and the dtypes of each."""
     import inspect
 
     import vllm.model_executor.layers.quantization as quantization
-    from vllm.config.quantization import _ONLINE_SHORTHANDS
 
     methods = list(quantization.QUANTIZATION_METHODS)
-    capabilities, dtypes, online = [], [], []
+    capabilities, dtypes = [], []
     for name in methods:
         kind = quantization.get_quantization_config(name)
         capabilities.append(str(kind.get_min_capability()))
         bound = inspect.getattr_static(kind, "get_supported_act_dtypes")
         alone = isinstance(bound, classmethod | staticmethod)
-        found = kind.get_supported_act_dtypes(*([] if alone else [object.__new__(kind)]))
-        dtypes.append(" ".join(str(dtype).removeprefix("torch.") for dtype in found))
-        needs = [
-            part
-            for part in inspect.signature(kind.__init__).parameters.values()
-            if part.default is inspect.Parameter.empty and part.name not in ("self", "args", "kwargs")
-        ]
-        if name in _ONLINE_SHORTHANDS or (name != "online" and not needs and not kind.get_config_filenames()):
-            online.append(name)
+        supported = kind.get_supported_act_dtypes(*([] if alone else [object.__new__(kind)]))
+        dtypes.append(" ".join(str(dtype).removeprefix("torch.") for dtype in supported))
     return {
         "quantization": methods,
         "quantization_capability": capabilities,
         "quantization_dtypes": dtypes,
-        "online_quantization": online,
-        "online_shorthands": list(_ONLINE_SHORTHANDS),
         "deprecated_quantization": list(quantization.DEPRECATED_QUANTIZATION_METHODS),
     }
 
@@ -138,7 +132,7 @@ def record_names(wheel: Path) -> None:
         "connectors": list(KVConnectorFactory._registry),
         "cache_dtypes": list(cache.KV_CACHE_DTYPES),
         **_quantization(),
-        **module_at(HERE / "oracle" / "vllm_architectures.py").architectures(wheel),
+        **module_at(HERE / "vllm_architectures.py").architectures(wheel),
     }
     lines = [f'"{name}": {json.dumps(values)}' for name, values in names.items()]
     NAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -155,15 +149,18 @@ def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> No
     """Write ``count`` command lines with the engine's answers."""
     from capture_planner.codec.shipped import find_environment
     from engines.generators import vllm
+    from engines.oracle.vllm_refusals import excused
 
     cases = []
     with tempfile.TemporaryDirectory() as folder:
         vllm.write_models(Path(folder))
         for case in vllm.cases(count, seed, wild=0.01):
-            command = case.command_in(Path(folder))
-            answer = oracle.answer(command, find_environment(case.environment), dict(case.variables))
+            command, environment = case.command_in(Path(folder)), find_environment(case.environment)
+            variables = dict(case.variables)
+            answer = oracle.answer(command, environment, variables)
             if isinstance(answer, module.Refused):
-                answer = {"refused": answer.kind}
+                flags, without = excused(oracle, command, environment, variables, answer)
+                answer = {"refused": answer.kind} | ({"ignored": flags, "without": without} if flags else {})
             cases.append({**case.data(), "answer": answer})
     GOLDEN.parent.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
@@ -174,12 +171,14 @@ def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wheel", type=Path)
-    parser.add_argument("--count", type=int, default=450)
+    parser.add_argument("wheel", type=Path, metavar="FOLDER")
+    parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=33)
     parser.add_argument("--flags-only", action="store_true")
+    parser.set_defaults(package="vllm")
     options = parser.parse_args()
-    module = module_at(HERE / "oracle" / "vllm_config.py")
+    options.wheel = sources(options)
+    module = module_at(HERE / "vllm_config.py")
     oracle = module.VllmOracle(options.wheel)
     record_flags(oracle)
     with module.stubs.installed(options.wheel, "vllm"):

@@ -12,9 +12,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from _oracle import ended, options, oracle, say, sources
-
 from engines.generators import vllm_managers as cases
+from engines.oracle.comparison import finish, options, oracle, say, sources
 
 
 def plain(value: Any) -> Any:
@@ -61,7 +60,7 @@ def main() -> int:
             seen["managers"] += len(ours["graphs"])
             seen["schedules"] += 1
             seen["schedules refused"] += mine is None
-    return ended(arguments, dict(seen), differing, time.perf_counter() - started)
+    return finish("vllm_managers", arguments, dict(seen), differing, time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import attrs
 
-from capture_planner.modes import Role
 from capture_planner.planning.sizing.engine_lists import vllm_requests
-from capture_planner.records.batch_space import Deployment, decode_families
+from capture_planner.records.batch_space import DecodeFamily
 
 Answer = Callable[[int, int], int | None]
 """From requests and query length to the tokens of the FULL graph that serves them, or None."""
@@ -39,27 +38,8 @@ wider ones at loose bounds may then need a few graphs more than the fewest."""
 
 
 @attrs.frozen(kw_only=True)
-class Decodes:
-    """Uniform decodes of one query length: which numbers of requests there are."""
-
-    query_len: int
-    requests: tuple[tuple[int, int], ...]
-    """Inclusive ranges, ascending."""
-
-    def counts(self) -> Iterator[int]:
-        """Return each number of requests."""
-        for first, last in self.requests:
-            yield from range(first, last + 1)
-
-    @property
-    def most(self) -> int:
-        """Tokens of the largest batch."""
-        return self.requests[-1][1] * self.query_len
-
-
-@attrs.frozen(kw_only=True)
-class Mend:
-    """A list of sizes with which every batch has a graph, and what enumeration of all batches says of it."""
+class SizeList:
+    """A list of sizes with which every batch has a graph, and its cost, by enumeration of all batches."""
 
     sizes: tuple[int, ...]
     """In tokens, ascending."""
@@ -67,14 +47,6 @@ class Mend:
     """FULL graphs that vLLM captures with it, for each adapter case."""
     worst: Fraction
     """Largest padded/real ratio of a decode."""
-
-
-def target_decodes(deployment: Deployment) -> tuple[Decodes, ...]:
-    """Return the target's uniform decodes of a spec or plan."""
-    return tuple(
-        Decodes(query_len=family.query_len, requests=family.requests.intervals)
-        for family in decode_families(Role.TARGET, deployment)
-    )
 
 
 def full_graphs(
@@ -112,11 +84,11 @@ def nearest(sizes: Iterable[int], query_lens: Iterable[int], max_num_reqs: int) 
     return answer
 
 
-def examine(decodes: Sequence[Decodes], answer: Answer) -> tuple[tuple[int, ...], Fraction]:
+def examine(decodes: Sequence[DecodeFamily], answer: Answer) -> tuple[tuple[int, ...], Fraction]:
     """Ask for every batch: return the requests of those without a graph, and the worst padding."""
     missed, worst = [], Fraction(1)
     for tier in decodes:
-        for count in tier.counts():
+        for count, _ in tier.requests.counts():
             tokens = answer(count, tier.query_len)
             if tokens is None:
                 missed.append(count)
@@ -125,15 +97,20 @@ def examine(decodes: Sequence[Decodes], answer: Answer) -> tuple[tuple[int, ...]
     return tuple(missed), worst
 
 
-def mend_vllm(
-    decodes: Sequence[Decodes],
+def _most_tokens(tier: DecodeFamily) -> int:
+    """Return the tokens of the largest batch."""
+    return tier.requests.intervals[-1][1] * tier.query_len
+
+
+def size_list(
+    decodes: Sequence[DecodeFamily],
     max_num_reqs: int,
     *,
     worst: Fraction | None = None,
     graphs: int | None = None,
     wider: Iterable[int] = (),
     query_lens: Iterable[int] = (),
-) -> Mend:
+) -> SizeList:
     """Return the smallest list of sizes with which no decode misses its graph.
 
     ``worst`` bounds the padded/real ratio of every decode. Without it, the least of ``RATIOS`` is
@@ -142,7 +119,7 @@ def mend_vllm(
     that the engine captures, where it captures more than ``decodes`` have.
     """
     lengths = sorted({*query_lens, *(tier.query_len for tier in decodes)})
-    top = max((tier.most for tier in decodes), default=0)
+    top = max((_most_tokens(tier) for tier in decodes), default=0)
     above = tuple(sorted({size for size in wider if size > top}))
     bounds = (worst,) if worst is not None else RATIOS if graphs is not None else (Fraction(5, 4),)
     sizes: tuple[int, ...] = ()
@@ -152,12 +129,12 @@ def mend_vllm(
         if graphs is None or len(full_graphs(sizes, lengths, max_num_reqs)) <= graphs:
             break
     missed, found = examine(decodes, nearest(sizes, lengths, max_num_reqs))
-    assert not missed  # the search leaves nothing out
-    return Mend(sizes=sizes, graphs=len(full_graphs(sizes, lengths, max_num_reqs)), worst=found)
+    assert not missed  # The search covers every batch.
+    return SizeList(sizes=sizes, graphs=len(full_graphs(sizes, lengths, max_num_reqs)), worst=found)
 
 
 def smallest(
-    decodes: Sequence[Decodes], query_lens: Sequence[int], max_num_reqs: int, worst: Fraction, cap: int
+    decodes: Sequence[DecodeFamily], query_lens: Sequence[int], max_num_reqs: int, worst: Fraction, cap: int
 ) -> tuple[int, ...]:
     """Return the list with the fewest FULL graphs, then the fewest sizes, that hides no graph.
 
@@ -170,8 +147,8 @@ def smallest(
     return search.run() or _exact(decodes)
 
 
-def _exact(decodes: Sequence[Decodes]) -> tuple[int, ...]:
-    return tuple(sorted({count * tier.query_len for tier in decodes for count in tier.counts()}))
+def _exact(decodes: Sequence[DecodeFamily]) -> tuple[int, ...]:
+    return tuple(sorted({count * tier.query_len for tier in decodes for count, _ in tier.requests.counts()}))
 
 
 Points = tuple[tuple[int, frozenset[int]], ...]
@@ -195,7 +172,7 @@ class _Search:
 
     def __init__(
         self,
-        decodes: Sequence[Decodes],
+        decodes: Sequence[DecodeFamily],
         query_lens: Sequence[int],
         max_num_reqs: int,
         worst: Fraction,
@@ -203,15 +180,15 @@ class _Search:
     ) -> None:
         self._max_num_reqs, self._worst, self._cap = max_num_reqs, worst, cap
         self._lengths = query_lens
-        self._top = max(tier.most for tier in decodes)
+        self._top = max(_most_tokens(tier) for tier in decodes)
         tiers = {tier.query_len: tier for tier in decodes}
         self._next = {q: self._successors(tiers.get(q)) for q in query_lens}
-        self._candidates = self._useful([tier.most for tier in decodes])
+        self._candidates = self._useful([_most_tokens(tier) for tier in decodes])
         self._new = {size: self._fresh(size) for size in self._candidates}
 
-    def _successors(self, tier: Decodes | None) -> list[int | None]:
+    def _successors(self, tier: DecodeFamily | None) -> list[int | None]:
         """Return, at each token count, the least batch above it."""
-        exact = set() if tier is None else {count * tier.query_len for count in tier.counts()}
+        exact = set() if tier is None else {count * tier.query_len for count, _ in tier.requests.counts()}
         found: list[int | None] = [None] * (self._top + 1)
         for tokens in range(self._top, 0, -1):
             found[tokens - 1] = tokens if tokens in exact else found[tokens]

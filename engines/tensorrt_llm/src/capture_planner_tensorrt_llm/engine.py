@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capture_planner.engines.emulation import Decisions, Emulation, Setting
 from capture_planner.engines.engine import Engine
-from capture_planner.errors import FlagError
+from capture_planner.engines.parsing import refusal
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits, Parallel
 from capture_planner.records.text import counted
 from capture_planner_tensorrt_llm import rules
 from capture_planner_tensorrt_llm.configuration import resolve
 from capture_planner_tensorrt_llm.export import export_tensorrt_llm
+from capture_planner_tensorrt_llm.fixes import TensorRTLLMFixes
 from capture_planner_tensorrt_llm.flags import FLAGS
-from capture_planner_tensorrt_llm.manager import DecodeGraphs
-from capture_planner_tensorrt_llm.settings import Drafting, Graphs, Resolved
-from capture_planner_tensorrt_llm.values import Problems
+from capture_planner_tensorrt_llm.manager import TargetGraphs
+from capture_planner_tensorrt_llm.settings import Drafting, GraphConfig, ServeSettings
 
 NAME = "tensorrt-llm"
 VERSION = "1.3.0rc"
@@ -25,11 +25,8 @@ VERSION = "1.3.0rc"
 
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
-    """Return what TensorRT-LLM captures with these flags; raises ``FlagError`` with all that is wrong.
-
-    The machine does not matter: no rule asks for it.
-    """
-    del environment
+    """Return what TensorRT-LLM captures with these flags; raises ``FlagError`` with all that is wrong."""
+    del environment  # No rule depends on it.
     resolved = resolve(command)
     decisions = Decisions()
     graphs, source = _graphs(resolved, decisions)
@@ -38,7 +35,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         engine=NAME,
         version=VERSION,
         command=tuple(command),
-        settings=tuple(_settings(resolved, graphs, source)),
+        settings=_settings(resolved, graphs, source),
         sizes=graphs.sizes,
         asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
         managers=(graphs,),
@@ -61,11 +58,12 @@ ENGINE = Engine(
     flags=FLAGS,
     programs=("trtllm-serve serve", "trtllm-serve", "serve"),
     limits=("--max_batch_size", "--max_num_tokens", "--config"),
-    also_called=("trtllm-serve", "trtllm", "trt-llm"),
+    fixes=TensorRTLLMFixes(),
+    aliases=("trtllm-serve", "trtllm", "trt-llm"),
 )
 
 
-def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str]:
+def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs, str]:
     """Run the rules, and note what each one did; return with the graphs where their sizes come from."""
     for name in resolved.overridden:
         decisions.note(
@@ -77,7 +75,7 @@ def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str
     if resolved.graphs is None:
         says = "cuda_graph_config is null: everything runs eager"
         decisions.note("graphs-off", None, "NONE", says)
-        off = DecodeGraphs(
+        off = TargetGraphs(
             sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False
         )
         return off, "file"
@@ -96,14 +94,12 @@ def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str
         source = "sizes-admitted"
     schedule = resolved.schedule
     if schedule is not None and not admitted:
-        problems = Problems()
-        problems.refused(
-            ("--max_num_tokens",),
-            "start-up asks for the largest of its sizes, and there is none",
+        raise refusal(
+            "--max_num_tokens",
+            "TensorRT-LLM refuses it: start-up takes the largest capture size, and none is left; "
             f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
-            remedy=f"give at least {resolved.width}",
+            f"give at least {resolved.width}",
         )
-        raise FlagError(problems.found)
     shapes = rules.captured_shapes(
         admitted,
         (0,) if drafting is None else drafting.draft_lens,
@@ -111,7 +107,7 @@ def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str
         0 if drafting is None else drafting.max_draft_len,
     )
     _note_shapes(admitted, shapes, resolved, decisions)
-    graphs = DecodeGraphs(
+    graphs = TargetGraphs(
         sizes=tuple(dict.fromkeys(admitted)),
         shapes=shapes,
         padding=padding,
@@ -122,7 +118,7 @@ def _graphs(resolved: Resolved, decisions: Decisions) -> tuple[DecodeGraphs, str
     return graphs, source
 
 
-def _note_drafting(drafting: Drafting, resolved: Resolved, decisions: Decisions) -> None:
+def _note_drafting(drafting: Drafting, resolved: ServeSettings, decisions: Decisions) -> None:
     if drafting.decoding_type == "Eagle":
         says = "this backend knows Eagle3 alone, and takes Eagle for it"
         decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", says)
@@ -140,7 +136,7 @@ def _note_drafting(drafting: Drafting, resolved: Resolved, decisions: Decisions)
 
 
 def _sizes(
-    given: Graphs, drafting: Drafting | None, decisions: Decisions
+    given: GraphConfig, drafting: Drafting | None, decisions: Decisions
 ) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes before any is dropped, whether batches are padded, and where the sizes come from."""
     padding, source = given.enable_padding, "file"
@@ -172,7 +168,7 @@ def _sizes(
 
 
 def _note_shapes(
-    sizes: Sequence[int], shapes: Sequence[rules.Shape], resolved: Resolved, decisions: Decisions
+    sizes: Sequence[int], shapes: Sequence[rules.Shape], resolved: ServeSettings, decisions: Decisions
 ) -> None:
     drafting, schedule = resolved.drafting, resolved.schedule
     if not shapes:
@@ -212,41 +208,32 @@ def _written(schedule: Mapping[int, int]) -> str:
     return ", ".join(f"{draft_len} to {threshold}" for threshold, draft_len in schedule.items())
 
 
-def _settings(resolved: Resolved, graphs: DecodeGraphs, sizes_source: str) -> Iterator[Setting]:
-    """Yield what the engine ends up with, under its own names."""
-    given, drafting = resolved.graphs, resolved.drafting
+def _settings(resolved: ServeSettings, graphs: TargetGraphs, sizes_source: str) -> tuple[Setting, ...]:
+    """Return what the engine ends up with, under its own names."""
+    drafting, config = resolved.drafting, "cuda_graph_config"
     values: dict[str, Any] = {
         "max_batch_size": resolved.max_batch_size,
         "max_num_tokens": resolved.max_num_tokens,
-        "max_seq_len": resolved.max_seq_len,
         "tensor_parallel_size": resolved.tensor,
-        "pipeline_parallel_size": resolved.pipeline,
-        "moe_expert_parallel_size": resolved.experts,
         "enable_attention_dp": resolved.attention_dp,
-        "disable_overlap_scheduler": not resolved.overlap,
     }
-    for name, value in values.items():
-        yield Setting(name=name, value=value, source=resolved.sources.get(name, "default"))
-    source = resolved.sources.get("cuda_graph_config", "default")
-    if given is None:
-        yield Setting(name="cuda_graph_config", value=None, source=source)
+    rows = [(name, value, resolved.sources.get(name, "default")) for name, value in values.items()]
+    source = resolved.sources.get(config, "default")
+    if resolved.graphs is None:
+        rows.append((config, None, source))
     else:
-        changed = "schedule-pads" if graphs.padding is not given.enable_padding else source
-        yield Setting(name="cuda_graph_config.enable_padding", value=graphs.padding, source=changed)
-        yield Setting(
-            name="cuda_graph_config.batch_sizes",
-            value=list(graphs.sizes),
-            source=sizes_source,
-        )
+        changed = graphs.padding is not resolved.graphs.enable_padding
+        rows.append((f"{config}.enable_padding", graphs.padding, "schedule-pads" if changed else source))
+        rows.append((f"{config}.batch_sizes", list(graphs.sizes), sizes_source))
     if drafting is None:
-        yield Setting(name="speculative_config", value=None, source="default")
-        return
-    schedule = None if drafting.schedule is None else {str(k): v for k, v in drafting.schedule.items()}
-    for name, value in {
-        "decoding_type": drafting.decoding_type,
-        "max_draft_len": drafting.max_draft_len,
-        "max_total_draft_tokens": drafting.total_draft_tokens,
-        "draft_len_schedule": schedule,
-        "max_concurrency": drafting.max_concurrency,
-    }.items():
-        yield Setting(name=f"speculative_config.{name}", value=value, source="file")
+        rows.append(("speculative_config", None, "default"))
+    else:
+        values = {
+            "decoding_type": drafting.decoding_type,
+            "max_draft_len": drafting.max_draft_len,
+            "max_total_draft_tokens": drafting.total_draft_tokens,
+            "draft_len_schedule": drafting.schedule and {str(k): v for k, v in drafting.schedule.items()},
+            "max_concurrency": drafting.max_concurrency,
+        }
+        rows += [(f"speculative_config.{name}", value, "file") for name, value in values.items()]
+    return tuple(Setting(name=name, value=value, source=source) for name, value, source in rows)

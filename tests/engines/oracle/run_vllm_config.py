@@ -1,11 +1,14 @@
 """Compare the emulation of vLLM's flags and configuration with the engine's own code.
 
-    python benchmarks/oracle_vllm_config.py --wheel WHEEL --count 20000 --seed 1
+    PYTHONPATH=tests python tests/engines/oracle/run_vllm_config.py --wheel WHEEL --count 20000 --seed 1
 
-Every command line goes through vLLM's argument parser, its engine
-configuration, its choice of attention backends and its mode resolution, and through ours; so do the models that
-are known by name, which vLLM is given as folders. Prints how many were compared and every difference; exits 1
-where there is one.
+Every command line goes through vLLM's argument parser, its engine configuration, its choice of attention
+backends and its mode resolution, and through ours; so do the models that are known by name, which vLLM is given
+as folders. Prints how many were compared and every difference; exits with 1 where there is one.
+
+Where vLLM refuses a line that the emulation accepts, that is a difference, unless the line has flags that
+``engines.generators.vllm_ignored`` lists with a reason, and vLLM accepts the line without them and then answers
+as the emulation does for the whole line. Those are counted by flag.
 """
 
 from __future__ import annotations
@@ -21,32 +24,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from _oracle import ended, options, oracle, say, sources
-
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.checkpoints import known
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner_vllm import resolve
-from capture_planner_vllm.flags import read, table
+from capture_planner.records.environment import Environment
+from capture_planner_vllm.engine import resolve
+from capture_planner_vllm.flags import read
+from capture_planner_vllm.tables import flag_table
 from engines.generators.vllm import answer_of, cases, write_models
 from engines.generators.vllm_directed import directed
+from engines.oracle.comparison import finish, options, oracle, say, sources
+from engines.oracle.vllm_refusals import excused
 
 VALUES = ("3", "x", "0.5", "auto", "", "None", '{"a": 1}', "1k", "2K", "1.5K", "-1", "[1, 2]", "a=b", "-0.5")
 
 
 def main() -> int:
     """Compare, print, and return the exit status."""
-    made = options(__doc__, "vllm")
-    made.add_argument(
-        "--wild", type=float, default=0.01, help="how readily flags are drawn that vLLM refuses"
-    )
-    made.add_argument("--lines-only", action="store_true", help="leave the single flags out")
-    arguments = made.parse_args()
+    parser = options(__doc__, "vllm")
+    parser.add_argument("--wild", type=float, default=0.01, help="chance of flags that vLLM refuses")
+    parser.add_argument("--lines-only", action="store_true", help="leave the single flags out")
+    arguments = parser.parse_args()
     module, wheel = oracle("vllm_config"), sources(arguments)
     engine = module.VllmOracle(wheel)
     flags, differences = (0, 0) if arguments.lines_only else _parsers(module, engine, wheel)
     say(f"{flags} single flags parsed, {differences} differences")
     outcomes: collections.Counter[str] = collections.Counter()
+    ignored: collections.Counter[str] = collections.Counter()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -54,17 +58,21 @@ def main() -> int:
         special = [case for case, _ in directed()]
         for case in (*special, *cases(arguments.count, arguments.seed, arguments.wild)):
             command, environment = case.command_in(folder), find_environment(case.environment)
-            theirs: Any = engine.answer(command, environment, dict(case.variables))
-            words = [f"{name}={value}" for name, value in case.variables] + command
-            try:
-                ours: Any = answer_of(resolve(words, environment)[0])
-            except FlagError as error:
-                ours = error
-            found = _difference(ours, theirs, isinstance(theirs, module.Refused))
+            variables = dict(case.variables)
+            theirs: Any = engine.answer(command, environment, variables)
+            ours = _ours([f"{name}={value}" for name, value in case.variables] + command, environment)
+            refused = isinstance(theirs, module.Refused)
             outcomes[_outcome(ours)] += 1
-            if found:
+            flag = ""
+            if refused and not isinstance(ours, FlagError):
+                flag, theirs = excused(engine, command, environment, variables, theirs)
+                refused = isinstance(theirs, module.Refused)
+            difference = _difference(ours, theirs, refused)
+            if difference:
                 differences += 1
-                say(f"{case.data()}\n  {found}")
+                say(f"{case.data()}{f' without {flag}' if flag else ''}\n  {difference}")
+            elif flag:
+                ignored[flag] += 1
         models, wrong = _known_models(module, engine, folder)
         differences += wrong
     counts = {
@@ -74,7 +82,16 @@ def main() -> int:
         "command lines": arguments.count,
         **dict(outcomes.most_common()),
     }
-    return ended(arguments, counts, differences, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return finish("vllm_config", arguments, counts, differences, seconds, dict(ignored.most_common()))
+
+
+def _ours(words: list[str], environment: Environment) -> Any:
+    """Return the emulation's answer, or its error."""
+    try:
+        return answer_of(resolve(words, environment)[0])
+    except FlagError as error:
+        return error
 
 
 def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, int]:
@@ -93,25 +110,22 @@ def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, i
             environment = find_environment(machine)
             for flags in ([], ["--no-enable-chunked-prefill"], ["-tp", "8"]):
                 theirs: Any = engine.answer([str(place), *flags], environment, {})
-                try:
-                    ours: Any = answer_of(resolve([name, *flags], environment)[0])
-                except FlagError as error:
-                    ours = error
+                ours = _ours([name, *flags], environment)
                 compared += 1
-                found = _difference(ours, theirs, isinstance(theirs, module.Refused))
-                if found:
+                difference = _difference(ours, theirs, isinstance(theirs, module.Refused))
+                if difference:
                     differences += 1
-                    say(f"{name} {' '.join(flags)} on {machine}\n  {found}")
+                    say(f"{name} {' '.join(flags)} on {machine}\n  {difference}")
     return compared, differences
 
 
 def _parsers(module: ModuleType, engine: Any, wheel: Path) -> tuple[int, int]:
     """Give every flag in every spelling values of all kinds; return how many words, and how many differ.
 
-    Left out are what vLLM checks inside JSON of flags that have no bearing on graphs, and in adapters.
+    Not compared: the JSON flags, of which vLLM's parser checks parts without effect on graphs, and adapters.
     """
     compared = differences = 0
-    for dest, entry in table().items():
+    for dest, entry in flag_table().items():
         if dest in ("config", "lora_modules") or entry["kind"].startswith("object"):
             continue
         names = [*entry["names"], *entry.get("no", ()), entry["names"][0][:-2], f"{entry['names'][0]}s"]

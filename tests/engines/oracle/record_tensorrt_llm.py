@@ -1,4 +1,6 @@
-"""Record what TensorRT-LLM's own functions answer: ``python tests/engines/record_tensorrt_llm.py FOLDER``.
+"""Record what TensorRT-LLM's own functions answer.
+
+    PYTHONPATH=tests python tests/engines/oracle/record_tensorrt_llm.py FOLDER
 
 FOLDER has the engine's sources at their paths, at the commits that ``engines/tensorrt_llm/rules.py``
 names, or the functions alone. Writes ``golden/tensorrt_llm.json``: numbers, and no word of the sources.
@@ -30,11 +32,13 @@ def recorded(oracle, sources, case):
 
 def main(folder):
     """Record ``COUNT`` cases."""
-    oracle = module_at(HERE / "oracle" / "tensorrt_llm.py")
+    oracle = module_at(HERE / "tensorrt_llm.py")
     sources = oracle.Sources(folder)
     answers = [recorded(oracle, sources, case) for case in itertools.islice(drawn.cases(SEED), COUNT)]
     lines = ",\n".join(json.dumps(answer, separators=(",", ":")) for answer in answers)
-    (HERE / "golden" / "tensorrt_llm.json").write_text(f'{{"seed":{SEED},"cases":[\n{lines}\n]}}\n', "utf-8")
+    (HERE.parent / "golden" / "tensorrt_llm.json").write_text(
+        f'{{"seed":{SEED},"cases":[\n{lines}\n]}}\n', "utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Record what vLLM's own graph managers answer: ``record_vllm_managers.py UNPACKED_WHEEL``.
+"""Record the answers of vLLM's own graph managers in ``golden/vllm_managers.json``; needs torch.
 
-Run by hand, with torch installed; writes ``golden/vllm_managers.json`` beside it.
+PYTHONPATH=tests python tests/engines/oracle/record_vllm_managers.py UNPACKED_WHEEL
 """
 
 import json
@@ -16,7 +16,7 @@ SEED, COUNT = 33, 400
 
 def main() -> None:
     """Write the answers of each case, by its number."""
-    oracle = module_at(HERE / "oracle" / "vllm_managers.py")
+    oracle = module_at(HERE / "vllm_managers.py")
     with oracle.engine(sys.argv[1]) as engine:
         answers = [
             {
@@ -27,7 +27,7 @@ def main() -> None:
         ]
     lines = ",\n".join(json.dumps(answer, separators=(",", ":")) for answer in answers)
     text = f'{{"engine":"vllm","version":"0.33.0","seed":{SEED},"answers":[\n{lines}\n]}}\n'
-    (HERE / "golden" / "vllm_managers.json").write_text(text)
+    (HERE.parent / "golden" / "vllm_managers.json").write_text(text)
 
 
 if __name__ == "__main__":

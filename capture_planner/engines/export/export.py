@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from capture_planner.analysis.coverage import coverage
-from capture_planner.engines.emulation import Graph
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -49,7 +49,7 @@ class Effect(enum.StrEnum):
 
 
 @attrs.frozen(kw_only=True)
-class Difference:
+class BatchDifference:
     """Batches that the engine answers otherwise, all of them in one way.
 
     ``first`` to ``last`` are requests of decodes, tokens of mixed batches. ``planned`` and
@@ -110,17 +110,17 @@ class Loss:
 
 @attrs.frozen(kw_only=True)
 class Proof:
-    """A plan beside what the engine makes of its export, graph by graph and batch by batch."""
+    """A plan compared with the emulation of its export, graph by graph and batch by batch."""
 
-    same: tuple[Graph, ...]
+    same: tuple[CapturedGraph, ...]
     """Graphs that both have."""
-    lacks: tuple[Graph, ...]
+    lacks: tuple[CapturedGraph, ...]
     """Graphs of the plan that the engine has not."""
-    adds: tuple[Graph, ...]
+    adds: tuple[CapturedGraph, ...]
     """Graphs of the engine that the plan has not."""
     batches: int
     """How many admissible batches were compared."""
-    differences: tuple[Difference, ...]
+    differences: tuple[BatchDifference, ...]
     unrun: tuple[Role, ...] = ()
     """Roles of the plan that the engine does not run as forwards of their own; not compared."""
 
@@ -153,7 +153,7 @@ class Proof:
         )
 
 
-def graph_scope(graph: Graph) -> Scope:
+def graph_scope(graph: CapturedGraph) -> Scope:
     """Return the batches that a graph is for."""
     uniform = graph.entry.query_len is not None or graph.max_query_len is not None
     return graph.role, Kind.DECODE if uniform else Kind.MIXED
@@ -245,7 +245,7 @@ def all_scopes(plan: Plan) -> tuple[Scope, ...]:
 
 
 def planned(plan: Plan, role: Role) -> RolePlan | None:
-    """Return the plan of a role, or None where there is none."""
+    """Return the plan of a role, or None."""
     return next((found for found in plan.roles if found.role is role), None)
 
 
@@ -272,7 +272,7 @@ def longest_draft(plan: Plan) -> int:
 
 
 def decode_sizes(plan: Plan, target: RolePlan, width: int) -> tuple[int, ...]:
-    """Return the batch sizes of decodes, in requests: those of all widths, for an engine with one list."""
+    """Return the batch sizes of decodes, in requests: of all widths together, for an engine with one list."""
     if target.mode.is_separate:
         return tuple(sorted({e.num_reqs for e in target.entries if e.query_len is not None and e.num_reqs}))
     most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width)
@@ -289,7 +289,9 @@ def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     ]
     if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
         return ()
-    says = f"decodes without a full graph run on those of mixed batches in the plan; {engine} runs them eager"
+    says = (
+        f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
+    )
     return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
 
 

@@ -1,8 +1,8 @@
 """Record which architectures SGLang's rules for graphs leave alone: run by hand, with the unpacked wheel's path.
 
-    python tests/engines/record_sglang_architectures.py FOLDER
+    PYTHONPATH=tests python tests/engines/oracle/record_sglang_architectures.py FOLDER
 
-Writes ``capture_planner/engines/sglang/architectures.json``, the architectures by what is emulated of them, and
+Writes ``architectures.json`` of the distribution, the architectures by what is emulated of them, and
 ``tests/engines/golden/sglang_architectures.json``, what SGLang's own functions answer for each of them.
 
 An architecture is followed where its class is a decoder of text, and where no module that graphs depend on names
@@ -75,7 +75,7 @@ def _attends(layers: list[Any]) -> bool:
 
 
 def main() -> None:
-    own = module_at(_HERE / "oracle" / "sglang.py").Sglang(Path(sys.argv[1]))
+    own = module_at(_HERE / "sglang.py").Sglang(Path(sys.argv[1]))
     models = own.models
     distinct: dict[str, int] = {}
     golden: dict[str, list[int]] = {}
@@ -101,7 +101,7 @@ def main() -> None:
     rows = [f'"{name}":{json.dumps(kept, separators=(",", ":"))}' for name, kept in golden.items()]
     text = ",\n".join(distinct)
     joined = ",\n".join(rows)
-    (_HERE / "golden" / "sglang_architectures.json").write_text(
+    (_HERE.parent / "golden" / "sglang_architectures.json").write_text(
         f'{{"answers":[\n{text}\n],\n"architectures":{{\n{joined}\n}}}}\n'
     )
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in found.items())

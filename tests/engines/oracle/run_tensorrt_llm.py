@@ -1,6 +1,6 @@
 """Run TensorRT-LLM's own functions beside the emulation of them, over random command lines and batches.
 
-    python benchmarks/oracle_tensorrt_llm.py --wheel FOLDER --count 20000 --seed 1
+    PYTHONPATH=tests python tests/engines/oracle/run_tensorrt_llm.py --wheel FOLDER --count 20000 --seed 1
 
 FOLDER has the engine's sources at their paths (``tensorrt_llm/llmapi/llm_args.py`` and so on), at the
 commits that ``capture_planner/engines/tensorrt_llm/rules.py`` names: no wheel is on a public index.
@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _oracle import ended, options, oracle, say, sources
-
 from capture_planner.errors import FlagError
 from engines.generators import tensorrt_llm as drawn
 from engines.generators.tensorrt_llm_answers import Answers, asked, emulated
+from engines.oracle.comparison import finish, options, oracle, say, sources
 
 
 def theirs(module: Any, files: Any, case: drawn.Case) -> Answers | None:
@@ -56,7 +55,7 @@ def main() -> int:
                 different += 1
                 say(f"{case}\n  TensorRT-LLM: {expected}\n  here:         {found}")
     counts = {"configurations": arguments.count, "refused by both": refused, "batches": batches}
-    return ended(arguments, counts, different, time.perf_counter() - started)
+    return finish("tensorrt_llm", arguments, counts, different, time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A trace of requests -> the batches that a deployment's scheduler makes of it, counted.
+"""Arrivals: from a trace of requests to the batches that a deployment's scheduler makes of it, counted.
 
-A model of time that is easy to state, and no more: every step takes as long as any other, and no
-draft is accepted. Which sizes are met depends on the load far more than on either.
+The model of time is simple: all steps take equally long, and no draft is accepted. Which sizes occur
+depends on the load far more than on either.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, Deployment
 
 STEP_SECONDS = 0.02
-"""How long a step takes: fifty tokens a second for each request."""
+"""Duration of a step: each request gets fifty tokens per second."""
 
 
 class Arrival(Protocol):
-    """A request as a trace has it: ``runtime.workload.trace.read_trace`` returns such rows."""
+    """One request of a trace, as ``runtime.serving.workload.trace.read_trace`` returns it."""
 
     @property
     def arrival(self) -> float:
@@ -36,8 +36,8 @@ class Arrival(Protocol):
 
 
 @attrs.define(eq=False)
-class _Live:
-    """A request that has a place: tokens of its prompt and of its output that are left."""
+class _RunningRequest:
+    """Tokens of a running request's prompt and of its output that are left."""
 
     prompt: int
     output: int
@@ -53,7 +53,7 @@ def batches_of(
     """
     limits, speculative = deployment.limits, deployment.speculative
     arriving = deque(sorted(requests, key=lambda request: request.arrival))
-    running: deque[_Live] = deque()
+    running: deque[_RunningRequest] = deque()
     met: Counter[Batch] = Counter()
     clock = 0.0
 
@@ -65,7 +65,7 @@ def batches_of(
             clock = max(clock, arriving[0].arrival)
         while arriving and arriving[0].arrival <= clock and len(running) < limits.max_num_reqs:
             request = arriving.popleft()
-            running.append(_Live(request.prompt, request.output))
+            running.append(_RunningRequest(request.prompt, request.output))
         decoding = [live for live in running if not live.prompt]
         prompting = [live for live in running if live.prompt]
         each = width(len(running))

@@ -1,6 +1,6 @@
 """Record SGLang's own answers as golden: run by hand, with the path of the unpacked wheel.
 
-    python tests/engines/record_sglang.py FOLDER
+    PYTHONPATH=tests python tests/engines/oracle/record_sglang.py FOLDER
 
 Writes ``tests/engines/golden/sglang.json``: launches drawn by ``engines.generators.sglang``,
 each with what the engine's functions answered, as ``shortened`` has it.
@@ -31,7 +31,7 @@ _HERE = Path(__file__).parent
 
 
 def main() -> None:
-    oracle = module_at(_HERE / "oracle" / "sglang.py").Sglang(Path(sys.argv[1]))
+    oracle = module_at(_HERE / "sglang.py").Sglang(Path(sys.argv[1]))
     cases: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(COUNT + len(SELDOM)):
@@ -46,11 +46,15 @@ def main() -> None:
             batches = drawing.batches(random, BATCHES, loras=loras)
             counts = drawing.ranks(random, RANKS)
             answer = oracle.ask(command, case.environment, batches, counts)
+            for _, other in drawing.repaired(case) if "refused" in answer else ():
+                # What is refused over a value that decides nothing is recorded without that value.
+                again = oracle.ask(drawing.written(other, Path(folder)), case.environment, batches, counts)
+                answer = answer if "refused" in again else again
             kept: Any = "refused" if "refused" in answer else answers.shortened(answer)
             asked = [] if kept == "refused" else [answers.batch_row(batch) for batch in batches]
             cases.append([case.device, case.model, case.command, case.file, asked, counts, kept])
     rows = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
-    (_HERE / "golden" / "sglang.json").write_text(f"[\n{rows}\n]\n")
+    (_HERE.parent / "golden" / "sglang.json").write_text(f"[\n{rows}\n]\n")
     refused = sum(case[-1] == "refused" for case in cases)
     sys.stdout.write(f"{len(cases)} launches, {refused} of them refused\n")
 

@@ -1,0 +1,57 @@
+"""How to fix the findings of ``check`` with SGLang's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.engine import Fixes
+from capture_planner.engines.walk import Run
+from capture_planner.modes import Role
+from capture_planner.records.batch import Kind
+
+
+class SglangFixes(Fixes):
+    """Fixes by ``--cuda-graph-bs-decode`` and its like; sizes of decodes are requests."""
+
+    general: ClassVar = {
+        "EN001": "raise --cuda-graph-max-bs-decode to the most running requests, or list it in "
+        "--cuda-graph-bs-decode",
+        "EN002": "remove --disable-cuda-graph-padding, and give --cuda-graph-bs-decode sizes close to each other",
+        "EN003": "list in --cuda-graph-bs-decode only sizes up to the most running requests",
+        "EN004": "give --cuda-graph-bs-decode whose sizes times the draft tokens fit the alignment",
+        "EN005": "name a backend that supports it with --attention-backend",
+        "EN006": "add sizes between to --cuda-graph-bs-decode or --cuda-graph-bs-prefill",
+    }
+
+    def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+        requests = max(run.last for run in runs)
+        if emulation.asked_sizes:
+            return f"add {requests} to --cuda-graph-bs-decode, and keep the others"
+        return f"raise --cuda-graph-max-bs-decode to {requests}"
+
+    def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
+        if any(run.kind is Kind.DECODE for run in runs):
+            return ""
+        # SGLang replays no graph that pads a prefill to more than twice its tokens.
+        return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
+
+    def unreached(self, emulation: Emulation, role: Role) -> str:
+        if role.is_drafter:
+            return f"nothing to do: the sizes of the {role} are the target's"
+        return (
+            "fewer --cuda-graph-bs-decode leave fewer: each is captured for every number of adapters, and some "
+            "batch may need the others"
+        )
+
+    def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
+        limit = emulation.limits.max_num_reqs
+        if max(sizes) <= limit:
+            return ""
+        return f"remove sizes above the {limit} requests of a rank, and those that its ranks do not divide"
+
+    def padded(self, emulation: Emulation, run: Run) -> str:
+        phase = "prefill" if run.kind is Kind.MIXED else "decode"
+        sizes = " ".join(map(str, run.sizes_between(1)))
+        return f"add {sizes} to --cuda-graph-bs-{phase}, and keep the others"

@@ -1,0 +1,184 @@
+"""vLLM 0.33: what it captures and how it dispatches, from the arguments of ``vllm serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from capture_planner.engines import checkpoints
+from capture_planner.engines.emulation import Emulation, Setting
+from capture_planner.engines.engine import Engine
+from capture_planner.engines.parsing import refusal
+from capture_planner.engines.yaml_files import in_its_file
+from capture_planner.errors import FlagError, InvalidValue
+from capture_planner.modes import GraphMode
+from capture_planner.records.batch_space import DecodeFamily, Domain
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.spec import Limits, Lora, Parallel
+from capture_planner_vllm.backends import final_settings
+from capture_planner_vllm.config import Configuration
+from capture_planner_vllm.export import export_vllm
+from capture_planner_vllm.fixes import VllmFixes
+from capture_planner_vllm.flags import name_of, read
+from capture_planner_vllm.managers import managers
+from capture_planner_vllm.model import COUNTS_AS
+from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.settings import VllmSettings
+from capture_planner_vllm.tables import rules
+
+VERSION = "0.33.0"
+FLAGS: dict[str, str] = {**rules()["flags"], **rules()["variables"]}
+"""The flags and variables that affect graphs, each with its help."""
+_METHODS = {"eagle": Method.EAGLE, "eagle3": Method.EAGLE3, "mtp": Method.MTP}
+
+
+def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSettings, Configuration]:
+    """Return the settings and the configuration that led to them; raises ``FlagError`` as vLLM would."""
+    configuration = Configuration(read(command), environment)
+    return final_settings(configuration), configuration
+
+
+def emulate(command: Sequence[str], environment: Environment) -> Emulation:
+    """Return what vLLM does with the arguments of ``vllm serve`` on a machine; raises ``FlagError``."""
+    try:
+        settings, configuration = resolve(command, environment)
+    except FlagError as error:
+        raise in_its_file(error, command, name_of) from None
+    captures = settings.mode is not GraphMode.NONE
+    if captures and settings.sizes and settings.sizes[0] < 1:
+        message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
+        raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
+    if captures and configuration.ubatching and configuration.data > 1:
+        subject = "data-parallel ranks that split a batch also have a graph of both halves"
+        raise not_emulated("--enable-dbo", subject, "leave it out, or emulate one rank")
+    speculative = _speculative(settings)
+    return Emulation(
+        engine="vllm",
+        version=VERSION,
+        command=tuple(command),
+        settings=_shown(settings, configuration),
+        sizes=settings.sizes,
+        asked_sizes=configuration.listed_sizes,
+        managers=managers(settings),
+        decisions=tuple(configuration.decisions),
+        limits=Limits(max_num_reqs=settings.max_num_seqs, max_num_tokens=settings.max_num_batched_tokens),
+        speculative=speculative,
+        drafts=_drafts(settings, speculative),
+        lora=_lora(settings),
+        parallel=_parallel(configuration),
+        notes=tuple(_notes(configuration)),
+    )
+
+
+def _notes(configuration: Configuration) -> Iterator[str]:
+    """Yield the assumptions about the target and the draft model, where no config.json is found."""
+    target, spec = configuration.model, configuration.spec
+    if not target.known:
+        results = "attention_backend" if configuration.length_given else "max_model_len, attention_backend"
+        results += " and the modes that the backend leaves rest on it"
+        yield checkpoints.note(target.name, COUNTS_AS, results)
+    if spec is not None and spec.has_draft_cache and spec.model is not target and not spec.model.known:
+        results = "the drafter's attention backend, and with it modes and draft chains, rests on it"
+        yield checkpoints.note(spec.model.name, "a dense decoder with the target's length", results)
+
+
+def _speculative(settings: VllmSettings) -> Speculative | None:
+    if not settings.num_speculative_tokens:
+        return None
+    # Only the width of decodes matters here, so n-gram and the others may go by any method's name.
+    method = _METHODS.get(settings.method or "", Method.EAGLE)
+    schedule = tuple(sorted(settings.schedule or ()))
+    try:
+        return Speculative(method=method, num_tokens=settings.num_speculative_tokens, schedule=schedule)
+    except InvalidValue as error:
+        reason = f"vLLM accepts it, but this much is not emulated: {error}"
+        remedy = "draft fewer tokens, or give fewer ranges"
+        raise not_emulated("--speculative-config", "", remedy, reason=reason) from error
+
+
+def _drafts(settings: VllmSettings, speculative: Speculative | None) -> tuple[DecodeFamily, ...] | None:
+    """Return the passes of a parallel drafter, wherever the schedule drafts anything; None for the others."""
+    if not settings.draft_query_len or speculative is None:
+        return None
+    tokens, tiers = settings.max_num_batched_tokens, speculative.tiers(settings.max_num_seqs)
+    ends = ((first, min(last, tokens // (1 + k))) for first, last, k in tiers if k)
+    requests = Domain(tuple((first, last) for first, last in ends if first <= last))
+    return (DecodeFamily(query_len=settings.draft_query_len, draft_steps=None, requests=requests),)
+
+
+def _parallel(options: Configuration) -> Parallel:
+    return Parallel(data=options.data, tensor=options.tensor, decode_context=options.decode_context)
+
+
+def _lora(settings: VllmSettings) -> Lora | None:
+    if not settings.max_loras:
+        return None
+    # A graph for a single adapter exists only where every power of two has one.
+    return Lora(max_active=settings.max_loras, specialize=1 in settings.lora_cases)
+
+
+def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Setting, ...]:
+    """Return the settings to show, each with its source: a flag, the file, the model, or a rule."""
+    line, sources, model = configuration.line, configuration.sources, configuration.model
+
+    def by_flag(name: str, value: Any) -> tuple[Any, str]:
+        return value, line.source(name)
+
+    values: dict[str, tuple[Any, str]] = {
+        "model": (model.name, line.source("model") if line.model is None else "flag"),
+        "model_facts": (checkpoints.says(model.source, "a dense decoder"), model.source),
+        "model_runner": (settings.runner.value, "default"),
+        "max_num_seqs": (settings.max_num_seqs, sources["max_num_seqs"]),
+        "max_num_batched_tokens": (settings.max_num_batched_tokens, sources["max_num_batched_tokens"]),
+        "max_model_len": (settings.max_model_len, sources["max_model_len"]),
+        "requested_cudagraph_mode": (settings.requested_mode.value, sources["requested_mode"]),
+        "cudagraph_mode": (settings.mode.value, sources["cudagraph_mode"]),
+        "cudagraph_capture_sizes": (list(settings.sizes), sources["cudagraph_capture_sizes"]),
+        "max_cudagraph_capture_size": (settings.max_size, sources["max_cudagraph_capture_size"]),
+        "compilation_mode": (settings.compilation, sources["compilation_mode"]),
+        "dtype": by_flag("dtype", configuration.dtype),
+        "kv_cache_dtype": by_flag("kv_cache_dtype", configuration.cache),
+        "attention_backend": (settings.backend, _backend_source(configuration)),
+        "async_scheduling": by_flag("async_scheduling", settings.async_scheduling),
+        "data_parallel_size": by_flag("data_parallel_size", configuration.data),
+        "tensor_parallel_size": by_flag("tensor_parallel_size", configuration.tensor),
+    }
+    if settings.method is not None:
+        schedule = None if settings.schedule is None else [list(entry) for entry in settings.schedule]
+        values |= {
+            "speculative_method": by_flag("speculative_config", settings.method),
+            "num_speculative_tokens": by_flag("speculative_config", settings.num_speculative_tokens),
+            "num_speculative_tokens_per_batch_size": by_flag("speculative_config", schedule),
+            "decode_query_lens": (list(settings.decode_query_lens), "default"),
+            "adaptive_verification": by_flag("speculative_config", settings.varlen),
+        }
+    if settings.max_loras:
+        values["max_loras"] = by_flag("max_loras", settings.max_loras)
+        values["lora_cases"] = by_flag("specialize_active_lora", list(settings.lora_cases))
+    others = sorted(name for name in line.values if f"--{name.replace('_', '-')}" not in FLAGS)
+    others += sorted(name for name in line.variables if name not in FLAGS)
+    values["not_relevant"] = (others, "flag" if others else "default")
+    return tuple(Setting(name=name, value=value, source=source) for name, (value, source) in values.items())
+
+
+def _backend_source(configuration: Configuration) -> str:
+    """Return the source of the flag that names the backend, or of the model facts that chose it."""
+    line = configuration.line
+    if configuration.backend is None:
+        return configuration.model.source
+    return line.source("attention_backend" if "attention_backend" in line.values else "attention_config")
+
+
+ENGINE = Engine(
+    name="vllm",
+    version=VERSION,
+    emulate=emulate,
+    export=export_vllm,
+    flags=FLAGS,
+    programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
+    limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
+    variables="VLLM_",
+    fixes=VllmFixes(),
+    sizes_in_tokens=True,
+)

@@ -1,0 +1,99 @@
+"""How to fix the findings of ``check`` with vLLM's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.engine import Fixes
+from capture_planner.engines.walk import Run
+from capture_planner.modes import Role
+from capture_planner.records.batch_space import decode_families
+from capture_planner.records.plan import Decision
+from capture_planner_vllm.size_list import size_list
+
+_GRID = 16
+"""vLLM's own sizes above 256 are multiples of it, and the largest one is rounded down to one."""
+
+_LOWERED = {
+    "deepep": "name another --all2all-backend, such as deepep_low_latency",
+    "kv-connector": "remove the KV connector's layerwise transfer",
+    "pooling": "nothing to do: no flag gives such a model more",
+    "encoder-decoder": "nothing to do: no flag gives such a model more",
+    "stock-compile": "leave -cc.mode at VLLM_COMPILE",
+    "compilation": "leave -cc.mode at VLLM_COMPILE",
+    "schedule-v1": "unset VLLM_USE_V2_MODEL_RUNNER: model runner V2 captures schedules",
+}
+"""What to do about a mode that one of vLLM's rules lowers, by the rule."""
+
+
+class VllmFixes(Fixes):
+    """Fixes by ``--cudagraph-capture-sizes`` and its like; sizes are tokens."""
+
+    general: ClassVar = {
+        "EN001": "raise --max-cudagraph-capture-size to the largest decode (requests times 1 + K), or list it "
+        "in --cudagraph-capture-sizes",
+        "EN002": "give sizes of which each is a multiple of every query length: capture-planner export --to "
+        "vllm writes such a list",
+        "EN003": "list in --cudagraph-capture-sizes only sizes that a batch of the schedule needs",
+        "EN004": "give --cudagraph-capture-sizes that are multiples of 1 + K",
+        "EN005": "name a backend that supports it with --attention-backend, or request the mode that is left "
+        "with -cc.cudagraph_mode",
+        "EN006": "add sizes between to --cudagraph-capture-sizes",
+    }
+
+    def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+        tokens = max(run.last * (run.query_len or 1) for run in runs)
+        if emulation.asked_sizes:
+            limit = "; --max-cudagraph-capture-size, where it is given, has to be the same"
+            return f"add {tokens} to --cudagraph-capture-sizes, and keep the others{limit}"
+        if tokens % _GRID == 0:
+            return f"raise --max-cudagraph-capture-size to {tokens}"
+        # vLLM captures no graph of more than max_num_seqs requests, so a rounded size would be dropped.
+        return f"give --cudagraph-capture-sizes {' '.join(map(str, (*emulation.sizes, tokens)))}"
+
+    def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
+        modes = emulation.modes
+        if not modes[role].is_separate:
+            return ""
+        if role is Role.DRAFT_PREFILL and modes[role] is modes[Role.TARGET]:
+            return "the list of sizes that fixes the target fixes this too"
+        return _complete_list(emulation) if role is Role.TARGET else ""
+
+    def unreached(self, emulation: Emulation, role: Role) -> str:
+        if role.is_drafter:
+            return f"nothing to do: the sizes of the {role} are the target's"
+        return (
+            "fewer --cudagraph-capture-sizes leave fewer: each is captured for every query length of the "
+            "schedule and every number of adapters, and some batch may need the others"
+        )
+
+    def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
+        limit, most = emulation.limits.max_num_tokens, max(sizes)
+        return (
+            f"remove them, or raise --max-num-batched-tokens from {limit} to {most}" if most > limit else ""
+        )
+
+    def lowered(self, emulation: Emulation, decision: Decision) -> str:
+        return _LOWERED.get(decision.rule, "")
+
+    def padded(self, emulation: Emulation, run: Run) -> str:
+        sizes = " ".join(map(str, run.sizes_between(run.query_len or 1)))
+        return f"add {sizes} to --cudagraph-capture-sizes, and keep the others"
+
+
+def _complete_list(emulation: Emulation) -> str:
+    """Return the list of sizes with which no decode of the target misses a graph.
+
+    It has no more FULL graphs than are captured now, where such a list exists.
+    """
+    full = [graph.entry for graph in emulation.graphs if graph.role is Role.TARGET and graph.entry.query_len]
+    result = size_list(
+        decode_families(Role.TARGET, emulation),
+        emulation.limits.max_num_reqs,
+        graphs=len({(entry.num_tokens, entry.query_len) for entry in full}),
+        wider=emulation.sizes,
+        query_lens={entry.query_len for entry in full if entry.query_len},
+    )
+    return f"give --cudagraph-capture-sizes {' '.join(map(str, result.sizes))}, with which none does"
