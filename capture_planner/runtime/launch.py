@@ -35,7 +35,7 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Decode, Request, admit
 
 CACHE_MEMORY = 1 << 30
-"""Bytes that the KV cache takes at most where nobody says how many pages it has."""
+"""Most bytes of the KV cache where its number of pages is not given."""
 
 Drafting = Literal["copy", "miss", "chance", "random"] | Path
 
@@ -99,7 +99,7 @@ def launch(
 
     Raises ``RunError`` or ``BackendError`` where the plan cannot be executed here, on this model or for
     these requests: before anything is captured, and where plan and backends say so before a model is
-    loaded. An interruption ends in a report of what there is.
+    loaded. An interruption ends in a report of what was done.
     """
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
     device = host.device_of(plan.environment)

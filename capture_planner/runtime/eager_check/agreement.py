@@ -49,7 +49,7 @@ def shortfall(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 def prints(cache: torch.Tensor) -> torch.Tensor:
     """Return ``int64[slots]``, which tell whether a slot of ``cache [slots, width]`` was written.
 
-    A copy of a whole cache would not fit beside it.
+    There is no memory for a second copy of a whole cache.
     """
     return cache.view(INTEGERS[cache.element_size()]).sum(1, dtype=torch.int64)
 

@@ -54,14 +54,14 @@ _Owner = tuple[str | None, int | None]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Comparison:
+class _ComparedForward:
     """One forward that is compared."""
 
     role: RoleRun
     entry: Entry
     step: ForwardStep
     chain: tuple[StepInputs, ...]
-    """The host's inputs of each draft decode of a chain; of one forward, where there is none."""
+    """The host's inputs of each draft decode of a chain; of one forward, outside of chains."""
     fields: dict[str, torch.Tensor]
     """Each field as it was staged for the graph, by its key."""
     slots: torch.Tensor
@@ -143,7 +143,7 @@ class EagerCheck:
         begun = perf_counter()
         chain = _chain(step.inputs, step.entry.draft_steps or 1, role.bounds.positions)
         slots = np.concatenate([inputs.declared["slot_mapping"] for inputs in chain]).astype(np.int64)
-        forward = _Comparison(
+        forward = _ComparedForward(
             role=role,
             entry=step.entry,
             step=step,
@@ -173,7 +173,7 @@ class EagerCheck:
         self._log.same(role.role)
         return times
 
-    def _eager(self, forward: _Comparison) -> dict[TapKey, torch.Tensor]:
+    def _eager(self, forward: _ComparedForward) -> dict[TapKey, torch.Tensor]:
         """Run all steps eagerly, and return what they computed; of the target's tokens, the logits."""
         role = forward.role
         for number, inputs in enumerate(forward.chain):
@@ -188,7 +188,7 @@ class EagerCheck:
             results[tokens] = role.body.model.logits(role.body.hidden[: forward.num_tokens])
         return results
 
-    def _results(self, forward: _Comparison) -> dict[TapKey, torch.Tensor]:
+    def _results(self, forward: _ComparedForward) -> dict[TapKey, torch.Tensor]:
         """Return copies of the real rows of every tensor, in the order of computation."""
         steps, results = len(forward.chain), dict[TapKey, torch.Tensor]()
         states = torch.from_numpy(forward.step.inputs.idx_mapping).long().to(forward.slots.device)
@@ -216,7 +216,7 @@ class EagerCheck:
 
     # What is compared.
 
-    def _compare_fields(self, forward: _Comparison) -> None:
+    def _compare_fields(self, forward: _ComparedForward) -> None:
         """Compare the fields that the graph will read with what they should be, padding included.
 
         Before the replay: what indexes with poison or with a stale row may not come back from it.
@@ -244,7 +244,7 @@ class EagerCheck:
 
     def _compare_tensors(
         self,
-        forward: _Comparison,
+        forward: _ComparedForward,
         graph: dict[TapKey, torch.Tensor],
         eager: dict[TapKey, torch.Tensor],
         before_graph: Sequence[torch.Tensor],
@@ -291,7 +291,7 @@ class EagerCheck:
             after = key
 
     def _compare_foreign(
-        self, forward: _Comparison, key: TapKey, before_graph: torch.Tensor, after: TapKey | None
+        self, forward: _ComparedForward, key: TapKey, before_graph: torch.Tensor, after: TapKey | None
     ) -> None:
         """Refuse a slot that the graph wrote and this batch does not; the null page is anybody's."""
         role = forward.role
@@ -308,7 +308,7 @@ class EagerCheck:
 
     def _refuse(
         self,
-        forward: _Comparison,
+        forward: _ComparedForward,
         key: TapKey,
         graph: torch.Tensor,
         eager: torch.Tensor,
@@ -375,7 +375,7 @@ def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
             yield layer, name, tensor.flatten(0, 1).flatten(1)
 
 
-def _metadata_seen(forward: _Comparison) -> Iterator[FieldSeen]:
+def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSeen]:
     """Yield the fields as they were staged, and the scalars of each group."""
     for buffer in forward.role.fields:
         held, field = forward.fields[buffer.key], buffer.field

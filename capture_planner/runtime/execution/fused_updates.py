@@ -27,6 +27,7 @@ class FusedUpdates:
         tokens, heads, dim = keys.shape
         if not tokens:
             return
+        # The kernel reads a token's heads by strides, but the elements of a head in a row.
         keys, values = (each if each.stride(2) == 1 else each.contiguous() for each in (keys, values))
         _store[(tokens,)](
             keys,
@@ -223,6 +224,7 @@ def _keep(
     first: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    # One program for all rows: with several, one would move the column on before another has read it.
     at = tl.load(column)
     if first:
         at = at * 0
@@ -231,6 +233,7 @@ def _keep(
         inside = row < rows
         state = tl.load(idx_mapping + row, mask=inside, other=-1)
         state = tl.where(state >= 0, state, padding).to(tl.int64)
+        # Padded rows all write the last state, which no request has; which of them wins does not matter.
         said = tl.load(tokens + row, mask=inside, other=0)
         tl.store(token + state, said, mask=inside)
         tl.store(proposed + state * width + at, said, mask=inside)
@@ -259,6 +262,7 @@ def _advance(
     inside = row < rows
     real = tl.load(idx_mapping + row, mask=inside, other=-1) >= 0
     position = tl.load(positions + row, mask=real, other=0)
+    # A request at the model's end stays where it is, or its position would index past rope and pages.
     moved = real & (position + 1 < max_model_len)
     position += moved.to(tl.int64)
     tl.store(positions + row, position, mask=real)
@@ -304,6 +308,7 @@ def _prepare_drafts(
     read = tl.load(wanted + row, mask=inside, other=0)
     drafts = tl.maximum(read - 1, 0)
     first = end - 1 - drafts
+    # ``agrees`` stays False after the first draft that the target does not say: greedy verification.
     accepted = row * 0
     agrees = read > 0
     for number in range(0, most):
@@ -312,6 +317,7 @@ def _prepare_drafts(
         draft = tl.load(input_ids + first + number + 1, mask=number < drafts, other=0)
         agrees = agrees & (number < drafts) & (draft == said)
         accepted += agrees.to(tl.int32)
+    # The draft prefill reads the last row that was kept; rows past it hold rejected drafts.
     kept = end - start - drafts + accepted
     tl.store(last + row, start + kept - 1, mask=inside)
     if decodes:

@@ -1,4 +1,4 @@
-"""The small updates that graphs hold beside the model: tokens taken over, fields moved on.
+"""The small updates that graphs hold next to the model: tokens resolved, drafts kept, fields advanced.
 
 Here in torch operators, for any device; ``fused_updates`` has each of them as one kernel.
 """
@@ -99,7 +99,7 @@ class VerificationInputs:
     """One step of the target, as the drafter goes on from it; padding left out."""
 
     fields: TokenFields
-    """Those of the target."""
+    """The target's."""
     starts: torch.Tensor
     """``int32[R + 1]``: where the rows of each request begin."""
     counts: torch.Tensor

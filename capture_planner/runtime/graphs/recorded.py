@@ -1,4 +1,4 @@
-"""Recorded graphs: what stands in for CUDA graphs where there is no GPU.
+"""Recorded graphs: the replacement for CUDA graphs on a machine without a GPU.
 
 A capture runs the forward once and keeps every operator that it called: which one, its host numbers,
 and where in memory each tensor lay. A replay calls the same operators on the same memory. So what is
@@ -123,7 +123,7 @@ class _Call:
     args: Any
     kwargs: Any
     results: tuple[Own | None, ...]
-    """Where each tensor of the result must land; None: it is there already, or there is none."""
+    """Where each tensor of the result must land; None: it is there already, or the result is no tensor."""
 
     def step(self) -> Step:
         """Return what runs it on the pool."""

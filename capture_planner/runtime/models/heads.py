@@ -103,7 +103,7 @@ class _Layer(_Block):
 
 
 class _MixingLayer(_Block):
-    """The first layer of EAGLE-3: attention reads the normed embedding beside the normed state."""
+    """The first layer of EAGLE-3: attention reads the normed embedding next to the normed state."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, 0, 2 * config.hidden_size)
@@ -219,7 +219,7 @@ class Eagle(_Head):
 class Eagle3(_Head):
     """EAGLE-3: its input is mixed from auxiliary states of the target, and then its own last state.
 
-    Attention of the first layer reads the normed embedding beside the normed state. What goes on to
+    Attention of the first layer reads the normed embedding next to the normed state. What goes on to
     the next step is the residual stream before the final norm.
     """
 

@@ -52,7 +52,7 @@ def sampled_counts(scheduled: ScheduledBatch, states: RequestStates) -> Array:
 def promise(scheduled: ScheduledBatch, states: RequestStates, starts: Array) -> Verification:
     """Advance the states by a step without drafts, whose tokens are not known yet.
 
-    Each new token stands in ``states`` as ``-1 - i``, i being the row of this step's batch that says it,
+    Each new token is in ``states`` as ``-1 - i``, i being the row of this step's batch that says it,
     until ``fulfil`` puts it there. What is counted is what ``settle`` would count.
     """
     rows = scheduled.state_indices
