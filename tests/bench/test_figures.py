@@ -20,7 +20,7 @@ from capture_planner.bench.chain import _host as host_of_one  # noqa: E402
 from capture_planner.bench.chain import chain, with_chains, with_single_steps  # noqa: E402
 from capture_planner.bench.decode import bare, decode  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD  # noqa: E402
-from capture_planner.bench.preparation import preparation, values_at  # noqa: E402
+from capture_planner.bench.preparation import inputs_at, preparation  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
 from capture_planner.dispatch.dispatcher import Dispatcher  # noqa: E402
 from capture_planner.errors import RunError  # noqa: E402
@@ -216,7 +216,7 @@ def test_a_backend_without_a_stock_call_has_none_to_compare_with() -> None:
 @given(st.integers(1, MOST), st.integers(1, 3), st.integers(0, 80))
 def test_the_values_of_a_growing_decode_are_those_of_a_decode(size: int, query: int, more: int) -> None:
     """Each token's slot is where the block table has its position; positions end at the length."""
-    made = values_at(RIG, ROLE, size, query, query + more)
+    made = inputs_at(RIG, ROLE, size, query, query + more).declared
     page = RIG.pages.page_size
     for row in range(size):
         positions = made["positions"][row * query : (row + 1) * query].tolist()
