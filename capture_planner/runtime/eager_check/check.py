@@ -108,22 +108,19 @@ class EagerCheck:
 
     # What is tapped.
 
-    def attend(
-        self,
-        number: int,
-        attend: Attend,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, number: int, attend: Attend) -> Attend:
         """Keep what goes into attention and what comes out; see ``ForwardObserver``."""
-        for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
-            self._taps.keep(TapKey(number, layer, name), tensor)
-        out = attend(layer, query, keys, values, scoring)
-        self._taps.keep(TapKey(number, layer, "attention"), out)
-        return out
+
+        def tapped(
+            layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
+        ) -> torch.Tensor:
+            for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
+                self._taps.keep(TapKey(number, layer, name), tensor)
+            out = attend(layer, query, keys, values, scoring)
+            self._taps.keep(TapKey(number, layer, "attention"), out)
+            return out
+
+        return tapped
 
     def tokens_done(self, role: RoleRun, number: int) -> None:
         """Keep the state of a draft decode: each one goes on from the one before, and changes it."""

@@ -174,7 +174,7 @@ class StepLauncher:
         if decodes is not None:
             longest = states.computed[scheduled.state_indices] + scheduled.counts
             by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
-        if self._policy.poison:
+        if self._policy.options.poison:
             for role in by_role:
                 parts.roles[role].poison()
         parts.apply([write for role, each in by_role.items() for write in parts.roles[role].writes(each)])
