@@ -149,7 +149,7 @@ class EagerCheck:
             slots=torch.from_numpy(slots).to(role.fields["positions"].device),
             turn=turn,
         )
-        inputs = [tensor_of(held) for held in role.body.inputs()]
+        inputs = [tensor_of(actual) for actual in role.body.inputs()]
         before = [tensor.clone() for tensor in inputs]
         caches = [(cache, cache[forward.slots]) for _, _, cache in _caches(role)]
         before_graph = [prints(cache) for cache, _ in caches]
@@ -223,12 +223,12 @@ class EagerCheck:
             real = declared.get(buffer.field.name)
             if real is None or buffer.is_frozen:
                 continue
-            held = forward.fields[buffer.key][: forward.step.extents.rows(buffer.field)].cpu()
-            wanted = torch.full_like(held, padding.fill_of(buffer, real, forward.num_tokens))
-            wanted[tuple(map(slice, real.shape))] = torch.from_numpy(np.ascontiguousarray(real)).to(
-                held.dtype
+            actual = forward.fields[buffer.key][: forward.step.extents.rows(buffer.field)].cpu()
+            expected = torch.full_like(actual, padding.fill_of(buffer, real, forward.num_tokens))
+            expected[tuple(map(slice, real.shape))] = torch.from_numpy(np.ascontiguousarray(real)).to(
+                actual.dtype
             )
-            errors = row_errors(held, wanted)
+            errors = row_errors(actual, expected)
             if bool(errors.any()):
                 row = int(errors.argmax())
                 owner: _Owner = (None, None)
@@ -237,7 +237,7 @@ class EagerCheck:
                 elif row < len(real) and buffer.field.axis is Axis.REQUEST:
                     owner = self._named(row, None)
                 key = TapKey(0, None, f"field {buffer.key}")
-                self._refuse(forward, key, held, wanted, errors, 0.0, None, (row, owner))
+                self._refuse(forward, key, actual, expected, errors, 0.0, None, (row, owner))
 
     def _compare_tensors(
         self,
@@ -254,10 +254,10 @@ class EagerCheck:
         caches = dict(zip(((layer, name) for layer, name, _ in _caches(role)), before_graph, strict=True))
         half = any(tolerance_of(tensor) > HALF for tensor in eager.values())
         after: TapKey | None = None
-        for key, wanted in eager.items():
-            held, tolerance, is_cache = graph[key], tolerance_of(wanted), key.name in CACHES
+        for key, expected in eager.items():
+            actual, tolerance, is_cache = graph[key], tolerance_of(expected), key.name in CACHES
             is_logits = key.name == "tokens"
-            errors = (shortfall(held, wanted) if is_logits else row_errors(held, wanted)).cpu()
+            errors = (shortfall(actual, expected) if is_logits else row_errors(actual, expected)).cpu()
             if is_cache:
                 # Padding writes to the null page, and so does a draft past the model's end.
                 errors[(slots < role.page_size).cpu()] = 0
@@ -269,11 +269,11 @@ class EagerCheck:
                 self._log.add_near_ties(int(tied.sum()))
                 continue
             if bool((errors > tolerance).any()):
-                wanted = wanted.argmax(-1) if is_logits else wanted
+                expected = expected.argmax(-1) if is_logits else expected
                 row = int((errors > tolerance).nonzero()[0])
                 at = int(slots[row]) if is_cache else row, self._named(*forward.owner(key, row))
-                self._refuse(forward, key, held, wanted, errors, tolerance, after, at)
-            if wanted.is_floating_point() and len(errors):
+                self._refuse(forward, key, actual, expected, errors, tolerance, after, at)
+            if expected.is_floating_point() and len(errors):
                 self._log.saw(
                     Largest(
                         tensor=key.name,
@@ -298,10 +298,10 @@ class EagerCheck:
         changed[: role.page_size] = False
         if bool(changed.any()):
             slot = int(changed.nonzero()[0])
-            held = cache[changed]
-            errors = torch.full((len(held),), torch.inf, dtype=torch.float64)
+            actual = cache[changed]
+            errors = torch.full((len(actual),), torch.inf, dtype=torch.float64)
             at = slot, self._log.owner(slot, role.page_size)
-            self._refuse(forward, key, held, torch.full_like(held, torch.nan), errors, 0.0, after, at)
+            self._refuse(forward, key, actual, torch.full_like(actual, torch.nan), errors, 0.0, after, at)
 
     def _refuse(
         self,
@@ -317,8 +317,8 @@ class EagerCheck:
         """Raise ``DifferenceError``; ``at``: the row as it is told, and whose it is."""
         row, (request, token) = at
         first = int((errors > tolerance).nonzero()[0])
-        held, wanted = graph[first].flatten().cpu(), eager[first].flatten().cpu()
-        apart = (held.double() - wanted.double()).abs().nan_to_num(torch.inf, torch.inf)
+        actual, expected = graph[first].flatten().cpu(), eager[first].flatten().cpu()
+        apart = (actual.double() - expected.double()).abs().nan_to_num(torch.inf, torch.inf)
         furthest, worst = int(apart.argmax()), float(errors.max())
         role, real = forward.role.role, forward.step.real
         difference = Difference(
@@ -331,8 +331,8 @@ class EagerCheck:
             row=row,
             request=request,
             token=token,
-            graph=finite(held[furthest]),
-            eager=finite(wanted[furthest]),
+            graph=finite(actual[furthest]),
+            eager=finite(expected[furthest]),
             error=worst if np.isfinite(worst) else None,
             tolerance=tolerance,
             rows=int((errors > tolerance).sum()),
@@ -375,10 +375,10 @@ def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
 def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSeen]:
     """Yield the fields as they were staged, and the scalars of each group."""
     for buffer in forward.role.fields:
-        held, field = forward.fields[buffer.key], buffer.field
+        actual, field = forward.fields[buffer.key], buffer.field
         real, padded = forward.step.real.rows(field), forward.step.extents.rows(field)
         yield FieldSeen(
-            name=buffer.key, real=held[:real].cpu().tolist(), padding=held[real:padded].cpu().tolist()
+            name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist()
         )
     for group, metadata in forward.role.attention.metadata.items():
         for name in ("num_reqs", "num_tokens", "max_query_len", "max_seq_len"):

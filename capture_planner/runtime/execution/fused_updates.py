@@ -47,9 +47,9 @@ class FusedUpdates:
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """See ``Updates``."""
-        found = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-        _taken[_grid(len(ids))](ids, answers, found, len(ids), block=_BLOCK, **_ONE_WARP)
-        return found
+        resolved = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+        _taken[_grid(len(ids))](ids, answers, resolved, len(ids), block=_BLOCK, **_ONE_WARP)
+        return resolved
 
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Updates``."""
@@ -183,14 +183,14 @@ def _store(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _taken(
-    ids: tl.tensor, answers: tl.tensor, found: tl.tensor, rows: tl.tensor, block: tl.constexpr
+    ids: tl.tensor, answers: tl.tensor, resolved: tl.tensor, rows: tl.tensor, block: tl.constexpr
 ) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
     token = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
     pending = token < 0
     answer = tl.load(answers + (-1 - token), mask=inside & pending, other=0)
-    tl.store(found + row, tl.where(pending, answer, token), mask=inside)
+    tl.store(resolved + row, tl.where(pending, answer, token), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -234,9 +234,9 @@ def _keep(
         state = tl.load(idx_mapping + row, mask=inside, other=-1)
         state = tl.where(state >= 0, state, padding).to(tl.int64)
         # Padded rows all write the last state, which no request has; which of them wins does not matter.
-        said = tl.load(tokens + row, mask=inside, other=0)
-        tl.store(token + state, said, mask=inside)
-        tl.store(proposed + state * width + at, said, mask=inside)
+        token_id = tl.load(tokens + row, mask=inside, other=0)
+        tl.store(token + state, token_id, mask=inside)
+        tl.store(proposed + state * width + at, token_id, mask=inside)
     tl.store(column, tl.minimum(at + 1, width - 1))
 
 
@@ -270,12 +270,12 @@ def _advance(
     slot = page.to(tl.int64) * page_size + position % page_size
     tl.store(slot_mapping + row, tl.where(moved, slot, null_slot), mask=inside)
     for number in range(0, num_lengths):
-        held = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
-        length = tl.load(held + row, mask=moved, other=0)
-        tl.store(held + row, length + 1, mask=moved)
+        pointer = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
+        length = tl.load(pointer + row, mask=moved, other=0)
+        tl.store(pointer + row, length + 1, mask=moved)
     if takes:
-        said = tl.load(tokens + row, mask=real, other=0)
-        tl.store(input_ids + row, said.to(tl.int32), mask=real)
+        token_id = tl.load(tokens + row, mask=real, other=0)
+        tl.store(input_ids + row, token_id.to(tl.int32), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -312,10 +312,10 @@ def _prepare_drafts(
     accepted = row * 0
     agrees = read > 0
     for number in range(0, most):
-        said = tl.load(answers + first + number, mask=number < read, other=0)
-        tl.store(shifted + first + number, said.to(tl.int32), mask=number < read)
+        token_id = tl.load(answers + first + number, mask=number < read, other=0)
+        tl.store(shifted + first + number, token_id.to(tl.int32), mask=number < read)
         draft = tl.load(input_ids + first + number + 1, mask=number < drafts, other=0)
-        agrees = agrees & (number < drafts) & (draft == said)
+        agrees = agrees & (number < drafts) & (draft == token_id)
         accepted += agrees.to(tl.int32)
     # The draft prefill reads the last row that was kept; rows past it hold rejected drafts.
     kept = end - start - drafts + accepted
@@ -329,5 +329,5 @@ def _prepare_drafts(
         tl.store(next_positions + row, position, mask=inside)
         tl.store(next_slots + row, tl.where(room, slot, null_slot), mask=inside)
         for number in range(0, num_lengths):
-            held = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
-            tl.store(held + row, (position + 1).to(tl.int32), mask=inside)
+            pointer = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
+            tl.store(pointer + row, (position + 1).to(tl.int32), mask=inside)

@@ -215,11 +215,11 @@ class TorchUpdates:
         for number in range(verified.most):
             inside = number < read
             at = torch.where(inside, first + number, 0)
-            said = verified.answers[at]
-            prefill.input_ids[at[inside]] = said[inside].to(prefill.input_ids.dtype)
+            answer = verified.answers[at]
+            prefill.input_ids[at[inside]] = answer[inside].to(prefill.input_ids.dtype)
             drafted = number < drafts
             draft = verified.fields.input_ids[torch.where(drafted, first + number + 1, 0)]
-            agrees = agrees & drafted & (draft == said)
+            agrees = agrees & drafted & (draft == answer)
             accepted += agrees
         kept = end - start - drafts + accepted
         last[:rows] = start + kept - 1
