@@ -26,7 +26,7 @@ from capture_planner.runtime.execution.fields import Extents, Fields
 from capture_planner.runtime.execution.inputs import DERIVED, StepInputs
 from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
 from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.backend import path
+from capture_planner_flashinfer.selection import kernel_family
 
 REQS, LENGTH, TOKENS, LAYER = 8, 640, 2048, 3
 ROLE, GROUP, BACKEND = Role.TARGET, "full", FlashInfer()
@@ -104,7 +104,7 @@ class Rig:
             max_query_len=setting.query_len,
             window=setting.window,
         )
-        self.path = path(attention, planned)
+        self.family = kernel_family(attention, planned)
         self.entries = tuple(_entry(reqs, setting.query_len) for reqs in (REQS, REQS // 2))
         limits = Limits(max_num_reqs=REQS, max_num_tokens=TOKENS)
         self._contract = BACKEND.padding(ROLE, attention, planned)
@@ -239,7 +239,7 @@ class Rig:
         out.fill_(torch.nan)
         replay()
         close(out[:real], batch.expected)
-        if self.path.is_wrapper:
+        if self.family.is_wrapper:
             assert not out[real:].any(), "padded rows are not zero"
 
     def eager(self, batch: Batch) -> None:
@@ -323,7 +323,7 @@ def check_plan_counts(rig: Rig) -> None:
         made: int = executor.plans - before
         return made
 
-    start, needed = 2 * setting.page_size + setting.query_len, int(rig.path.is_wrapper)
+    start, needed = 2 * setting.page_size + setting.query_len, int(rig.family.is_wrapper)
     assert plans([start, start]) == needed
     assert plans([start + 1, start]) == 0, "no page count changed"
     assert plans([start, start + 2]) == 0, "no page count changed"
