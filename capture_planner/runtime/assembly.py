@@ -104,7 +104,7 @@ def assemble(
         page_size=pages.page_size,
         apply=apply,
     )
-    comparison = ComparisonLog() if policy.compare else None
+    comparison = ComparisonLog() if options.compare else None
 
     def role_run(role: RolePlan) -> RoleRun:
         mine = fields[role.role]

@@ -75,9 +75,9 @@ def without_speculation(plan: Plan, registry: Registry) -> Plan:
     alone = replace(plan, speculative=None, roles=(target,))
     groups = []
     for group in target.groups:
-        asked = registry[group.backend]
+        registered = registry[group.backend]
         attention = Attention.of(alone, Role.TARGET, layers=group.layers, window=group.window)
-        padding = asked.padding(Role.TARGET, attention, plan.environment)
-        workspace = asked.workspace(Role.TARGET, attention, plan.environment, (), plan.limits)
+        padding = registered.padding(Role.TARGET, attention, plan.environment)
+        workspace = registered.workspace(Role.TARGET, attention, plan.environment, (), plan.limits)
         groups.append(replace(group, padding=padding, workspace=workspace))
     return replace(alone, roles=(replace(target, groups=tuple(groups)),))

@@ -1,6 +1,6 @@
 """What is refused before a model is loaded: a plan that is not for here, and backends that do not run here.
 
-A large model takes minutes to make, and whoever typed the wrong thing should know within seconds.
+A large model takes minutes to load; a wrong argument should be reported within seconds.
 """
 
 from __future__ import annotations

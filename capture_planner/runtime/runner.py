@@ -90,7 +90,7 @@ class Runner:
         ``RunError`` while requests are served: captures write the fields that their steps go on from.
         """
         self._refuse_while_serving("capture")
-        if not self.policy.replay:
+        if not self.policy.options.replay:
             self.dispatcher = Dispatcher(self.plan)
             return
         started = perf_counter()
@@ -100,7 +100,7 @@ class Runner:
                     self.plan,
                     tuple(self.parts.roles.values()),
                     self._grapher,
-                    strict=self.policy.strict,
+                    strict=self.policy.options.strict,
                     memory=memory,
                 ):
                     self.session.captured.append(done)

@@ -617,6 +617,6 @@ def test_a_role_that_is_not_compared_is_the_plain_one():
         assert {role._observer for role in plain.parts.roles.values()} == {None}
         assert plain.parts.comparison is None
         assert {type(role._observer) for role in runner.parts.roles.values()} == {EagerCheck}
-        assert runner.policy.poison
+        assert runner.policy.options.poison
         assert not runner.policy.run_ahead
         assert not runner.policy.drafts_on_device

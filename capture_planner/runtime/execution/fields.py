@@ -57,7 +57,7 @@ class Extents:
     """Pages of one request."""
 
     def along(self, axis: Axis) -> int:
-        """Return the extent of an axis; the pages of a vector are those of all requests together."""
+        """Return the extent of an axis; a vector of pages has those of all requests."""
         if axis is Axis.TOKEN:
             return self.tokens
         if axis is Axis.REQUEST:

@@ -44,14 +44,14 @@ class Staging:
 
 
 @attrs.frozen(kw_only=True)
-class Packed:
+class StagingUse:
     """How much of the staging a step takes, and how large its largest write is."""
 
     bytes: int
     elements: int
 
 
-def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> Packed:
+def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> StagingUse:
     """Write the table of ``writes`` into ``staging``, and after it their real values.
 
     The table has a row of 9 int64 for each write: destination address, offset of the values in the
@@ -81,7 +81,7 @@ def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> Packed:
     staging.table[: len(rows)] = rows
     staging.table[len(rows) : staging.filled] = 0
     staging.filled = len(rows)
-    return Packed(bytes=at, elements=largest)
+    return StagingUse(bytes=at, elements=largest)
 
 
 def _bits(fill: int, dtype: str) -> int:

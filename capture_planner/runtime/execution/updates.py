@@ -1,4 +1,4 @@
-"""The small updates that graphs hold beside the model: tokens taken over, fields moved on.
+"""The small updates that graphs hold next to the model: tokens resolved, drafts kept, fields advanced.
 
 Here in torch operators, for any device; ``fused_updates`` has each of them as one kernel.
 """
@@ -99,7 +99,7 @@ class VerificationInputs:
     """One step of the target, as the drafter goes on from it; padding left out."""
 
     fields: TokenFields
-    """Those of the target."""
+    """The target's."""
     starts: torch.Tensor
     """``int32[R + 1]``: where the rows of each request begin."""
     counts: torch.Tensor
@@ -215,11 +215,11 @@ class TorchUpdates:
         for number in range(verified.most):
             inside = number < read
             at = torch.where(inside, first + number, 0)
-            said = verified.answers[at]
-            prefill.input_ids[at[inside]] = said[inside].to(prefill.input_ids.dtype)
+            answer = verified.answers[at]
+            prefill.input_ids[at[inside]] = answer[inside].to(prefill.input_ids.dtype)
             drafted = number < drafts
             draft = verified.fields.input_ids[torch.where(drafted, first + number + 1, 0)]
-            agrees = agrees & drafted & (draft == said)
+            agrees = agrees & drafted & (draft == answer)
             accepted += agrees
         kept = end - start - drafts + accepted
         last[:rows] = start + kept - 1

@@ -103,7 +103,7 @@ class _Layer(_Block):
 
 
 class _MixingLayer(_Block):
-    """The first layer of EAGLE-3: attention reads the normed embedding beside the normed state."""
+    """The first layer of EAGLE-3: attention reads the normed embedding next to the normed state."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, 0, 2 * config.hidden_size)
@@ -219,7 +219,7 @@ class Eagle(_Head):
 class Eagle3(_Head):
     """EAGLE-3: its input is mixed from auxiliary states of the target, and then its own last state.
 
-    Attention of the first layer reads the normed embedding beside the normed state. What goes on to
+    Attention of the first layer reads the normed embedding next to the normed state. What goes on to
     the next step is the residual stream before the final norm.
     """
 
@@ -227,10 +227,10 @@ class Eagle3(_Head):
         super().__init__(config, target, own)
         hidden, depth = config.hidden_size, target.num_layers
         nested = getattr(config, "eagle_config", None) or {}
-        asked = getattr(config, AUX_LAYER_IDS, None) or nested.get(AUX_LAYER_IDS)
-        wanted = asked or (2, depth // 2, depth - 3)
+        configured = getattr(config, AUX_LAYER_IDS, None) or nested.get(AUX_LAYER_IDS)
+        wanted = configured or (2, depth // 2, depth - 3)
         # Small targets do not have the layers that real ones are tapped at; the same one may be twice.
-        self.aux_layers = tuple(wanted if asked else (min(max(layer, 0), depth - 1) for layer in wanted))
+        self.aux_layers = tuple(wanted if configured else (min(max(layer, 0), depth - 1) for layer in wanted))
         self.fc = nn.Linear(len(self.aux_layers) * target.hidden_size, hidden, bias="fc.bias" in own)
         rest = (_Layer(config, layer, hidden) for layer in range(1, self.num_layers))
         self.layers = nn.ModuleList([_MixingLayer(config), *rest])

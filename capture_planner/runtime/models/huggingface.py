@@ -178,8 +178,8 @@ def load_target(
     ``source`` is a local folder (config.json, and safetensors where there are weights) or a
     configuration file; None: a Llama of the numbers in ``shape``. Nothing is read from a network.
     Weights that are not there are random, the same for the same ``seed`` and device type; the global
-    generators are left as they were. ``dtype``: that of the weights; None: the configuration's, or
-    else that of ``shape``.
+    generators are left as they were. ``dtype`` of the weights; None: the configuration's, or
+    else the one in ``shape``.
 
     Raises ``RunError`` where there is no model, where weights are missing, and where the model is of
     a kind that is not executed.

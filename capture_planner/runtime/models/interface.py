@@ -18,7 +18,7 @@ from capture_planner.errors import RunError
 from capture_planner.runtime.models.protocols import Attend, Scoring
 
 INTERFACE = "capture_planner"
-"""The attention implementation's name, and that of the keyword argument that carries a ``Call``."""
+"""The name of the attention implementation, and of the keyword argument that carries a ``Call``."""
 
 SUPPORTED = (
     "supported: causal decoders of full or sliding-window softmax attention, through the attention interface"

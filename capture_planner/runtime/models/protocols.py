@@ -96,7 +96,7 @@ class Drafter(Protocol):
         """Return ``[T, hidden_size]``: what ``propose`` reads, and the hidden input of the next step.
 
         ``input_ids int[T]`` stand one position after the tokens that ``hidden`` belongs to;
-        ``positions int64[T]`` are those of ``hidden``.
+        ``positions int64[T]`` belong to ``hidden``.
         """
 
     def propose(

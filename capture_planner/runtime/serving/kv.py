@@ -28,7 +28,7 @@ class PageFormat:
 
     @property
     def slots(self) -> int:
-        """Slots in all, those of the null page included."""
+        """Slots in all, the null page's included."""
         return self.num_pages * self.page_size
 
 
@@ -54,7 +54,7 @@ def allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device, wh
 
 
 class PagePool:
-    """The pages that nobody has, handed out last returned first, so that reuse comes soon."""
+    """The free pages. The last one returned is handed out first, so that reuse, and its bugs, come soon."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = [page for page in range(num_pages - 1, -1, -1) if page != NULL_PAGE]
