@@ -325,7 +325,7 @@ def refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Reg
     """Refuse a backend that executes nothing, or declares other fields than when the plan was made."""
     if not isinstance(registered.backend, Runnable):
         raise RunError(
-            f"{_who(registered)} plans and does not execute: it has no reserve; see docs/backends.md"
+            f"{_who(registered)} plans and does not execute: it has no reserve; see docs/extending/backend-contract.md"
         )
     attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
     now = registered.padding(role.role, attention, plan.environment)

@@ -249,7 +249,7 @@ def test_the_tables_of_any_report_can_be_printed(report: BenchReport) -> None:
 
 
 def test_targets_are_those_of_the_page() -> None:
-    """docs/bench.md lists every one of them."""
+    """docs/howto/measure-a-plan.md lists every one of them."""
     from pathlib import Path
 
     page = (Path(__file__).parent.parent.parent / "docs" / "bench.md").read_text("utf-8")
