@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 
 from capture_planner import codec
 from capture_planner.analysis import lint
-from capture_planner.bench.record import Verdict
+from capture_planner.bench.record import TargetVerdict
 from capture_planner.cli import cli
 from capture_planner.modes import Reason
 from capture_planner.planning.planner import plan
@@ -77,7 +77,7 @@ def test_newest_result_counts_whatever_its_file_name(
 def test_target_table_shows_met_missed_and_not_measured(
     reached: float, wanted: float, at_most: bool, absent: str
 ) -> None:
-    verdict = Verdict(figure="decode", what="a step", wanted=wanted, reached=reached, at_most=at_most)
+    verdict = TargetVerdict(figure="decode", what="a step", wanted=wanted, reached=reached, at_most=at_most)
     shown = {name: getattr(verdict, name) for name in ("holds", "missed_by", *attrs.asdict(verdict))}
     reports: dict[str, Any] = {"one, K=0": {"decode": [{}], "targets": [shown]}, "two, K=5": {}}
     if absent != "plan":
