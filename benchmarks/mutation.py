@@ -9,7 +9,7 @@ has its own tests, the most lethal first, and several mutants run at a time, eac
 the tree.
 
 A mutant is killed where a test fails, and timed out where the tests take much more of the processor
-than the code as it is takes time. docs/mutation.md has the survivors, each with a reason.
+than the code as it is takes time. docs/lab/mutation.md has the survivors, each with a reason.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ MODULES = (
     "capture_planner.errors",
     "capture_planner.modes",
     "capture_planner.runtime.executor",
+    "capture_planner.runtime.options",
     "capture_planner.runtime.runner",
 )
 """Public modules: all that they define is public. Importing those of runtime needs torch."""

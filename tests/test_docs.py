@@ -201,8 +201,6 @@ RUN = "capture-planner run plan.yaml"
         (RUN, "  padding 1.2%\n", "  padding 1.3%\n", False),
         (RUN, "...\nb\n", "a\na\nb\n", True),
         (RUN, "a\n...\n", "a\nb\n", True),
-        (RUN, "a\n...\nc\n", "a\nb\nd\n", False),
-        (RUN, "...\nc\n", "b\nc\nd\n", False),
         (RUN, "", "a\n", False),
         ("capture-planner show plan.yaml", "takes 1.2 ms\n", "takes 1.3 ms\n", False),
     ],
@@ -210,6 +208,19 @@ RUN = "capture-planner run plan.yaml"
 def test_output_is_kept_while_it_matches(command: str, shown: str, now: str, is_kept: bool) -> None:
     """Measurements may differ, and a line of dots stands for any lines; nothing else may differ."""
     assert examples.updated(command, shown, now) == (shown if is_kept else now)
+
+
+@pytest.mark.parametrize(
+    ("shown", "now", "expected"),
+    [
+        ("a\n...\nc\n", "a\nb\nd\n", "a\n...\nd\n"),
+        ("...\nc\n", "b\nc\nd\n", "...\nd\n"),
+        ("...\ntwo cats\n...\n", "one dog\ntwo old cats\nthree\n", "...\ntwo old cats\n...\n"),
+        ("...\nx\n", "", "...\n"),
+    ],
+)
+def test_shortened_output_is_updated_part_by_part(shown: str, now: str, expected: str) -> None:
+    assert examples.updated(RUN, shown, now) == expected
 
 
 def test_every_tox_environment_is_explained() -> None:

@@ -129,4 +129,4 @@ def test_wheel_and_sdist_have_the_template(tmp_path: Path) -> None:
             assert wheel.read(f"capture_planner/template/{name}").decode() == text
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
         packed = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {f"docs/template/{name}" for name in template_files()} <= packed
+    assert {f"backends/template/{name}" for name in template_files()} <= packed

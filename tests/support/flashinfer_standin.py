@@ -30,9 +30,10 @@ SEMAPHORES = 8 << 20
 def numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor's memory, as a kernel has it: reads and writes pass torch by."""
     size = tensor.numel() * tensor.element_size()
-    storage = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
-    dtypes = {torch.int32: np.int32, torch.uint8: np.uint8, torch.uint16: np.uint16}
-    return np.frombuffer(storage, dtype=dtypes[tensor.dtype]).reshape(tensor.shape)
+    storage: Any = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
+    dtypes: dict[torch.dtype, Any] = {torch.int32: np.int32, torch.uint8: np.uint8, torch.uint16: np.uint16}
+    values: np.ndarray[Any, Any] = np.frombuffer(storage, dtype=dtypes[tensor.dtype])
+    return values.reshape(tensor.shape)
 
 
 def attend_rows(
@@ -369,7 +370,7 @@ def causal_mask(lengths: torch.Tensor, query_len: int) -> torch.Tensor | None:
     return kernels._causal(query_len, len(lengths)) if query_len > 1 else None
 
 
-def standin(kernel: Any = old_kernel) -> ModuleType:
+def standin(kernel: Any = old_kernel) -> Any:
     """Return a stand-in for the ``flashinfer`` package."""
     library: Any = ModuleType("flashinfer")
     library.BatchDecodeWithPagedKVCacheWrapper = Decode

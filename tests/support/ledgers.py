@@ -1,6 +1,7 @@
 """Strategies for the reports of runs: of any plan, of any length, also of runs that were stopped."""
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 from hypothesis import strategies as st
@@ -134,7 +135,7 @@ def steps(draw, index):
 def served(draw):
     """One request: finished, cut off, or never begun."""
     tokens = draw(st.lists(st.integers(0, 1 << 17), max_size=4))
-    first = draw(times) if tokens else None
+    first: Any = draw(times) if tokens else None
     return Served(
         name=draw(names),
         prompt_tokens=draw(st.integers(1, 100)),

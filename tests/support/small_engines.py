@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import attrs
 from ruamel.yaml import YAML
@@ -26,7 +27,7 @@ class Searched:
     role: Role
     mode: GraphMode
     graphs: tuple[CapturedGraph, ...]
-    rule: object
+    rule: Any
 
     def dispatch(self, batch):
         """Return the first graph that the rule offers."""
@@ -42,7 +43,8 @@ class Searched:
 
 def _read(command):
     """Return flags with their words."""
-    found, name = {}, None
+    found: dict[str, list[str]] = {}
+    name = None
     for word in command:
         if word.startswith("--"):
             name = word[2:]
@@ -118,7 +120,8 @@ def vllm(command, environment):
     mode = GraphMode[config["cudagraph_mode"]]
     sizes = sorted({size for size in config.get("cudagraph_capture_sizes", ()) if size <= tokens})
     data = _number(flags, "data-parallel-size")
-    cases, lora = (0,), None
+    cases: tuple[int, ...] = (0,)
+    lora = None
     if "enable-lora" in flags:
         lora = Lora(max_active=_number(flags, "max-loras"), specialize="specialize-active-lora" in flags)
         cases = lora.cases()

@@ -137,7 +137,7 @@ def world_of(
     registry: Registry = INSTALLED,
     page_size: int = 4,
     seed: int = 0,
-    drafts: str = "random",
+    drafts: Any = "random",
     change: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> World:
     """Plan a spec and make its models; ``change`` is what somebody did to the plan afterwards."""
@@ -164,7 +164,7 @@ def worlds(draw: st.DrawFn, modes: Sequence[GraphMode] = tuple(GraphMode)) -> Wo
     """Any mode and pool, both kinds of draft decode, graphs of a few sizes that leave much padding."""
     num_reqs, num_tokens = draw(st.integers(2, 6)), draw(st.integers(8, 32))
     k = draw(st.integers(0, 4))
-    schedule = ()
+    schedule: Any = ()
     if k > 1 and draw(st.booleans()):
         schedule = ((1, 1, k), (2, num_reqs, draw(st.integers(1, k - 1))))
     sizes = Sizes(

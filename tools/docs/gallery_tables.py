@@ -1,4 +1,4 @@
-"""The tables of docs/gallery.md: the gallery as the newest campaign found it."""
+"""The tables of docs/lab/gallery.md: the gallery as the newest campaign found it."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _counted(found: Mapping[str, int]) -> str:
 
 
 def kernels() -> str:
-    """How far tokens differ from those of other kernels, which sum in another order."""
+    """Return how far tokens differ from other kernels', which sum in another order."""
     names = {"plain": "plain greedy decoding", "eager": "eager steps"}
     rows = [
         (
@@ -120,7 +120,7 @@ def kernels() -> str:
 
 
 def logits() -> str:
-    """Errors of logits, those of the dtype alone beside them."""
+    """Return errors of logits, and the errors of the dtype alone."""
     rows = [
         (
             backend,
