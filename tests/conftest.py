@@ -42,7 +42,16 @@ settings.register_profile(
     suppress_health_check=_SLOW,
     phases=_UNSHRUNK,
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+settings.load_profile(PROFILE)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked ``thorough``, unless that profile is chosen."""
+    slow = [item for item in items if PROFILE != "thorough" and item.get_closest_marker("thorough")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="module")

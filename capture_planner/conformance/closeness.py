@@ -59,9 +59,9 @@ def is_likeliest(stage: Stage, tokens: torch.Tensor, hidden: torch.Tensor, head:
 
 
 def check_stored(stage: Stage, batch: Rows, family: int, entry: Entry | None, role: Role) -> None:
-    of, made = stage.world.families[family], batch.made_by_role[role]
-    ids, positions = stage.on(made["input_ids"]).long(), stage.on(made["positions"])
-    slots = stage.on(made["slot_mapping"])
+    of, declared = stage.world.families[family], batch.inputs_by_role[role].declared
+    ids, positions = stage.on(declared["input_ids"]).long(), stage.on(declared["positions"])
+    slots = stage.on(declared["slot_mapping"])
     real = slots != NULL_SLOT
     for cache, want in zip(of.flat(), of.made(ids, positions), strict=True):
         if not torch.allclose(cache[slots][real], want[real], rtol=stage.tolerance, atol=stage.tolerance):

@@ -13,7 +13,7 @@ from capture_planner.conformance.rows import Rows
 from capture_planner.conformance.world import Live
 from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.inputs import StepInputs
 
 if TYPE_CHECKING:
     from capture_planner.conformance.stage import Stage
@@ -24,14 +24,14 @@ def _drafting(stage: Stage) -> ProbeDrafter:
     return stage.drafter
 
 
-def check_drafts(stage: Stage, batch: Rows, target: Made, k: int) -> None:
+def check_drafts(stage: Stage, batch: Rows, target: StepInputs, k: int) -> None:
     """Run the draft prefill and the draft decodes of a batch, eager and from graphs, and check each."""
     parts, drafter = stage.runner.parts, _drafting(stage)
     state = parts.state
     assert state is not None, "a drafter has a state"
     made = batch.draft_prefill(target)
     given = parts.target.hidden[: len(batch.ids)].clone()
-    places = stage.on(target["idx_mapping"]).long()
+    places = stage.on(target.idx_mapping).long()
     ends = [start + batch.settled(*row) for start, row in zip(batch.starts[:-1], batch.rows, strict=True)]
     last = torch.tensor(ends, device=places.device) - 1
 

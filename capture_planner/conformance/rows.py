@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from capture_planner.conformance.finding import Check
@@ -13,15 +14,11 @@ from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.conformance.world import Live
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.runtime.execution.step import (
-    Made,
-    draft_decode_values,
-    draft_prefill_values,
-    target_values,
-)
+from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT
+from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Places, Scheduled
+from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 
 if TYPE_CHECKING:
     from capture_planner.conformance.stage import Stage
@@ -34,8 +31,8 @@ class Rows:
         self._stage, self.rows = stage, tuple(rows)
         self.starts = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum([count for _, count, _ in rows], out=self.starts[1:])
+        self.inputs_by_role: dict[Role, StepInputs] = {}
         self.ids = np.concatenate([self._fed(live, count, kept) for live, count, kept in rows])
-        self.made_by_role: dict[Role, Made] = {}
 
     @staticmethod
     def _fed(live: Live, count: int, kept: int, shift: int = 0) -> np.ndarray:
@@ -79,7 +76,7 @@ class Rows:
             table[row] = live.pages[:width]
         return table
 
-    def target(self) -> Made:
+    def target(self) -> StepInputs:
         """Return the target's values."""
         world, starts = self._stage.world, self.starts
         positions = np.concatenate(
@@ -95,7 +92,7 @@ class Rows:
         drafts = np.array(
             [count - 1 if live.computed >= live.prompt and count else 0 for live, count, _ in self.rows]
         )
-        made: Made = {
+        made: dict[str, Array] = {
             "input_ids": self.ids.astype(np.int32),
             "positions": positions.astype(np.int64),
             "slot_mapping": slots.astype(np.int64),
@@ -106,21 +103,22 @@ class Rows:
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
             "cu_num_draft_tokens": np.cumsum(drafts, dtype=np.int32),
         }
-        return self._held(Role.TARGET, made, target_values(self._scheduled, self._places, self._pages))
+        return self._held(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
-    def draft_prefill(self, target: Made) -> Made:
+    def draft_prefill(self, target: StepInputs) -> StepInputs:
         """Return the drafter's values on the same batch: each token shifted by one."""
         ids = np.concatenate([self._fed(live, count, kept, 1) for live, count, kept in self.rows])
         kept = np.array([self.settled(*row) for row in self.rows])
-        made = target | {
+        made = {
+            **target.declared,
             "input_ids": ids.astype(np.int32),
             "last_token_indices": (self.starts[:-1] + kept - 1).astype(np.int32),
         }
         self._settle()
-        theirs = draft_prefill_values(target, self._scheduled, kept, self._places)
+        theirs = draft_prefill_inputs(target, self._scheduled, kept, self._states)
         return self._held(Role.DRAFT_PREFILL, made, theirs)
 
-    def draft_decode(self) -> Made:
+    def draft_decode(self) -> StepInputs:
         """Return the values of the first draft decode: one token a request, after what is settled."""
         longest, world = self._stage.scene.shape.longest, self._stage.world
         wanted = np.array(
@@ -135,7 +133,7 @@ class Rows:
         )
         reqs, lengths = len(self.rows), (positions + 1).astype(np.int32)
         starts = np.arange(reqs + 1, dtype=np.int32)
-        made: Made = {
+        made: dict[str, Array] = {
             "input_ids": np.zeros(reqs, dtype=np.int32),
             "positions": positions.astype(np.int64),
             "slot_mapping": slots.astype(np.int64),
@@ -145,23 +143,23 @@ class Rows:
             "last_token_indices": starts[:-1],
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
         }
-        theirs = draft_decode_values(self._scheduled, wanted, self._places, self._pages)
+        theirs = draft_decode_inputs(self._scheduled, wanted, self._states, self._pages)
         return self._held(Role.DRAFT_DECODE, made, theirs)
 
-    def _held(self, role: Role, ours: Made, theirs: Made) -> Made:
+    def _held(self, role: Role, ours: Mapping[str, Array], theirs: StepInputs) -> StepInputs:
         """Return the values that the runner makes of the batch, which must be those that it has."""
         for name, value in ours.items():
-            found = theirs[name]
+            found = theirs.declared[name]
             if name == "block_table":
                 found = found[:, : value.shape[1]]
             if not all(count for _, count, _ in self.rows) and name == "last_token_indices":
                 # No scheduler hands out a row without a token, so nobody clamps what would follow from one.
-                theirs[name] = found = value
+                theirs, found = attrs.evolve(theirs, last_token_indices=value), value
             if found.shape != value.shape or (found != value).any():
                 self._stage.refuse(
                     Check.MADE, f"{name} is made {found.tolist()}, and is {value.tolist()}", self, role, None
                 )
-        self.made_by_role[role] = theirs
+        self.inputs_by_role[role] = theirs
         return theirs
 
     @functools.cached_property
@@ -169,13 +167,13 @@ class Rows:
         return self._stage.world.pages
 
     @functools.cached_property
-    def _scheduled(self) -> Scheduled:
+    def _scheduled(self) -> ScheduledBatch:
         """The batch as a scheduler hands it out."""
         decodes = [live.computed >= live.prompt for live, _, _ in self.rows]
         counts = np.array([count for _, count, _ in self.rows], dtype=np.int64)
-        return Scheduled(
+        return ScheduledBatch(
             live=tuple(live for live, _, _ in self.rows),  # type: ignore[misc]
-            places=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
+            state_indices=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
             counts=counts,
             drafts=np.where(decodes, np.maximum(counts - 1, 0), 0),
             prompts=len(decodes) - sum(decodes),
@@ -183,10 +181,10 @@ class Rows:
         )
 
     @functools.cached_property
-    def _places(self) -> Places:
+    def _states(self) -> RequestStates:
         """What a scheduler knows of each request, before the step."""
         scene = self._stage.scene
-        found = Places(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
+        found = RequestStates(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
         for live, count, kept in self.rows:
             row, at = live.place, live.computed
             found.tokens[row, :at] = live.tokens[:at]
@@ -197,8 +195,8 @@ class Rows:
         return found
 
     def _settle(self) -> None:
-        """Let the places know what was kept, as verification does."""
+        """Let the states know what was kept, as verification does."""
         for live, count, kept in self.rows:
             row, at, stays = live.place, live.computed, self.settled(live, count, kept)
-            self._places.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
-            self._places.computed[row] = at + stays
+            self._states.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
+            self._states.computed[row] = at + stays

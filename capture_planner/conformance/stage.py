@@ -37,9 +37,9 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.execution.chain import run_chain
-from capture_planner.runtime.execution.role import Options
-from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -232,14 +232,13 @@ class Stage:
             if violation.finding.check is Check.EAGER:
                 raise
 
-    def run(self, role: Role, batch: Batch, made: Made, *, eager: bool, steps: int = 1) -> Entry | None:
+    def run(self, role: Role, batch: Batch, made: StepInputs, *, eager: bool, steps: int = 1) -> Entry | None:
         """Run one forward, or a chain of them, from a graph or eager."""
         run = self.runner.parts.roles[role]
         longest = self.scene.shape.longest
-        ran, _ = run_chain(
-            run, batch, dict(made), steps, max_model_len=longest, answer=EAGER if eager else None
-        )
-        return ran.dispatch.entry
+        dispatch = EAGER if eager else self.runner.dispatcher.dispatch(batch)
+        run_chain(run, batch, dispatch, made, steps, max_model_len=longest)
+        return dispatch.entry
 
     # Beside.
 

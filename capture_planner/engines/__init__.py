@@ -18,6 +18,8 @@ from capture_planner.errors import EngineError, FlagError, InvalidValue
 from capture_planner.plugins.discovery import Implementation, duplicate, implementations, unknown
 from capture_planner.records.environment import Environment
 
+__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "load_engines"]
+
 INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
 
 

@@ -1,6 +1,6 @@
 """Hypothesis strategies for people who test backends, or tools over specs and plans.
 
-Needs Hypothesis: ``pip install capture-planner[testing]``.
+Needs Hypothesis, which the extra ``testing`` brings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ try:
     import hypothesis as _hypothesis
 except ImportError as error:  # pragma: no cover - said in the message, seen without the extra only
     raise ImportError(
-        "capture_planner.testing needs hypothesis; install it with: pip install capture-planner[testing]"
+        "capture_planner.testing needs hypothesis; install it, or the extra 'testing' of capture-planner"
     ) from error
 
 from capture_planner.testing.strategies import (

@@ -99,7 +99,7 @@ def test_no_check_knows_a_mutant():
 
 def test_a_rule_is_not_made_for_one_plan():
     """Each rule that finds mutants also finds plans that are none: those of the lint's own tests."""
-    cases = (Path(__file__).parent.parent / "lint" / "test_rules.py").read_text("utf-8")
+    cases = (Path(__file__).parent.parent / "analysis" / "test_lint.py").read_text("utf-8")
     finds = {found.rule.code for m in MUTANTS if m.plan is not None for found in lint(m.plan())}
     assert len(finds) > 10
     for code in finds:

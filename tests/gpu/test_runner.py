@@ -21,9 +21,9 @@ from _logits import errors, in_float32
 from capture_planner.modes import Chain, Pool
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method, Speculative
-from capture_planner.runtime.execution.capture import without_speculation
 from capture_planner.runtime.launch import grapher_for
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.plan_variants import without_speculation
 
 # Kernel libraries warn while they compile.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
@@ -97,11 +97,11 @@ def test_running_ahead_changes_no_token(case, place):
 
 
 @everywhere
-def test_a_shared_pool_changes_no_token_and_takes_no_more(case, place):
-    """Against a pool for each role."""
+def test_a_shared_pool_changes_no_token_and_takes_less(case, place):
+    """Compared with a pool for each role, with three roles that have graphs."""
     seen = check(made_of(case, place, replace(small(case, 3), pool=Pool.SHARED), 3), other_pool=True)
     assert faults(seen) == [], seen
-    assert seen["other pool"]["saved"] >= 0
+    assert seen["other pool"]["saved"] > 0
 
 
 @pytest.mark.parametrize(("case", "place"), EXACT)

@@ -39,10 +39,10 @@ def plugin(*values, name="plugin"):
 
 def example():
     """Return the engine that the documentation shows, as a module."""
-    page = (CHECKOUT / "docs" / "engines.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page.partition("## Writing an engine")[2], re.DOTALL)
+    page = (CHECKOUT / "docs" / "extending" / "engine.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     module = ModuleType("tiny")
-    exec(compile(code, "docs/engines.md", "exec"), module.__dict__)
+    exec(compile(code, "docs/extending/engine.md", "exec"), module.__dict__)
     return module
 
 
