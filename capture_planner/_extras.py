@@ -11,7 +11,7 @@ NEEDED = {"torch": "torch", "transformers": "transformers", "safetensors": "safe
 
 
 def refuse_without_hypothesis(what: str) -> None:
-    """Refuse ``what`` (the suite, the gallery) where Hypothesis is missing; raises ``RunError``."""
+    """Refuse ``what`` where Hypothesis is missing; raises ``RunError``."""
     refuse_missing()
     if importlib.util.find_spec("hypothesis") is None:
         raise RunError(

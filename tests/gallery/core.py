@@ -1,4 +1,4 @@
-"""What a mutant is, and how it is caught: by the very suite and lint that everybody runs."""
+"""What a mutant is, and how it is found: by the same suite and lint that users run."""
 
 from __future__ import annotations
 
@@ -49,40 +49,42 @@ class Mutant:
 
 
 @attrs.frozen(kw_only=True)
-class Caught:
+class Detection:
     """How a mutant was found."""
 
     mutant: Mutant
     by: str
-    """The check of the suite, or the code of the lint's rule."""
+    """The check of the suite, or the code of the lint rule."""
     says: str
     case: str = ""
     """The smallest case, as it is printed; empty for what the lint found."""
     finding: Finding | None = None
 
 
-def catch(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, small: bool = True) -> Caught | None:
+def detect(
+    mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, minimize: bool = True
+) -> Detection | None:
     """Let the suite, or the lint, look for the mutant; None where nothing is found.
 
-    ``small``: make the failing case small, and say which garbage it needs.
+    ``minimize``: minimize the failing case, and say which garbage it needs.
     """
     if mutant.plan is not None:
         wrong = [found for found in lint(mutant.plan()) if found.rule.severity is not Severity.NOTE]
-        return Caught(mutant=mutant, by=wrong[0].rule.code, says=str(wrong[0])) if wrong else None
+        return Detection(mutant=mutant, by=wrong[0].rule.code, says=str(wrong[0])) if wrong else None
     if mutant.agreement is not None:
         says = mutant.agreement(seed)
-        return Caught(mutant=mutant, by="agreed", says=says) if says else None
+        return Detection(mutant=mutant, by="agreed", says=says) if says else None
     patch = mutant.patch() if mutant.patch is not None else nullcontext()
     with patch:
         brought = mutant.backend or mutant.base
         outcome = conform(
             under_test("reference" if brought is None else brought()),
-            Choices(profile=profile, seed=seed, shrink=small, blame=small, audits=False),
+            Choices(profile=profile, seed=seed, shrink=minimize, blame=minimize, audits=False),
         )
     if outcome.passed:
         return None
     found = outcome.findings[0]
-    return Caught(mutant=mutant, by=found.check.value, says=str(found), case=found.case, finding=found)
+    return Detection(mutant=mutant, by=found.check.value, says=str(found), case=found.case, finding=found)
 
 
 @contextmanager

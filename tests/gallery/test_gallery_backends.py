@@ -9,7 +9,7 @@ from capture_planner import conformance
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.records.backend import Backend
 from gallery.backends import MUTANTS
-from gallery.core import Mutant, catch
+from gallery.core import Mutant, detect
 from gallery.padding import CopiesTable, Renamed
 from gallery.paged import Paged
 from gallery.scheduled import Scheduled
@@ -32,7 +32,7 @@ def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
 def test_each_mutant_is_caught(mutant: Mutant) -> None:
     """The default profile finds it."""
-    caught = catch(mutant, small=False)
+    caught = detect(mutant, minimize=False)
     assert caught is not None
     assert caught.case
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.analysis.lint import RULES, Severity, lint
-from capture_planner.conformance.agreeing import broken, check_agreement, plans
+from capture_planner.conformance.rank_agreement import broken, check_agreement, plans
 from capture_planner.records.batch import Batch
 from capture_planner.testing import vectors
 from gallery import plans as planned

@@ -22,7 +22,7 @@ from capture_planner.conformance import (
 from capture_planner.conformance.scene import Arrive, Forward, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
-from gallery.core import Mutant, catch
+from gallery.core import Mutant, detect
 from gallery.runner_state import Planning
 from gallery.runners import MUTANTS
 
@@ -73,7 +73,7 @@ def name_of(mutant: Mutant) -> str:
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in CASES], ids=name_of)
 def test_it_is_caught(mutant: Mutant) -> None:
     """The suite, which knows nothing of mutants, finds it with its default profile."""
-    assert catch(mutant, small=False) is not None
+    assert detect(mutant, minimize=False) is not None
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name in CASES], ids=name_of)

@@ -21,7 +21,7 @@ def campaign() -> dict[str, Any]:
     found = gpu_results.files("gallery-*.json")
     if not found:
         raise FileNotFoundError(
-            "benchmarks/results has no gallery-*.json: run benchmarks/gallery.py --output"
+            "benchmarks/results has no gallery-*.json: run tox -e gallery -- --output"
         )
     return found[-1]
 
