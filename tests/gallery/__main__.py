@@ -15,10 +15,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not options.catch:
         listed = [campaign.mutant_data(mutant) for mutant in mutants]
-        print("\n".join(_as_json({"mutants": listed}) if options.format == "json" else _list(listed)))
+        click.echo("\n".join(_as_json({"mutants": listed}) if options.format == "json" else _list(listed)))
         return 0
     profile = PROFILES[options.profile]
     if options.examples is not None:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     results = _run(todo, options.jobs)
     data = campaign.campaign_data(results, todo, time.perf_counter() - started)
-    print("\n".join(_as_json(data) if options.format == "json" else _report(data, options)))
+    click.echo("\n".join(_as_json(data) if options.format == "json" else _report(data, options)))
     bench.finish(options, data, name="gallery")
     return 0 if all(data["targets"].values()) else 1
 
