@@ -241,9 +241,9 @@ def test_the_tail_of_a_schedule_is_zero(data, world):
     held, layout = world.reservation.fields.get("scheduler_metadata"), runs.layout()
     if held is None:
         assert libraries.schedules == 0
-        return
-    assert (held[: layout[1]] == libraries.schedules).all()
-    assert not held[layout[1] :].any()
+    else:
+        assert (held[: layout[1]] == libraries.schedules).all()
+        assert not held[layout[1] :].any()
 
 
 @given(LIBRARIES, st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64), st.integers(1, 200))

@@ -198,16 +198,16 @@ def test_the_grid_reaches_every_token_of_every_batch(model, entry, multiprocesso
     if entry.query_len is not None:
         assert cut.blocks_each * cut.queries >= entry.query_len
         assert cut.blocks == entry.num_reqs * cut.blocks_each
-        return
-    assert cut.blocks_each is None
-    start = after = 0
-    for request in range(min(entry.num_reqs, 20)):
-        query = data.draw(st.integers(0, entry.num_tokens - start))
-        first = start // cut.queries + request
-        assert first >= after
-        after = first + -(-query // cut.queries)
-        assert after <= cut.blocks
-        start += query
+    else:
+        assert cut.blocks_each is None
+        start = after = 0
+        for request in range(min(entry.num_reqs, 20)):
+            query = data.draw(st.integers(0, entry.num_tokens - start))
+            first = start // cut.queries + request
+            assert first >= after
+            after = first + -(-query // cut.queries)
+            assert after <= cut.blocks
+            start += query
 
 
 @given(groups(), graphs(), st.integers(1, 200), st.integers(0, 1 << 20))

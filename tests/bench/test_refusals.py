@@ -39,8 +39,8 @@ def test_numbers_of_requests_are_measured_as_stated_or_refused(k: int, stated: s
     if stated is not None and max(stated) > MOST:
         with pytest.raises(RunError, match=f"--requests names {max(stated)}, and the plan is for {MOST} req"):
             served_sizes(PLANS[k], wanted)
-        return
-    assert served_sizes(PLANS[k], wanted) == (wanted or tuple(sorted({min(n, MOST) for n in REQUESTS})))
+    else:
+        assert served_sizes(PLANS[k], wanted) == (wanted or tuple(sorted({min(n, MOST) for n in REQUESTS})))
 
 
 def test_a_number_without_a_graph_is_refused() -> None:
@@ -74,12 +74,12 @@ def test_a_load_is_cut_until_it_fits_and_never_what_was_stated(
         assert all(
             (f"--{name}-tokens" in str(refused.value)) == (name in stated) for name in ("prompt", "output")
         )
-        return
-    found = load.within(longest)
-    assert min(found.prompt, found.output) >= 1
-    assert found.prompt + found.output <= longest
-    assert found == load or prompt + output > longest
-    assert all(getattr(found, name) == getattr(load, name) for name in stated)
+    else:
+        found = load.within(longest)
+        assert min(found.prompt, found.output) >= 1
+        assert found.prompt + found.output <= longest
+        assert found == load or prompt + output > longest
+        assert all(getattr(found, name) == getattr(load, name) for name in stated)
 
 
 @given(st.none() | st.integers(1, 99), st.none() | st.integers(1, 99), st.booleans())

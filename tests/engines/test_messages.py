@@ -236,5 +236,5 @@ def test_files_are_read_as_the_engines_read_them(tmp_path_factory, lines):
     except (yaml.YAMLError, ValueError):
         with pytest.raises(InvalidDocument):
             read_yaml(str(file))
-        return
-    assert repr(read_yaml(str(file))) == repr(expected)
+    else:
+        assert repr(read_yaml(str(file))) == repr(expected)

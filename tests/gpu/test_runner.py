@@ -97,11 +97,11 @@ def test_running_ahead_changes_no_token(case, place):
 
 
 @everywhere
-def test_a_shared_pool_changes_no_token_and_takes_no_more(case, place):
-    """Against a pool for each role."""
+def test_a_shared_pool_changes_no_token_and_takes_less(case, place):
+    """Compared with a pool for each role, with three roles that have graphs."""
     seen = check(made_of(case, place, replace(small(case, 3), pool=Pool.SHARED), 3), other_pool=True)
     assert faults(seen) == [], seen
-    assert seen["other pool"]["saved"] >= 0
+    assert seen["other pool"]["saved"] > 0
 
 
 @pytest.mark.parametrize(("case", "place"), EXACT)

@@ -28,8 +28,10 @@ def test_dispatch_equals_a_scan_over_all_entries(plan, data):
         assert answer.entry == best
         assert (answer.reason is None) == (best is not None)
         if best is not None:
-            assert answer.padded_tokens == best.num_tokens - batch.num_tokens
-            assert answer.padded_reqs == (0 if best.num_reqs is None else best.num_reqs - batch.num_reqs)
+            # Padded is never less than real, on both axes.
+            assert answer.padded_tokens == best.num_tokens - batch.num_tokens >= 0
+            padded_reqs = 0 if best.num_reqs is None else best.num_reqs - batch.num_reqs
+            assert answer.padded_reqs == padded_reqs >= 0
 
 
 @given(ANY_PLAN, st.data())
@@ -51,14 +53,6 @@ def test_no_answer_depends_on_what_was_asked_before(plan, data):
         _ask(one, batch)
     for batch in asked:
         assert _ask(one, batch) == other.answer(batch) == Dispatcher(plan).answer(batch)
-
-
-@given(ANY_PLAN, st.data())
-def test_padded_is_never_less_than_real(plan, data):
-    """Law 3: padding is at least zero on both axes."""
-    answer = _ask(Dispatcher(plan), data.draw(batches(plan)))
-    assert answer.padded_tokens >= 0
-    assert answer.padded_reqs >= 0
 
 
 @given(ANY_PLAN, st.data())

@@ -117,9 +117,9 @@ def test_vllm_53407_nearest_size_misses_full_graphs_and_next_fit_none(schedule, 
     assert ours == able
 
 
-@pytest.mark.parametrize(("schedule", "misses", "captured", "reachable"), SCHEDULES)
-def test_our_own_plan_of_a_dynamic_schedule_has_no_idle_graph(schedule, misses, captured, reachable):
-    """Law 4 on the same schedules: fewer graphs than vLLM, none idle, and no decode misses one."""
+@pytest.mark.parametrize("schedule", [schedule for schedule, *_ in SCHEDULES])
+def test_our_own_plan_of_a_dynamic_schedule_has_no_idle_graph(schedule):
+    """Law 4 on the same schedules: none of our graphs is idle, and no decode misses one."""
     made = planned(num_tokens=max(k for *_, k in schedule), schedule=schedule)
     dispatcher, entries = Dispatcher(made), made.role("target").entries
     answers = {

@@ -144,10 +144,12 @@ def test_no_budget_allows_anything():
 
 
 @given(st.floats(1e-300, 1e300), st.floats(1e-300, 1e300))
-def test_any_budget_of_seconds_is_a_number_of_graphs(seconds, each):
-    """No two legal numbers overflow."""
-    allowed = Budget(seconds=seconds, seconds_per_graph=each).allowed_graphs()
-    assert allowed is None or allowed[0] >= 0
+def test_a_budget_of_seconds_allows_what_fits_and_no_more(seconds, each):
+    """One graph more would not fit; no two legal numbers overflow."""
+    graphs, rule = Budget(seconds=seconds, seconds_per_graph=each).allowed_graphs()
+    assert rule.startswith(f"{seconds:g} s")
+    assert graphs * each <= seconds * (1 + 1e-6) or graphs == 0
+    assert (graphs + 1) * each >= seconds * (1 - 1e-6) or graphs == int(1e9)
 
 
 def test_without_speculation_there_is_a_target_only():
