@@ -137,7 +137,7 @@ def conformance(backend: str, environment: str | None, form: str, **given: Any) 
 
     Random deployments are captured, and served with random batches, from graphs and eager, with garbage
     in all that a forward may not depend on; every row is compared with what attention is defined as. Then
-    each declared field is attacked, alone. What fails is made small, and printed with the command that
+    each declared field is attack_case, alone. What fails is made small, and printed with the command that
     shows it again. The same seed does the same. Exit code 2 where something was found.
 
     Without options that name a shape, those are tried that the backend runs here. One that is named takes
@@ -163,7 +163,7 @@ def conformance(backend: str, environment: str | None, form: str, **given: Any) 
 
 def _end(report: Conformance, *, strict: bool) -> None:
     context = click.get_current_context()
-    if report.outcome.findings or (strict and report.over_declared):
+    if report.outcome.failures or (strict and report.over_declared):
         context.exit(FINDINGS)
     if report.interrupted:
         context.exit(INTERRUPTED)
@@ -173,7 +173,7 @@ def _end(report: Conformance, *, strict: bool) -> None:
 
 def _show_commands(report: Conformance) -> None:
     """Print commands on lines of their own: nobody can paste one that a table has broken."""
-    commands = dict.fromkeys(report.command(finding.case) for finding in report.outcome.findings)
+    commands = dict.fromkeys(report.command(finding.case) for finding in report.outcome.failures)
     for command in commands:
         click.echo(f"\nto see it again:\n\n{command}")
 

@@ -19,25 +19,26 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.conformance import (
     DEFAULT,
     THOROUGH,
-    Choices,
     Log,
-    Outcome,
     Profile,
     Shape,
-    Tested,
-    again,
-    blamed,
+    Subject,
+    SuiteOptions,
+    SuiteResult,
     conform,
     loads,
+    replay,
     under_test,
     usable_shapes,
+    with_causes,
 )
-from capture_planner.conformance.audit import Attack, Audited, attacked
-from capture_planner.conformance.finding import Finding
+from capture_planner.conformance.audit import Attack, AuditResult, attack_case
+from capture_planner.conformance.failure import Failure
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.suite import DRAFTS
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
+from capture_planner.records._base import replace
 from capture_planner.records.environment import DeviceKind
 from capture_planner.report.conformance import Conformance
 from capture_planner.runtime.host import differences, facts
@@ -85,7 +86,7 @@ def report(backend: str, environment: str | None, given: dict[str, Any], case: s
     )
 
 
-def _tested(backend: str, environment: str | None) -> Tested:
+def _tested(backend: str, environment: str | None) -> Subject:
     planned = None if environment is None else catalog.find_environment(environment)
     if planned is not None and planned.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
         raise RunError(
@@ -95,8 +96,8 @@ def _tested(backend: str, environment: str | None) -> Tested:
     return under_test(backend, environment=planned)
 
 
-def _choices(given: dict[str, Any]) -> Choices:
-    return Choices(
+def _choices(given: dict[str, Any]) -> SuiteOptions:
+    return SuiteOptions(
         profile=_profile(given),
         seed=given["seed"],
         drafts=DRAFTS if given["drafts"] is None else given["drafts"],
@@ -138,10 +139,10 @@ def shapes_named(candidates: tuple[Shape, ...], given: dict[str, Any]) -> tuple[
             changes.append([{sets: each} for each in value])
     products = itertools.product(*(each or [{}] for each in changes))
     combined = [{name: each for part in parts for name, each in part.items()} for parts in products]
-    return tuple(dict.fromkeys(attrs.evolve(shape, **each) for shape in candidates for each in combined))
+    return tuple(dict.fromkeys(replace(shape, **each) for shape in candidates for each in combined))
 
 
-def _search(on: Tested, choices: Choices, given: dict[str, Any]) -> tuple[Outcome, bool]:
+def _search(on: Subject, choices: SuiteOptions, given: dict[str, Any]) -> tuple[SuiteResult, bool]:
     """Run the suite; returns what came of it, and whether somebody stopped it."""
     sets: list[tuple[Shape, ...]] = [()]
     if any(_named(given)):
@@ -160,11 +161,11 @@ def _search(on: Tested, choices: Choices, given: dict[str, Any]) -> tuple[Outcom
                 if bars.log is None:
                     raise
                 violation = bars.log.violation
-                return Outcome(
+                return SuiteResult(
                     shapes=bars.log.shapes,
                     refused=(),
                     log=bars.log,
-                    findings=() if violation is None else (violation.finding,),
+                    failures=() if violation is None else (violation.failure,),
                     audited=(),
                     seconds=perf_counter() - started,
                 ), True
@@ -215,32 +216,32 @@ class _Bars:
         self._advance(name)
 
 
-def _again(on: Tested, text: str, attack: str | None) -> tuple[Outcome, tuple[int, ...]]:
+def _again(on: Subject, text: str, attack: str | None) -> tuple[SuiteResult, tuple[int, ...]]:
     """Do one printed case again, with an attack where one is named; returns the steps left out too."""
     case, started = loads(text), perf_counter()
     shapes, _ = usable_shapes(on, (case.scene.shape,))
-    findings: tuple[Finding, ...] = ()
-    audited: tuple[Audited, ...] = ()
+    findings: tuple[Failure, ...] = ()
+    audited: tuple[AuditResult, ...] = ()
     log = Log(examples=1)
     left_out: tuple[int, ...] = ()
     if attack is not None:
         audited = _attacked(on, text, attack)
     else:
-        done = again(on, text)
-        log, left_out = done.log, done.left_out
-        findings = () if done.finding is None else (blamed(on, done.finding),)
-    outcome = Outcome(
+        done = replay(on, text)
+        log, left_out = done.log, done.skipped
+        findings = () if done.failure is None else (with_causes(on, done.failure),)
+    outcome = SuiteResult(
         shapes=shapes,
         refused=(),
         log=log,
-        findings=findings,
+        failures=findings,
         audited=audited,
         seconds=perf_counter() - started,
     )
     return outcome, left_out
 
 
-def _attacked(on: Tested, text: str, named: str) -> tuple[Audited, ...]:
+def _attacked(on: Subject, text: str, named: str) -> tuple[AuditResult, ...]:
     role, _, rest = named.partition(" ")
     field, _, attack = rest.partition(" ")
     try:
@@ -250,5 +251,5 @@ def _attacked(on: Tested, text: str, named: str) -> tuple[Audited, ...]:
             f"--attack {named!r}: give a role ({', '.join(Role)}), a field and an attack "
             f"({', '.join(each.value for each in Attack)}), as in 'target seq_lens stale tail'."
         ) from None
-    found = attacked(on, loads(text), *wanted)
+    found = attack_case(on, loads(text), *wanted)
     return () if found is None else (found,)

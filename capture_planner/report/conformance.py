@@ -10,17 +10,17 @@ import attrs
 from rich.console import RenderableType
 
 from capture_planner.conformance import (
-    Audited,
+    AuditResult,
     Check,
-    Finding,
+    Failure,
     Log,
-    Outcome,
     Profile,
+    SuiteResult,
     Verdict,
     loads,
     verdicts,
 )
-from capture_planner.conformance.words import case_in_words
+from capture_planner.conformance.case_text import describe_case
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
@@ -57,7 +57,7 @@ class Conformance:
     """The words of the command: the backend, the environment, threads."""
     named: tuple[str, ...] = ()
     """Its options that name shapes."""
-    outcome: Outcome
+    outcome: SuiteResult
     interrupted: bool = False
     attack: str = ""
     """Which attack was done on the printed case; empty: none."""
@@ -74,7 +74,7 @@ class Conformance:
         """What was tried."""
         return self.outcome.log
 
-    def command(self, case: str, attack: Audited | None = None) -> str:
+    def command(self, case: str, attack: AuditResult | None = None) -> str:
         """Return what shows it again, quoted for a shell; without a case, what asks for declarations again."""
         if not case:
             return shlex.join([*self.base, *self.named, "--examples", "1", "--no-audits"])
@@ -92,7 +92,7 @@ class Conformance:
     @property
     def says(self) -> str:
         """The result in a few words."""
-        found = self.outcome.findings
+        found = self.outcome.failures
         if found:
             return many(len(found), "finding")
         if self.attack:
@@ -121,8 +121,8 @@ def conformance_page(report: Conformance) -> str:
         return conformance_charts(report)
 
     alert = f"INTERRUPTED: {STOPPED}" if report.interrupted else None
-    if report.outcome.findings:
-        alert = f"{many(len(report.outcome.findings), 'finding')}: what is marked as broken does not hold"
+    if report.outcome.failures:
+        alert = f"{many(len(report.outcome.failures), 'finding')}: what is marked as broken does not hold"
     return rendered(
         "conformance run",
         title=f"Conformance of {report.backend}: {report.says}",
@@ -135,7 +135,7 @@ def conformance_page(report: Conformance) -> str:
 
 def conformance_sections(report: Conformance, *, commands: bool = False) -> tuple[Section, ...]:
     """Return the parts of the report in the order in which they are read."""
-    findings = report.outcome.findings
+    findings = report.outcome.failures
     found = (
         _finding(number, each, report.command(each.case) if commands else "")
         for number, each in enumerate(findings, 1)
@@ -169,7 +169,7 @@ def _profile(profile: Profile) -> str:
     return f"{profile.name} profile: {many(profile.examples, 'scene')} of up to {many(profile.steps, 'step')}"
 
 
-def _finding(number: int, finding: Finding, command: str) -> Section:
+def _finding(number: int, finding: Failure, command: str) -> Section:
     where = [
         ("role", finding.role.value if finding.role else ""),
         ("graph", str(finding.entry or "")),
@@ -178,12 +178,12 @@ def _finding(number: int, finding: Finding, command: str) -> Section:
         ("axis", finding.axis),
         ("seen with garbage in", ", ".join(finding.causes)),
     ]
-    steps = case_in_words(loads(finding.case)) if finding.case else ()
+    steps = describe_case(loads(finding.case)) if finding.case else ()
     again = (f"again: {command}",) if command else ()
     return Section(
         name=f"finding-{number}",
         title=f"Finding {number}: {finding.check.value}",
-        warnings=(finding.says,),
+        warnings=(finding.message,),
         lines=(f"does not hold: {finding.check.law}",),
         grid=Grid(columns=("", ""), rows=tuple((name, text) for name, text in where if text)),
         notes=(*(f"{index}. {step}" for index, step in enumerate(steps, 1)), *again),
@@ -212,7 +212,7 @@ def tried(check: Check, log: Log, shapes: int) -> tuple[int, str]:
 
 
 def _checks(report: Conformance) -> Section:
-    broken = {finding.check for finding in report.outcome.findings}
+    broken = {finding.check for finding in report.outcome.failures}
     rows = []
     for check in Check:
         count, what = tried(check, report.log, len(report.outcome.shapes))
@@ -271,7 +271,7 @@ def _audits(report: Conformance) -> Iterator[Section]:
     audited = report.outcome.audited
     if not audited:
         return
-    by_field: dict[tuple[Role, str], list[Audited]] = {}
+    by_field: dict[tuple[Role, str], list[AuditResult]] = {}
     for each in audited:
         by_field.setdefault((each.role, each.field), []).append(each)
     rows = []
@@ -328,9 +328,9 @@ def conformance_data(report: Conformance) -> dict[str, Any]:
             | {
                 "command": report.command(finding.case),
                 "law": finding.check.law,
-                "steps": list(case_in_words(loads(finding.case))) if finding.case else [],
+                "steps": list(describe_case(loads(finding.case))) if finding.case else [],
             }
-            for finding in outcome.findings
+            for finding in outcome.failures
         ],
         "scenes": log.examples,
         "steps": dict(sorted(log.steps.items())),
@@ -352,6 +352,10 @@ def conformance_data(report: Conformance) -> dict[str, Any]:
     }
 
 
+_KEYS = {"message": "says"}
+"""Keys of the documents that differ from the names in Python."""
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Entry):
         return entry_data(value)
@@ -360,5 +364,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if attrs.has(type(value)):
-        return {name: _plain(getattr(value, name)) for name in attrs.fields_dict(type(value))}
+        fields = attrs.fields_dict(type(value))
+        return {_KEYS.get(name, name): _plain(getattr(value, name)) for name in fields}
     return getattr(value, "value", value)

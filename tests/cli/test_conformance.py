@@ -257,7 +257,7 @@ def test_a_declaration_that_changes_is_a_finding_with_a_command(run: Run) -> Non
     """There is no case, so the command asks for the declarations again."""
     ran = run("moody", *FEW, *ONE, "--window")
     assert ran.code == 2
-    assert "Finding 1: declared" in ran.out
+    assert "Failure 1: declared" in ran.out
     command = next(line for line in ran.out.splitlines() if line.startswith("capture-planner "))
     assert "--max-model-len 16 --window" in command
     assert run(*shlex.split(command)[2:]).code == 2

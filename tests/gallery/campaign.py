@@ -20,7 +20,7 @@ from capture_planner import codec
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import link
-from capture_planner.conformance import Choices, Profile, conform, loads, under_test
+from capture_planner.conformance import Profile, SuiteOptions, conform, loads, under_test
 from capture_planner.conformance.rank_agreement import check_agreement
 from capture_planner.records.backend import Backend
 from capture_planner.records.plan import Plan
@@ -170,9 +170,9 @@ def _search_healthy(search: Search) -> dict[str, str]:
 def _conformance_fault(backend: Backend | str, search: Search) -> str | None:
     outcome = conform(
         under_test(backend),
-        Choices(profile=search.profile, seed=search.seed, shrink=False, blame=False, audits=False),
+        SuiteOptions(profile=search.profile, seed=search.seed, shrink=False, blame=False, audits=False),
     )
-    return None if outcome.passed else str(outcome.findings[0])
+    return None if outcome.passed else str(outcome.failures[0])
 
 
 def _lint_fault(make: Callable[[], Plan], least: Severity, search: Search) -> str | None:

@@ -11,7 +11,7 @@ import attrs
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance import DEFAULT, Choices, Finding, Profile, conform, under_test
+from capture_planner.conformance import DEFAULT, Failure, Profile, SuiteOptions, conform, under_test
 from capture_planner.records.backend import Backend
 from capture_planner.records.plan import Plan
 
@@ -58,7 +58,7 @@ class Detection:
     says: str
     case: str = ""
     """The smallest case, as it is printed; empty for what the lint found."""
-    finding: Finding | None = None
+    finding: Failure | None = None
 
 
 def detect(
@@ -79,11 +79,11 @@ def detect(
         brought = mutant.backend or mutant.base
         outcome = conform(
             under_test("reference" if brought is None else brought()),
-            Choices(profile=profile, seed=seed, shrink=minimize, blame=minimize, audits=False),
+            SuiteOptions(profile=profile, seed=seed, shrink=minimize, blame=minimize, audits=False),
         )
     if outcome.passed:
         return None
-    found = outcome.findings[0]
+    found = outcome.failures[0]
     return Detection(mutant=mutant, by=found.check.value, says=str(found), case=found.case, finding=found)
 
 

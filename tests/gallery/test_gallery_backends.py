@@ -23,9 +23,9 @@ def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     """What a mutant does wrong is its own: without its one change nothing is found."""
     outcome = conformance.conform(
         conformance.under_test(brought()),
-        conformance.Choices(profile=FEW, shrink=False, blame=False, audits=False),
+        conformance.SuiteOptions(profile=FEW, shrink=False, blame=False, audits=False),
     )
-    assert outcome.passed, outcome.findings
+    assert outcome.passed, outcome.failures
     assert outcome.log.forwards["target FULL"], "nothing was replayed"
 
 

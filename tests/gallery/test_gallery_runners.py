@@ -11,15 +11,15 @@ pytest.importorskip("torch")
 
 from capture_planner.conformance import (
     Case,
-    Choices,
     Profile,
     Scene,
     Shape,
+    SuiteOptions,
     conform,
     play,
     under_test,
 )
-from capture_planner.conformance.scene import Arrive, Forward, Serve, Step
+from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
 from gallery.core import Mutant, detect
@@ -37,11 +37,11 @@ def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
     return Case(scene=Scene(shape=SHAPE, **scene), steps=(*(PAST,) * requests, *steps))  # type: ignore[arg-type]
 
 
-ALONE = Forward(rows=((0, 4, 0),))
+ALONE = RunBatch(rows=((0, 4, 0),))
 CASES = {
     # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
     "targets-formula-for-the-drafter": case(
-        Forward(rows=((0, 3, 0), (1, 3, 0))),
+        RunBatch(rows=((0, 3, 0), (1, 3, 0))),
         requests=2,
         num_reqs=2,
         drafts=3,
@@ -82,8 +82,8 @@ def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
     assert mutant.patch is not None
     there = under_test("reference")
     with mutant.patch():
-        assert play(there, CASES[mutant.name]) is not None
-    assert play(there, CASES[mutant.name]) is None
+        assert play(there, CASES[mutant.name]).failure is not None
+    assert play(there, CASES[mutant.name]).failure is None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
@@ -114,7 +114,7 @@ def test_names_are_unique_and_each_says_what_it_does() -> None:
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:
     """Nothing is found in it, and its draft decodes are single steps: what is caught above is the runner's."""
     outcome = conform(
-        under_test(Planning()), Choices(profile=Profile(name="x", examples=8, steps=12), audits=False)
+        under_test(Planning()), SuiteOptions(profile=Profile(name="x", examples=8, steps=12), audits=False)
     )
     assert outcome.passed
     assert {mode.value for mode in (GraphMode.FULL, GraphMode.PIECEWISE)} <= {
