@@ -2,7 +2,8 @@
 
 Three dynamic schedules with max_num_reqs 256. Both dispatchers answer the same batches in the same
 process, in turns; the ratio is the median over the repeats of one run. vLLM's rule is given the
-uniform query length ready made, as its runner computes it beforehand; ours tests it in the call.
+uniform query length ready made, as its runner computes it beforehand; ours is given a Batch, which
+the runner makes once a step, and tests uniformity in the call.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def holes(plan: Plan, tiers: Sequence[Tier]) -> int:
     """Count decode batch sizes that get no FULL graph though the plan has a compatible one."""
     dispatcher, entries, found = Dispatcher(plan), plan.role(Role.TARGET).entries, 0
     for reqs, query_len in decodes(tiers):
-        batch = Batch(role=Role.TARGET, num_reqs=reqs, num_tokens=reqs * query_len, query_len=query_len)
-        answer = dispatcher.dispatch(Role.TARGET, reqs, reqs * query_len, query_len)
+        batch = Batch.decode(Role.TARGET, reqs, query_len)
+        answer = dispatcher.dispatch(batch)
         could = any(e.mode is GraphMode.FULL and e.rejection(batch) is None for e in entries)
         found += could and answer.mode is not GraphMode.FULL
     return found
@@ -121,8 +122,8 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
     role, most, manager = Role.TARGET, max(entry.num_tokens for entry in captured), Candidates(captured)
     uniform, mixed = decodes(tiers), mixed_batches(most)
     ours: dict[str, list[Call]] = {
-        "decode": [(role, reqs, reqs * q, q, True, 0) for reqs, q in uniform],
-        "mixed": [(role, reqs, tokens, None, False, 0) for reqs, tokens in mixed],
+        "decode": [(Batch.decode(role, reqs, query_len),) for reqs, query_len in uniform],
+        "mixed": [(Batch.mixed(role, reqs, tokens),) for reqs, tokens in mixed],
     }
     theirs: dict[str, list[Call]] = {
         "decode": [(reqs, reqs * q, q, 0, q) for reqs, q in uniform],

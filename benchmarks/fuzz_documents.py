@@ -322,7 +322,7 @@ def _dispatch(plan: Plan, rng: random.Random) -> None:
             rng.choice((0, 0, 0, 1, rng.randint(-1, 40))),
         )
         try:
-            first, second = dispatcher.dispatch(*asked), dispatcher.dispatch(*asked)
+            first, second = dispatcher.dispatch_counts(*asked), dispatcher.dispatch_counts(*asked)
         except CapturePlannerError:
             if plan.roles:
                 raise BrokenLawError(f"dispatch is not total: {asked}") from None

@@ -281,7 +281,7 @@ def apart(own: Dispatcher, vector: Vector) -> bool:
     seen = set()
     for submitted in vector.ranks:
         if submitted.batch is not None:
-            entry = own.answer(submitted.batch).entry
+            entry = own.dispatch(submitted.batch).entry
             seen.add(None if entry is None or submitted.lacks(entry) else entry)
     return len(seen) > 1
 

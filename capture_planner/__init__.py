@@ -1,12 +1,19 @@
 """capture-planner: which CUDA graphs a serving engine captures, which batch each serves, and why.
 
-A ``Spec`` says what is wanted, an ``Environment`` and the backends what is possible, a ``Plan``
-what was decided; a ``Dispatcher`` answers for a plan. Importing this imports no torch.
+A ``Spec`` describes what is wanted, an ``Environment`` and the backends what is possible, a ``Plan``
+what was decided. A ``Dispatcher`` finds the graph for a batch. Importing this imports no torch.
 
-``plan`` makes a plan, ``lint`` checks it, ``explain`` says what serves a batch, ``diff`` what changes.
+    from capture_planner import explain, lint, load_backends, load_environment, load_spec, plan
+
+    planned = plan(load_spec("spec.yaml"), load_environment("h100.yaml"), load_backends())
+    findings = lint(planned)
+    explanation = explain(planned, Batch.decode(Role.TARGET, num_reqs=100, query_len=4))
+
+``plan`` makes a plan, ``lint`` checks it, ``explain`` tells why a batch gets its graph, and ``diff``
+lists what changes between two plans.
 """
 
-from capture_planner.analysis.diff import diff as diff
+from capture_planner.analysis.diff import diff
 from capture_planner.analysis.explain import explain
 from capture_planner.analysis.lint import lint
 from capture_planner.codec import dumps, load_environment, load_plan, load_spec, loads

@@ -1,4 +1,4 @@
-"""What executing needs beside planning, and how to get it."""
+"""The optional packages that executing a plan needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse_without_hypothesis(what: str) -> None:
 
 
 def refuse_missing() -> None:
-    """Refuse to execute anything where a package is missing, and say what to install; raises ``RunError``."""
+    """Raise ``RunError``, with what to install, where a package is missing."""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise RunError(

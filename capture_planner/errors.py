@@ -1,19 +1,19 @@
-"""Every error a user can meet.
+"""Every error that a user can see.
 
     CapturePlannerError
      +- InvalidValue          a value breaks a rule; carries one Problem per broken rule
      |   +- InvalidDocument   the same, for a file: each Problem has a line and a column
-     |   +- FlagError         an engine would refuse its flags, or we cannot follow one; each Problem names it
-     |       +- NotEmulated   we cannot follow them, whatever the engine does with them
-     +- PlanningError         a valid spec for which there is no plan; carries the Problems
+     |   +- FlagError         an engine rejects its flags, or they are not emulated; each Problem names one
+     |       +- NotEmulated   the flags are not emulated, though the engine may accept them
+     +- PlanningError         a valid spec has no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
-     +- DispatchError         a question the plan cannot be asked, such as an unknown role
-     +- RunError              a plan cannot be executed here, or not on this model or these requests
-         +- CaptureError      a forward did what no graph can hold
-         +- GuardError        something that a graph counts on has moved; names what
+     +- DispatchError         the plan does not have the role
+     +- RunError              a plan cannot be executed on this machine, this model or these requests
+         +- CaptureError      a forward cannot be captured
+         +- GuardError        something that a graph depends on has moved; names what
          +- DifferenceError   a graph computed something else than an eager forward; carries where
 
-Errors carry objects; text is made where it is shown. Asserts are for what cannot happen.
+Errors carry objects; text is made where it is shown. Assertions are for what cannot happen.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Problem:
-    """One thing that is wrong, where it is, and what to do about it.
+    """One thing that is wrong, where it is, and how to fix it.
 
-    ``path`` leads from the top of the value to the place: field names and list positions.
-    ``file``, ``line`` and ``column`` (from 1) are known when the value came from a file.
+    ``path`` leads from the top of the value to the place: keys and list positions. ``file``, ``line``
+    and ``column`` (from 1) are set for a value that was read from a file.
     """
 
     message: str
@@ -39,12 +39,12 @@ class Problem:
     column: int | None = None
 
     def under(self, prefix: tuple[str | int, ...], *, skip: int = 0) -> Problem:
-        """Return this problem as seen from outside: its path grows by ``prefix``."""
+        """Return this problem as a container reports it: ``prefix`` replaces the first ``skip`` parts."""
         return attrs.evolve(self, path=prefix + self.path[skip:])
 
     @property
     def where(self) -> str:
-        """``file:line:column: path``, as far as each is known."""
+        """``file:line:column: path``, without the parts that are not known."""
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
         return ": ".join(part for part in (place, format_path(self.path)) if part)
 
@@ -54,7 +54,7 @@ class Problem:
 
 
 def format_path(path: Iterable[str | int]) -> str:
-    """Write a path the way people do: ``roles.target.groups[0].name``."""
+    """Write a path as ``roles.target.groups[0].name``."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -66,7 +66,7 @@ def format_path(path: Iterable[str | int]) -> str:
 
 
 class CapturePlannerError(Exception):
-    """The root: catch this to catch everything that capture-planner raises on purpose."""
+    """The base of all errors that capture-planner raises on purpose."""
 
 
 class InvalidValue(CapturePlannerError):
@@ -78,23 +78,23 @@ class InvalidValue(CapturePlannerError):
 
 
 class InvalidDocument(InvalidValue):
-    """A file cannot be read as what it should be; all of its problems, with their places."""
+    """A file cannot be read: all of its problems, with their places."""
 
 
 class FlagError(InvalidValue):
-    """Flags of an engine that it would refuse, or that are not emulated.
+    """Flags that an engine rejects, or that are not emulated.
 
     ``path`` of a Problem is the flag, as in ``("--max-num-seqs",)``, or leads into its JSON value;
-    ``message`` gives the engine's own reason first, then ours; ``remedy`` what to give instead.
+    ``message`` gives the engine's own reason first, then ours; ``remedy`` the flags to use instead.
     """
 
 
 class NotEmulated(FlagError):
-    """Flags that the engine may take, and that are not emulated."""
+    """Flags that are not emulated, though the engine may accept them."""
 
 
 class PlanningError(InvalidValue):
-    """A valid spec has no plan on this environment with these backends."""
+    """A valid spec has no plan for this environment with these backends."""
 
 
 class BackendError(CapturePlannerError):
@@ -102,19 +102,19 @@ class BackendError(CapturePlannerError):
 
 
 class DispatchError(CapturePlannerError):
-    """A plan was asked about a role that it does not have."""
+    """A plan does not have the role."""
 
 
 class RunError(CapturePlannerError):
-    """A plan cannot be executed: another machine, another model, requests that it cannot serve."""
+    """A plan cannot be executed: wrong machine, wrong model, or requests that it cannot serve."""
 
 
 class CaptureError(RunError):
-    """A forward did what no graph can hold, such as reading a device value on the host."""
+    """A forward cannot be captured; it reads a device value on the host, for example."""
 
 
 class GuardError(RunError):
-    """Something that a graph counts on is no longer what it was at capture."""
+    """Something that a graph depends on is no longer what it was at capture."""
 
 
 class DifferenceError(RunError):

@@ -1,6 +1,6 @@
 """Roles, graph modes and support levels, and their algebra.
 
-The modes and levels are those of vLLM 0.33 (``CUDAGraphMode``, ``AttentionCGSupport``).
+They match vLLM 0.33 (``CUDAGraphMode``, ``AttentionCGSupport``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from functools import total_ordering
 
 
 class Role(enum.StrEnum):
-    """What an engine runs as one forward; each has its own mode, sizes and dispatch table."""
+    """One kind of forward pass; each role has its own mode, sizes and dispatch table."""
 
     TARGET = "target"
     DRAFT_PREFILL = "draft_prefill"
     """Draft position 0, on the target's batch: query length 1 + K."""
     DRAFT_DECODE = "draft_decode"
-    """Draft positions from 1 on: query length 1."""
+    """Draft positions 1 and later: query length 1."""
 
     @property
     def is_drafter(self) -> bool:
@@ -25,7 +25,7 @@ class Role(enum.StrEnum):
 
 @total_ordering
 class GraphMode(enum.Enum):
-    """How batches run. The last two are *separate-routine* modes: decode and mixed differ.
+    """How batches run. FULL_DECODE_ONLY and FULL_AND_PIECEWISE separate decodes from mixed batches.
 
     Ordered as the resolution ladder steps down, so that ``resolved <= requested`` always holds:
     NONE < PIECEWISE < FULL_DECODE_ONLY < FULL_AND_PIECEWISE < FULL.
@@ -60,7 +60,7 @@ class GraphMode(enum.Enum):
 
     @property
     def without_piecewise(self) -> GraphMode:
-        """The mode that is left when piecewise graphs cannot be captured."""
+        """The mode without its piecewise graphs, for models where they cannot be captured."""
         if self is GraphMode.PIECEWISE:
             return GraphMode.NONE
         return GraphMode.FULL_DECODE_ONLY if self is GraphMode.FULL_AND_PIECEWISE else self
@@ -90,32 +90,32 @@ class GraphSupport(enum.IntEnum):
 
 
 class Refresh(enum.Enum):
-    """When a backend's metadata can follow a batch that moved on."""
+    """Where a backend updates its metadata from one step to the next."""
 
     IN_GRAPH = "in_graph"
-    """Lengths and tables are read on the device, so a whole draft chain can be one graph."""
+    """On the device, inside the graph: a whole draft chain can be one graph."""
     HOST = "host"
-    """A host step runs before each replay: one draft step per graph."""
+    """On the host, before each replay: one draft step per graph."""
 
 
 class Chain(enum.Enum):
-    """How the K-1 draft decodes of a step run. Both give the same tokens; they cost differently."""
+    """How the K-1 draft decodes of a step run. Both give the same tokens at different cost."""
 
     FUSED = "fused"
-    """One graph for all of them, where every draft backend refreshes in the graph; else as single."""
+    """One graph for all, where every draft backend refreshes in the graph; SINGLE elsewhere."""
     SINGLE = "single"
-    """One graph of a single draft decode, replayed for each."""
+    """One graph of a single draft decode, replayed K-1 times."""
 
 
 class Pool(enum.Enum):
-    """Whose memory the graphs share. A drafter pool of its own cost vLLM 0.27 GiB (vllm#44078)."""
+    """Which graphs share a memory pool. A separate drafter pool cost vLLM 0.27 GiB (vllm#44078)."""
 
     SHARED = "shared"
     PER_ROLE = "per_role"
 
 
 class Reason(enum.StrEnum):
-    """Why a batch has no graph: the closed set of answers beside an entry."""
+    """Why a batch has no graph. A closed set."""
 
     MODE = "mode"
     """The role's resolved mode has no graph for this kind of batch."""
@@ -128,12 +128,12 @@ class Reason(enum.StrEnum):
     MEMORY = "memory"
     """Its graph did not fit into memory when it was captured."""
     RANK = "rank"
-    """A data-parallel rank has not captured a graph for it, so that no rank replays one."""
+    """A data-parallel rank has not captured a graph for it, so no rank replays one."""
     IDLE = "idle"
     """No data-parallel rank has work: no forward runs."""
     NOT_ADMISSIBLE = "not_admissible"
     """The limits or the schedule do not admit the batch."""
     SHADOWED = "shadowed"
-    """A captured graph could serve it, but the engine's table does not lead there."""
+    """A captured graph could serve it, but the engine's dispatcher does not find it."""
     UNCOVERED = "uncovered"
-    """Neither an entry nor a waiver: a hole, which ``check`` reports as CP001."""
+    """Neither an entry nor a waiver; ``check`` reports it as CP001."""

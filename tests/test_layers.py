@@ -150,7 +150,7 @@ PLAN = """
 import sys
 from capture_planner import Dispatcher, lint, load_backends, load_environment, load_spec, plan
 planned = plan(load_spec(sys.argv[1]), load_environment(sys.argv[2]), load_backends())
-Dispatcher(planned).dispatch("target", 1, 1, 1)
+Dispatcher(planned).dispatch_counts("target", 1, 1, 1)
 lint(planned)
 print(*sys.modules)
 """

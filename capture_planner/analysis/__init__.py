@@ -1,1 +1,23 @@
-"""What can be said of a plan without running it: diff, coverage, explanations, lint."""
+"""What can be said of a finished plan: coverage, differences, explanations, ranks, lint.
+
+The verbs ``explain``, ``diff`` and ``lint`` are functions of ``capture_planner``; here are the values
+that they return, and the modules that they are in.
+"""
+
+from capture_planner.analysis.coverage import Cell, Coverage
+from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
+from capture_planner.analysis.diff import Change
+from capture_planner.analysis.explain import Explanation, NearMiss
+
+__all__ = [
+    "Agreement",
+    "Answer",
+    "Cell",
+    "Change",
+    "Coverage",
+    "Explanation",
+    "NearMiss",
+    "Submission",
+    "Vector",
+    "agree",
+]

@@ -84,8 +84,7 @@ def coverage(plan: Plan) -> Coverage:
     """Walk the admissible space of every role of ``plan``."""
     dispatcher = Dispatcher(plan)
     return Coverage(
-        plan=plan,
-        cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher)),
+        plan=plan, cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher))
     )
 
 
@@ -106,7 +105,7 @@ def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[
             while fewest <= most:
                 batch = Batch.mixed(role.role, fewest, last, low)
                 # The cheapest entry for some requests is the cheapest for all that it has room for.
-                entry = dispatcher.answer(batch).entry
+                entry = dispatcher.dispatch(batch).entry
                 room = most if entry is None or entry.num_reqs is None else min(most, entry.num_reqs)
                 yield _cell(dispatcher, attrs.evolve(batch, num_reqs=room), Kind.MIXED, first, fewest, high)
                 fewest = room + 1
@@ -120,12 +119,12 @@ def _cell(
         kind=kind,
         query_len=largest.query_len,
         first=first,
-        last=largest.num_reqs if kind is Kind.DECODE else largest.num_tokens,
+        last=largest.extent(kind),
         min_reqs=min_reqs,
         max_reqs=largest.num_reqs,
         min_loras=largest.active_loras,
         max_loras=max_loras,
-        answer=dispatcher.answer(largest),
+        answer=dispatcher.dispatch(largest),
     )
 
 
@@ -191,6 +190,6 @@ def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
             nearest = bisect_left(sizes, tokens)
             near = by_tokens[sizes[nearest]] if nearest < len(sizes) else []
             seen = any(entry.rejection(batch, family.draft_steps) is None for entry in near)
-            if not seen and dispatcher.answer(batch).mode is GraphMode.FULL:
+            if not seen and dispatcher.dispatch(batch).mode is GraphMode.FULL:
                 missed.append(count)
     return tuple(sorted(missed))

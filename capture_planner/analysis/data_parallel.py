@@ -52,8 +52,8 @@ class Submission:
             "active_loras": (batch.active_loras < 0, "a count of adapters is not negative"),
         }
         problems = [
-            Problem(path=("batch", name), message=f"{says}, got {getattr(batch, name)}")
-            for name, (wrong, says) in checks.items()
+            Problem(path=("batch", name), message=f"{message}, got {getattr(batch, name)}")
+            for name, (wrong, message) in checks.items()
             if wrong
         ]
         if problems:
@@ -168,14 +168,7 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
             passed_over=None,
             answers=(none,) * len(vector.ranks),
         )
-    common = dispatcher.dispatch(
-        joint.role,
-        joint.num_reqs,
-        joint.num_tokens,
-        joint.query_len,
-        joint.past_prompt,
-        joint.active_loras,
-    )
+    common = dispatcher.dispatch(joint)
     passed_over = common.entry if common.entry is not None and vector.lacking(common.entry) else None
     if passed_over is not None:
         entry = _next(plan, vector, joint)
@@ -190,7 +183,7 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
     )
 
 
-def without_its_entry(dispatcher: Dispatcher, vector: Vector, lost: Collection[int]) -> Vector:
+def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collection[int]) -> Vector:
     """Return the vector with ranks that lost the very entry that all would have replayed.
 
     The same vector where there is none. Raises ``DispatchError`` as ``agree`` does.
@@ -243,7 +236,7 @@ def _answer(common: Dispatch, batch: Batch) -> Answer:
 # Why -------------------------------------------------------------------------------------------
 
 
-def says(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str:
+def explain_rank(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str:
     """Say in a sentence why this rank runs what it runs, and which other ranks are the cause."""
     vector, joint, entry = agreement.vector, agreement.joint, agreement.entry
     if joint is None:
@@ -258,13 +251,13 @@ def says(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str:
             return f"{role}all run eager: {_lacks(agreement, lacking, rank)}"
         assert agreement.reason is not None
         waiver = answer.dispatch.waiver
-        detail = f" ({waiver.says})" if waiver is not None else ""
+        detail = f" ({waiver.message})" if waiver is not None else ""
         why = WHY_NONE[agreement.reason]
         return f"{role}all run eager: of the joint batch, {_shape(joint)}, {why}{detail}"
     causes = [_lacks(agreement, lacking, rank)] if lacking else []
     if own is None:
         return role + "; ".join([*causes, "as the others"])
-    if dispatcher.answer(own).entry == entry:
+    if dispatcher.dispatch(own).entry == entry:
         return "; ".join([*causes, "what it would run alone"])
     return "; ".join([*causes, *_swayed(vector, joint, own)]) or "what serves every rank"
 
@@ -282,11 +275,13 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def _lacks(agreement: Agreement, lacking: tuple[int, ...], rank: int) -> str:
     others = tuple(other for other in lacking if other != rank)
-    who = " and ".join((*(("this rank",) if rank in lacking else ()), *((_ranks(others),) if others else ())))
+    ranks = " and ".join(
+        (*(("this rank",) if rank in lacking else ()), *((_ranks(others),) if others else ()))
+    )
     have = "has" if len(lacking) == 1 else "have"
     if all(not agreement.vector.ranks[other].captured for other in lacking):
-        return f"{who} {have} no graphs"
-    return f"{who} {have} not captured {agreement.passed_over}"
+        return f"{ranks} {have} no graphs"
+    return f"{ranks} {have} not captured {agreement.passed_over}"
 
 
 def _swayed(vector: Vector, joint: Batch, own: Batch) -> list[str]:

@@ -21,9 +21,9 @@ class Change:
     """One difference, as data and in words. ``role`` is None where it concerns the whole plan."""
 
     role: Role | None
-    what: str
+    subject: str
     """role, mode, backend, added, gone, waiver, decision, environment, or a field of the plan."""
-    says: str
+    message: str
     entries: tuple[Entry, ...] = ()
 
 
@@ -33,7 +33,9 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     if changes or old == new:
         return changes
     return (
-        Change(role=None, what="plan", says=f"the plans differ in {_differing(old, new)} and nothing else"),
+        Change(
+            role=None, subject="plan", message=f"the plans differ in {_differing(old, new)} and nothing else"
+        ),
     )
 
 
@@ -51,7 +53,7 @@ def _whole(old: Plan, new: Plan) -> Iterator[Change]:
     ):
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            yield Change(role=None, what=name, says=f"{name}: {_fields(before, after)}")
+            yield Change(role=None, subject=name, message=f"{name}: {_fields(before, after)}")
 
 
 def _fields(before: object, after: object) -> str:
@@ -92,9 +94,13 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
     after = {role.role: role for role in new.roles}
     for role in Role:
         if role in before and role not in after:
-            yield Change(role=role, what="role", says=f"{role} is gone, with {_graphs(before[role].entries)}")
+            yield Change(
+                role=role, subject="role", message=f"{role} is gone, with {_graphs(before[role].entries)}"
+            )
         elif role in after and role not in before:
-            yield Change(role=role, what="role", says=f"{role} is new, with {_graphs(after[role].entries)}")
+            yield Change(
+                role=role, subject="role", message=f"{role} is new, with {_graphs(after[role].entries)}"
+            )
         elif role in before:
             yield from _role(before[role], after[role])
 
@@ -102,8 +108,8 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
 def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *_waivers(old, new)]
     if not changes and old != new:
-        says = f"{new.role}: the same graphs, but other {_differing(old, new)}"
-        changes.append(Change(role=new.role, what="decision", says=says))
+        message = f"{new.role}: the same graphs, but other {_differing(old, new)}"
+        changes.append(Change(role=new.role, subject="decision", message=message))
     yield from changes
 
 
@@ -116,35 +122,39 @@ def _differing(old: Any, new: Any) -> str:
 def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     role = new.role
     if old.requested is not new.requested:
-        says = f"{role} is to run {new.requested.value}, it was to run {old.requested.value}"
-        yield Change(role=role, what="mode", says=says)
+        message = f"{role} is to run {new.requested.value}, it was to run {old.requested.value}"
+        yield Change(role=role, subject="mode", message=message)
     if old.mode is not new.mode:
-        yield Change(role=role, what="mode", says=f"{role} runs {new.mode.value}, it ran {old.mode.value}")
+        yield Change(
+            role=role, subject="mode", message=f"{role} runs {new.mode.value}, it ran {old.mode.value}"
+        )
     if old.inputs != new.inputs:
-        yield Change(role=role, what="inputs", says=f"{role}: the fields that the runner pads changed")
+        yield Change(role=role, subject="inputs", message=f"{role}: the fields that the runner pads changed")
 
 
 def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     before, after = Counter(old.entries), Counter(new.entries)
-    for what, word, entries in (
+    for subject, word, entries in (
         ("added", "captures in addition", after - before),
         ("gone", "no longer captures", before - after),
     ):
         if entries:
             ordered = tuple(sorted(entries.elements(), key=lambda e: e.capture_order))
-            says = f"{new.role} {word} {_graphs(ordered)}"
-            yield Change(role=new.role, what=what, says=says, entries=ordered)
+            message = f"{new.role} {word} {_graphs(ordered)}"
+            yield Change(role=new.role, subject=subject, message=message, entries=ordered)
 
 
 def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
-    waived, waives = ({waiver.says for waiver in role.waivers} for role in (old, new))
+    waived, waives = ({waiver.message for waiver in role.waivers} for role in (old, new))
     for waiver in new.waivers:
         if waiver not in old.waivers:
-            word = "waives otherwise" if waiver.says in waived else "newly waives"
-            yield Change(role=new.role, what="waiver", says=f"{new.role} {word}: {waiver.says}")
+            word = "waives otherwise" if waiver.message in waived else "newly waives"
+            yield Change(role=new.role, subject="waiver", message=f"{new.role} {word}: {waiver.message}")
     for waiver in old.waivers:
-        if waiver.says not in waives:
-            yield Change(role=new.role, what="waiver", says=f"{new.role} no longer waives: {waiver.says}")
+        if waiver.message not in waives:
+            yield Change(
+                role=new.role, subject="waiver", message=f"{new.role} no longer waives: {waiver.message}"
+            )
 
 
 def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -155,11 +165,11 @@ def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
         if left == right:
             continue
         if left is None or right is None:
-            says = f"the attention group {name} is {'new' if left is None else 'gone'}"
+            message = f"the attention group {name} is {'new' if left is None else 'gone'}"
         else:
             words = "; ".join(_group(left, right)) or f"other {_differing(left, right)}"
-            says = f"group {name}: {words}"
-        yield Change(role=new.role, what="backend", says=f"{new.role}: {says}")
+            message = f"group {name}: {words}"
+        yield Change(role=new.role, subject="backend", message=f"{new.role}: {message}")
 
 
 def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:

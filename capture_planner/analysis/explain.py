@@ -51,12 +51,12 @@ WHY_NONE = {
 
 
 @attrs.frozen(kw_only=True)
-class Rejected:
+class NearMiss:
     """An entry that was near, and what it lacked."""
 
     entry: Entry
     rejection: Rejection
-    says: str
+    message: str
 
 
 @attrs.frozen(kw_only=True)
@@ -65,26 +65,33 @@ class Explanation:
 
     batch: Batch
     answer: Dispatch
-    says: str
-    rejected: tuple[Rejected, ...]
+    message: str
+    near_misses: tuple[NearMiss, ...]
 
 
-def explain(dispatcher: Dispatcher, batch: Batch) -> Explanation:
-    """Explain the answer for one batch; raises ``DispatchError`` for a role that is not planned."""
-    answer = dispatcher.answer(batch)
+def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
+    """Explain which entry serves a batch, or why none does, and what the nearest other entries lack.
+
+    :param plan: the plan, or its dispatcher where many batches are explained: it keeps its tables.
+    :raises DispatchError: the plan does not have the batch's role.
+    """
+    dispatcher = Dispatcher(plan) if isinstance(plan, Plan) else plan
+    answer = dispatcher.dispatch(batch)
     return Explanation(
         batch=batch,
         answer=answer,
-        says=_says(batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1),
-        rejected=tuple(_nearer(dispatcher.plan, batch, answer)),
+        message=_message(
+            batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1
+        ),
+        near_misses=tuple(_nearer(dispatcher.plan, batch, answer)),
     )
 
 
-def _says(batch: Batch, answer: Dispatch, steps: int) -> str:
+def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
     entry = answer.entry
     if entry is None:
         assert answer.reason is not None
-        detail = f" ({answer.waiver.says})" if answer.waiver is not None else ""
+        detail = f" ({answer.waiver.message})" if answer.waiver is not None else ""
         return f"runs eager, unpadded: {WHY_NONE[answer.reason]}{detail}"
     if entry.mode is GraphMode.PIECEWISE:
         kind = "the nearest piecewise graph; attention runs outside it on the real requests"
@@ -106,8 +113,8 @@ def _says(batch: Batch, answer: Dispatch, steps: int) -> str:
     return f"{kind}, {exact}"
 
 
-def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[Rejected]:
-    """Return the rejected entries as near as the answer: between it and the batch, and by kind.
+def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
+    """Return the misses entries as near as the answer: between it and the batch, and by kind.
 
     Of each kind of graph (mode, query length, chain) that is the first one with room for the
     tokens, and the last one without.
@@ -127,10 +134,10 @@ def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[Rejected]:
         between = [e for e in larger if e.num_tokens <= limit]
         for entry in (*smaller, *larger[:1], *between):
             near[entry] = None
-    rejected = []
+    misses = []
     for entry in near:
         rejection = entry.rejection(batch, steps)
         if rejection is not None:
-            says = _WHY_NOT[rejection](entry, batch)
-            rejected.append(Rejected(entry=entry, rejection=rejection, says=says))
-    return sorted(rejected, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]
+            message = _WHY_NOT[rejection](entry, batch)
+            misses.append(NearMiss(entry=entry, rejection=rejection, message=message))
+    return sorted(misses, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]

@@ -20,7 +20,7 @@ from capture_planner.modes import Refresh, Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention
-from capture_planner.records.batch import Entry
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.execution.capture import without_graphs
@@ -170,7 +170,7 @@ def _once(runner: Runner, plan: Plan, size: int) -> Callable[[], object]:
     role = runner.parts.roles[Role.DRAFT_DECODE]
     assert plan.speculative is not None, "a draft decode has a drafter"
     steps = plan.speculative.draft_tokens(size) - 1
-    answer = role.dispatcher.dispatch(Role.DRAFT_DECODE, size, size, 1)
+    answer = role.dispatcher.dispatch(Batch.decode(Role.DRAFT_DECODE, size, 1))
     entry = answer.entry
     if entry is None:
         extents = Extents(tokens=size, reqs=size, pages=role.fields.capacity.pages)

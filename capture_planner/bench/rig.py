@@ -22,7 +22,7 @@ from capture_planner.errors import CapturePlannerError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
-from capture_planner.records.batch import Entry
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.execution.capture import without_graphs
@@ -265,7 +265,7 @@ def query_len(plan: Plan, num_reqs: int) -> int:
 def serving_entry(dispatcher: Dispatcher, plan: Plan, role: Role, num_reqs: int) -> Entry | None:
     """Return the graph of a role where so many requests decode."""
     query = 1 if role is Role.DRAFT_DECODE else query_len(plan, num_reqs)
-    return dispatcher.dispatch(role, num_reqs, num_reqs * query, query).entry
+    return dispatcher.dispatch(Batch.decode(role, num_reqs, query)).entry
 
 
 def served_sizes(plan: Plan, stated: tuple[int, ...] | None) -> tuple[int, ...]:

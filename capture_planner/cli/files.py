@@ -154,7 +154,7 @@ def explain(
     dispatcher = Dispatcher(asked)
     if batches is not None:
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), asked.planned):
-            click.echo(json.dumps(answer_line(batch, dispatcher.answer(batch))))
+            click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
     assert num_reqs is not None
     if num_tokens is None:
@@ -240,20 +240,20 @@ def _checked(file: str, environment: str | None) -> Iterator[findings.Placed]:
     made = plan_of(file, environment)
     is_plan = codec.is_plan(node)
     for finding in lint(made):
-        line, column = node.locate(finding.found.path if is_plan else _in_spec(finding))
+        line, column = node.locate(finding.diagnostic.path if is_plan else _in_spec(finding))
         yield findings.Placed(finding=finding, file=file, line=line, column=column)
 
 
 def _in_spec(finding: Finding) -> tuple[str | int, ...]:
     """Where in a spec to mend what was found in its plan."""
-    return finding.rule.mend or tuple(part for part in finding.found.path[:1] if part != "roles")
+    return finding.rule.spec_path or tuple(part for part in finding.diagnostic.path[:1] if part != "roles")
 
 
 def _drift(file: str, spec: str) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now."""
     kept = codec.load_plan(file)
     for change in difference.diff(kept, planned(spec, kept.environment)):
-        yield findings.Drift(file=file, says=f"{spec} gives another plan: {change.says}")
+        yield findings.Drift(file=file, says=f"{spec} gives another plan: {change.message}")
 
 
 def _count(placed: list[findings.Placed], drift: list[findings.Drift], files: int) -> str:
@@ -282,15 +282,15 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
         listed = [
             {
                 "role": change.role,
-                "what": change.what,
-                "says": change.says,
+                "what": change.subject,
+                "says": change.message,
                 "entries": [tables.entry_data(entry) for entry in change.entries],
             }
             for change in changes
         ]
         click.echo(dumps_json({"changes": listed}))
     else:
-        click.echo("\n".join(change.says for change in changes) or "the plans are the same")
+        click.echo("\n".join(change.message for change in changes) or "the plans are the same")
     if changes:
         click.get_current_context().exit(FINDINGS)
 

@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 
 import attrs
 
-from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, Submission, Vector, without_its_entry
+from capture_planner.analysis.data_parallel import (
+    MAX_RANKS,
+    MIN_RANKS,
+    Submission,
+    Vector,
+    without_agreed_entry,
+)
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
@@ -97,7 +103,7 @@ def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
     if not MIN_RANKS <= len(ranks) <= most:
         raise _wrong(f"expected {MIN_RANKS} to {most} ranks, got {len(ranks)}")
     vector = Vector(role=present[0] if present else roles[0], ranks=tuple(ranks))
-    return without_its_entry(dispatcher, vector, lost) if lost else vector
+    return without_agreed_entry(dispatcher, vector, lost) if lost else vector
 
 
 def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:

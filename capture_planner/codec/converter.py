@@ -18,7 +18,7 @@ from capture_planner.codec import entry_rows as rows
 from capture_planner.codec.documents import Key
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
-from capture_planner.records._base import BYTES, constraints
+from capture_planner.records._base import BYTES, constraints, key_of
 from capture_planner.records.batch import Entry
 
 
@@ -27,18 +27,18 @@ def problems_of(error: Exception) -> list[Problem]:
     if isinstance(error, InvalidValue):
         return list(error.problems)
     if isinstance(error, ForbiddenExtraKeysError):
-        known = [f.name for f in attrs.fields(error.cl) if f.init]
+        known = [key_of(f) for f in attrs.fields(error.cl) if f.init]
         return [_unknown_key(key, known) for key in sorted(error.extra_fields)]
     assert isinstance(error, ClassValidationError), error
     found = []
     for inner in error.exceptions:
         notes = getattr(inner, "__notes__", [])
         attribute = next((note.name for note in notes if hasattr(note, "name")), None)
+        path = () if attribute is None else (key_of(getattr(attrs.fields(error.cl), attribute)),)
         if isinstance(inner, KeyError):
-            found.append(Problem(path=(str(attribute),), message="is missing", remedy="it has no default"))
+            found.append(Problem(path=path, message="is missing", remedy="it has no default"))
         else:
-            prefix = () if attribute is None else (attribute,)
-            found += [problem.under(prefix) for problem in problems_of(inner)]
+            found += [problem.under(path) for problem in problems_of(inner)]
     return found
 
 
@@ -170,8 +170,9 @@ def _enum_factory(kind: type[enum.Enum], _: Any) -> Callable[[Any, Any], Any]:
 
 
 def _record_factory(kind: type, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    renamed: Any = {f.name: override(rename=key_of(f)) for f in attrs.fields(kind) if f.init}
     from_dict: Any = make_dict_structure_fn(
-        kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
+        kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **renamed
     )
 
     def structure(value: Any, _: Any) -> Any:
@@ -186,14 +187,19 @@ def _to_dict(kind: type, converter: cattrs.Converter) -> Callable[[Any], dict[st
     """Unstructure a record: fields in the order of their declaration, defaults left out."""
     fields = [f for f in attrs.fields(kind) if f.init]
     hints = typing.get_type_hints(kind, include_extras=True)
-    sizes = {f.name: override(unstruct_hook=_size) for f in fields if BYTES in _metadata(hints[f.name])}
-    always = {f.name: override(omit_if_default=False) for f in fields if f.name == "version"}
-    overrides: Any = sizes | always
+    overrides: Any = {
+        f.name: override(
+            rename=key_of(f),
+            unstruct_hook=_size if BYTES in _metadata(hints[f.name]) else None,
+            omit_if_default=False if f.name == "version" else None,
+        )
+        for f in fields
+    }
     unordered: Any = make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True, **overrides)
 
     def unstructure(value: Any) -> dict[str, Any]:
         found = unordered(value)
-        return {f.name: found[f.name] for f in fields if f.name in found}
+        return {key: found[key] for key in map(key_of, fields) if key in found}
 
     return unstructure
 

@@ -13,7 +13,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.codec.entry_rows import Row
-from capture_planner.records._base import BYTES, Unit, constraints, default_of
+from capture_planner.records._base import BYTES, Unit, constraints, default_of, key_of
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
@@ -60,10 +60,10 @@ def _record_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
         described = {"description": attribute.metadata["doc"], **_schema(hint, definitions)}
         default = default_of(attribute)
         if default is attrs.NOTHING:
-            required.append(attribute.name)
+            required.append(key_of(attribute))
         elif default is None or isinstance(default, bool | int | float | str | enum.Enum):
             described["default"] = codec.label(default) if isinstance(default, enum.Enum) else default
-        properties[attribute.name] = described
+        properties[key_of(attribute)] = described
     return {
         "type": "object",
         "description": inspect.cleandoc(kind.__doc__ or "").splitlines()[0],
@@ -134,7 +134,9 @@ def _section(kind: type) -> str:
     lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
     for attribute, hint in fields_of(kind):
         default = _default_text(attribute, is_size=BYTES in getattr(hint, "__metadata__", ()))
-        lines.append(f"| `{attribute.name}` | {type_text(hint)} | {default} | {attribute.metadata['doc']} |")
+        lines.append(
+            f"| `{key_of(attribute)}` | {type_text(hint)} | {default} | {attribute.metadata['doc']} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -145,7 +147,7 @@ def type_text(hint: Any) -> str:
         if BYTES in args:
             return "size such as `2GiB`"
         rules = [rule for rule in constraints(hint) if not isinstance(rule, Unit)]
-        bounds = "; ".join(_bound_text(rule.schema(), getattr(rule, "says", "")) for rule in rules)
+        bounds = "; ".join(_bound_text(rule.schema(), getattr(rule, "meaning", "")) for rule in rules)
         return bounds if args[0] is str else f"{type_text(args[0])} {bounds}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_text(arg) for arg in args)
@@ -164,9 +166,9 @@ def type_text(hint: Any) -> str:
     return {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}[hint]
 
 
-def _bound_text(schema: dict[str, Any], says: str) -> str:
-    if says:
-        return says
+def _bound_text(schema: dict[str, Any], meaning: str) -> str:
+    if meaning:
+        return meaning
     if "exclusiveMinimum" in schema:
         return f"above {schema['exclusiveMinimum']:g}"
     low, high = schema["minimum"], schema.get("maximum")

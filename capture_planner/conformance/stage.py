@@ -55,7 +55,7 @@ class Stage:
         self.plan = make_plan(scene.spec(subject.backend), subject.environment, subject.registry)
         errors = [found for found in lint(self.plan) if found.rule.severity is Severity.ERROR]
         if errors:
-            raise self.violation(Check.PLANNED, str(errors[0]), errors[0].found.role)
+            raise self.violation(Check.PLANNED, str(errors[0]), errors[0].diagnostic.role)
         shape, device = scene.shape, subject.device
         self.tolerance = TOLERANCE[shape.dtype]
         self.target, self.drafter = _models(scene, self.plan, device)

@@ -1,1 +1,5 @@
-"""Which entry serves a batch, in constant time."""
+"""Which entry serves a batch, in constant time. Needs records alone, so that an engine can vendor it."""
+
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+
+__all__ = ["Dispatch", "Dispatcher"]

@@ -1,9 +1,8 @@
-"""Dispatcher(plan).dispatch(...): which entry serves this batch, in constant time.
+"""Dispatcher(plan).dispatch(batch): which entry serves a batch, in constant time.
 
-The rule is ``Entry.rejection``: of all entries of the role that do not reject the batch, the one of
-least ``Entry.cost``. Nothing is searched when a batch arrives: next-fit tables are laid out per
-query length and adapter case, and an answer that was given once is kept, so that a batch costs two
-look-ups and a few comparisons.
+The rule: of all entries of the role that do not reject the batch (``Entry.rejection``), the one with
+the least ``Entry.cost``. Nothing is searched per batch: next-fit tables are built per query length and
+LoRA case, and answers are cached, so that a batch costs two look-ups and a few comparisons.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from capture_planner.records.plan import Plan, RolePlan, Waiver
 
 @attrs.frozen
 class Dispatch:
-    """The answer: an entry with its padding, or no entry with the reason."""
+    """The answer for a batch: an entry and the padding, or the reason for none."""
 
     entry: Entry | None
     padded_tokens: int = 0
@@ -29,9 +28,9 @@ class Dispatch:
     padded_reqs: int = 0
     """Rows of padding on the request axis; 0 for PIECEWISE, which does not pad requests."""
     reason: Reason | None = None
-    """Why there is no entry; None where there is one."""
+    """Why there is no entry; None with an entry."""
     waiver: Waiver | None = None
-    """The waiver that the reason comes from, where it comes from one."""
+    """The waiver that gives the reason, if one does."""
 
     @property
     def mode(self) -> GraphMode:
@@ -39,24 +38,45 @@ class Dispatch:
         return GraphMode.NONE if self.entry is None else self.entry.mode
 
 
-_KEPT_ANSWERS = 1 << 16
+_CACHE_SIZE = 1 << 16
+"""Most answers kept at a time, over all roles."""
 
 
 class Dispatcher:
-    """Answers for one plan. Pure: the same batch has the same answer for ever, on every rank."""
+    """Finds the entries of one plan for batches. The same batch always has the same answer, on every rank."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._tables = {role.role: _RoleTables(role, plan) for role in plan.roles}
-        # Answers given, where the next such batch looks first: uniform decodes by (role, query
-        # length, adapters) and requests; batches whose requests do not matter, being piecewise, by
-        # (role, adapters) and tokens; all others as they are.
+        # The cache. Small integer keys, because hashing a Batch alone takes longer than both
+        # look-ups. Uniform decodes are kept by (role, query length, adapters) and requests;
+        # batches whose requests do not matter (PIECEWISE) by (role, adapters) and tokens.
         self._decodes: dict[tuple[str, int, int], dict[int, Dispatch]] = {}
         self._mixed: dict[tuple[str, int], dict[int, Dispatch]] = {}
         self._others: dict[tuple[str, int, int, int], Dispatch] = {}
-        self._kept = 0
+        self._cached = 0
 
-    def dispatch(
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return the cheapest entry that serves the batch, or none with the reason.
+
+        Total: an inadmissible batch is answered too, with ``Reason.NOT_ADMISSIBLE``. Constant time.
+        Raises ``DispatchError`` only for a role that the plan does not have.
+        """
+        # The hot path. ``Batch.uniform_query_len`` is written out here, as a property would double
+        # the time of a hit.
+        query_len, num_reqs, num_tokens = batch.query_len, batch.num_reqs, batch.num_tokens
+        answer: Dispatch | None
+        if query_len is not None and batch.past_prompt and num_reqs * query_len == num_tokens:
+            row = self._decodes.get((batch.role, query_len, batch.active_loras))
+            answer = None if row is None else row.get(num_reqs)
+        else:
+            row = self._mixed.get((batch.role, batch.active_loras))
+            answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
+            if answer is None:
+                answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras))
+        return self._miss(batch) if answer is None else answer
+
+    def dispatch_counts(
         self,
         role: Role | str,
         num_reqs: int,
@@ -65,23 +85,13 @@ class Dispatcher:
         past_prompt: bool = True,
         active_loras: int = 0,
     ) -> Dispatch:
-        """Return the cheapest entry that serves the batch, or NONE with a reason.
+        """Dispatch a batch given by its counts, which ``Batch`` explains.
 
-        All counts are real; ``Batch`` says what each means. Total for every batch; raises
-        ``DispatchError`` only for a role that the plan does not have.
+        Makes a ``Batch`` on every call: a serving loop that has one should call ``dispatch``.
+
+        :param role: a role, or its name.
         """
-        answer: Dispatch | None
-        if query_len is not None and past_prompt and num_reqs * query_len == num_tokens:
-            row = self._decodes.get((role, query_len, active_loras))
-            answer = None if row is None else row.get(num_reqs)
-        else:
-            row = self._mixed.get((role, active_loras))
-            answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
-            if answer is None:
-                answer = self._others.get((role, num_reqs, num_tokens, active_loras))
-        if answer is not None:
-            return answer
-        return self._first(
+        return self.dispatch(
             Batch(
                 role=self.plan.role(role).role,
                 num_reqs=num_reqs,
@@ -92,20 +102,16 @@ class Dispatcher:
             )
         )
 
-    def answer(self, batch: Batch) -> Dispatch:
-        """Return the same answer as ``dispatch``, and keep nothing."""
-        return self._tables[self.plan.role(batch.role).role].answer(batch)
-
-    def _first(self, batch: Batch) -> Dispatch:
-        """Answer from the tables, and keep the answer for the next batch like it."""
-        tables = self._tables[batch.role]
+    def _miss(self, batch: Batch) -> Dispatch:
+        """Answer from the tables, and cache the answer for the next batch like it."""
+        tables = self._tables[self.plan.role(batch.role).role]
         answer = tables.answer(batch)
         role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
-        self._kept += 1
-        if self._kept > _KEPT_ANSWERS:
-            self._kept = 1
-            for kept in (self._decodes, self._mixed, self._others):
-                kept.clear()
+        self._cached += 1
+        if self._cached > _CACHE_SIZE:  # no serving loop has that many; a fuzzer has
+            self._cached = 1
+            for cache in (self._decodes, self._mixed, self._others):
+                cache.clear()
         if query_len is not None:
             self._decodes.setdefault((role, query_len, loras), {})[batch.num_reqs] = answer
         elif answer.entry is not None and answer.entry.num_reqs is None and not tables.requests_matter:
@@ -116,7 +122,7 @@ class Dispatcher:
 
 
 class _RoleTables:
-    """Next-fit tables of one role, each made when it is first needed."""
+    """Next-fit tables of one role, each built when first needed."""
 
     def __init__(self, role: RolePlan, plan: Plan) -> None:
         self._role, self._plan = role, plan
@@ -163,7 +169,7 @@ class _RoleTables:
         return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
 
     def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
-        """Return the cheapest uniform entry by requests."""
+        """Return the cheapest uniform entries, by requests."""
         key = (query_len, steps, loras)
         if key not in self._decode_fits:
             self._decode_fits[key] = _Fit.of(
@@ -176,7 +182,7 @@ class _RoleTables:
         return self._decode_fits[key]
 
     def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
-        """Return the cheapest entry for any batch by tokens, among those for ``bound`` requests."""
+        """Return the cheapest entries for any batch, by tokens, that have room for ``bound`` requests."""
         key = (bound, steps, loras)
         if key not in self._mixed_fits:
             self._mixed_fits[key] = _Fit.of(
@@ -191,7 +197,7 @@ class _RoleTables:
 
 
 def _binding_reqs(entry: Entry) -> int | None:
-    """Return an entry's bound on requests where its tokens do not imply it (a request has a token)."""
+    """Return an entry's bound on requests unless its tokens imply it (each request has a token)."""
     if entry.num_reqs is None or entry.num_reqs >= entry.num_tokens:
         return None
     return entry.num_reqs
@@ -199,14 +205,14 @@ def _binding_reqs(entry: Entry) -> int | None:
 
 @attrs.frozen
 class _Fit:
-    """The cheapest entry at each count: ascending sizes, each with the entry up to it."""
+    """The cheapest entry for each count: ascending sizes, each with its entry."""
 
     sizes: tuple[int, ...]
     entries: tuple[Entry, ...]
 
     @classmethod
     def of(cls, sized: Iterable[tuple[int, Entry]]) -> _Fit:
-        """Keep of ``(size, entry)`` pairs, cheapest first, those larger than all before them."""
+        """Keep the ``(size, entry)`` pairs, cheapest first, that are larger than all before them."""
         sizes, entries = [0], []
         for size, entry in sized:
             if size > sizes[-1]:
@@ -215,5 +221,6 @@ class _Fit:
         return cls(tuple(sizes[1:]), tuple(entries))
 
     def at(self, count: int) -> Entry | None:
+        """Return the entry for a count, or None above the largest size."""
         index = bisect_left(self.sizes, count)
         return self.entries[index] if index < len(self.sizes) else None

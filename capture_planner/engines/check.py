@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
-from capture_planner.analysis.lint.core import BugClass, Charge, Checking, Severity, registering
+from capture_planner.analysis.lint.core import BaseRule, BugClass, CheckT, Severity, register_in
 from capture_planner.engines import remedies
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.walk import Asked, Run, runs, walk
@@ -42,7 +42,7 @@ class Seen:
 
 
 @attrs.frozen(kw_only=True)
-class EngineRule(Charge):
+class EngineRule(BaseRule):
     """A rule about engines."""
 
     mends: dict[str, str]
@@ -80,11 +80,11 @@ def rule(
     vllm: str,
     sglang: str,
     tensorrt_llm: str,
-) -> Callable[[Checking], Checking]:
+) -> Callable[[CheckT], CheckT]:
     """Register a check of an emulation under a stable code, with what mends it by engine."""
     mends = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}
     facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
-    return registering(ENGINE_RULES, EngineRule, code, mends=mends, **facts)
+    return register_in(ENGINE_RULES, EngineRule, code, mends=mends, **facts)
 
 
 def check(emulation: Emulation) -> tuple[EngineFinding, ...]:
@@ -284,7 +284,7 @@ def mode_lowered(walked: Walked) -> Iterator[Seen]:
         if before is not None and after is not None and after < before:
             yield Seen(
                 role=decision.role,
-                says=f"{decision.role}: {before.value} became {after.value}: {decision.says}",
+                says=f"{decision.role}: {before.value} became {after.value}: {decision.message}",
                 mend=remedies.of_lowered(walked.emulation, decision),
             )
 

@@ -89,7 +89,12 @@ class Decisions(list[Decision]):
         """Write down a step that changed a value."""
         self.append(
             Decision(
-                rule=rule, role=role, backend=backend, before=written(before), after=written(after), says=says
+                rule=rule,
+                role=role,
+                backend=backend,
+                before=written(before),
+                after=written(after),
+                message=says,
             )
         )
 
@@ -196,7 +201,7 @@ class Emulation:
                     "role": decision.role.value,
                     "before": decision.before,
                     "after": decision.after,
-                    "says": decision.says,
+                    "says": decision.message,
                 }
                 for decision in self.decisions
             ],

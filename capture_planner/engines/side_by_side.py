@@ -19,7 +19,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.traffic import Arrival, batches_of, for_role
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry, Kind
-from capture_planner.records.batch_space import DecodeFamily, batches, decode_families, extent, kind_of, shape
+from capture_planner.records.batch_space import DecodeFamily, batches, decode_families, kind_of
 from capture_planner.records.plan import Plan
 
 
@@ -240,7 +240,7 @@ class _Side:
             self.name = f"{given.model.name} on {given.environment.name}"
             self.modes = {role.role: role.mode for role in given.roles}
             self.entries = {role.role: role.entries for role in given.roles}
-            self.dispatch = Dispatcher(given).answer
+            self.dispatch = Dispatcher(given).dispatch
             self.families = partial(decode_families, deployment=given)
         else:
             self.name = f"{given.engine} {given.version}"
@@ -262,8 +262,8 @@ class _Side:
             if met is None:
                 every = batches(role, self.deployment, families=families, upto=largest[role])
                 for batch, last in every:
-                    kind = shape(batch)
-                    self._answer(batch, kind, 1 + last - extent(batch, kind))
+                    kind = batch.kind
+                    self._answer(batch, kind, 1 + last - batch.extent(kind))
             else:
                 for batch, times in for_role(met, role, families).items():
                     kind = kind_of(batch, families)
@@ -279,7 +279,7 @@ class _Side:
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
         query_len = batch.query_len if kind is Kind.DECODE else None
         family = Family(role=batch.role, kind=kind, query_len=query_len)
-        key = (extent(batch, kind), batch.active_loras, whole)
+        key = (batch.extent(kind), batch.active_loras, whole)
         self.answers.setdefault(family, {})[key] = _Answer(batch, times, self.dispatch(batch))
 
 

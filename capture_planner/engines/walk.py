@@ -15,7 +15,7 @@ from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.engines.emulation import Emulation, Graph, Manager
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
-from capture_planner.records.batch_space import DecodeFamily, batches, extent, shape
+from capture_planner.records.batch_space import DecodeFamily, batches
 
 
 @attrs.frozen(kw_only=True)
@@ -32,12 +32,12 @@ class Asked:
     @property
     def kind(self) -> Kind:
         """A decode, or mixed."""
-        return shape(self.batch)
+        return self.batch.kind
 
     @property
     def extent(self) -> int:
         """Requests of a decode, tokens of a mixed batch."""
-        return extent(self.batch, self.kind)
+        return self.batch.extent(self.kind)
 
     @property
     def misses_full(self) -> bool:

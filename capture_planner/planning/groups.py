@@ -1,4 +1,4 @@
-"""Ask the backends: what each attention group of a role needs, and how far its backend goes."""
+"""Attention groups: what each asks of its backend, and what the backend supports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Group:
 
 
 def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Registry) -> tuple[Group, ...]:
-    """Ask the backend of each attention group of a role how far it goes."""
+    """Return the attention groups of a role with the support that their backends declare.
+
+    Raises ``PlanningError`` for a backend that is not installed.
+    """
     groups = []
     for index, group in enumerate(groups_of(spec, role)):
         registered = _backend(spec, role, index, group, registry)
@@ -41,7 +44,7 @@ def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Reg
 
 
 def _backend(spec: Spec, role: Role, index: int, group: GroupSpec, registry: Registry) -> Registered:
-    """Find a group's backend; an unknown one is a problem at the place that names it."""
+    """Return a group's backend; where it is unknown, the error points to the place that names it."""
     wanted = spec.roles.of(role)
     path: tuple[str | int, ...]
     if group.backend is not None:
@@ -57,7 +60,7 @@ def _backend(spec: Spec, role: Role, index: int, group: GroupSpec, registry: Reg
 
 
 def groups_of(spec: Spec, role: Role) -> tuple[GroupSpec, ...]:
-    """Return the attention groups of a role: those that the spec names, or one of all layers."""
+    """Return the attention groups of a role: the spec's, or one group of all layers."""
     if groups := spec.roles.of(role).groups:
         return groups
     drafts = spec.speculative is not None and role.is_drafter
@@ -66,7 +69,7 @@ def groups_of(spec: Spec, role: Role) -> tuple[GroupSpec, ...]:
 
 
 def attentions(spec: Spec) -> Iterator[tuple[Role, str, Attention]]:
-    """Return what every group of every role asks of a backend."""
+    """Yield role, group name and what the group asks of its backend, for every group."""
     for role in spec.active_roles:
         for group in groups_of(spec, role):
             yield role, group.name, Attention.of(spec, role, layers=group.layers, window=group.window)

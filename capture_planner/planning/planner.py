@@ -1,7 +1,7 @@
-"""plan(spec, environment, registry) -> Plan: one pass from what is wanted to what was decided.
+"""plan(spec, environment, registry) -> Plan: one pass from the spec to the decisions.
 
-Role by role the backends are asked, the mode is resolved and ladders are chosen; the budget then
-fits all ladders at once; what they became is written as entries, waivers and workspaces.
+For each role the backends declare their support, the mode is resolved and ladders are chosen. The
+budget is then applied to all ladders at once, and the result is written as entries and waivers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ from collections.abc import Iterator, Sequence
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.resolve import Resolved, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.planning.resolve import Resolution, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import digest
-from capture_planner.records.backend import (
-    COMMON_FIELDS,
-    MROPE_FIELDS,
-    SPECULATIVE_FIELDS,
-    MetadataField,
-    max_query_len,
-)
+from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
 from capture_planner.records.batch import Entry
+from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import Spec
@@ -33,10 +28,11 @@ __all__ = ["plan"]
 
 
 def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
-    """Return the plan of ``spec`` on ``environment``: deterministic, without torch or a device.
+    """Return the plan of ``spec`` for ``environment``. Deterministic; needs neither torch nor a device.
 
-    Raises ``PlanningError`` where a mode is out of reach, a backend is not installed, or the graphs
-    are too many, and ``BackendError`` where a backend breaks its contract.
+    :param registry: the installed backends, from ``load_backends()``.
+    :raises PlanningError: a mode is not possible, a backend is not installed, or there are too many graphs.
+    :raises BackendError: a backend breaks its contract.
     """
     roles: list[RoleInProgress] = []
     for role in spec.active_roles:
@@ -50,7 +46,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
     _fit_budget(spec, roles)
     _refuse_excess(roles)
     return Plan(
-        spec=digest(spec),
+        spec_digest=digest(spec),
         environment=environment,
         model=spec.model,
         limits=spec.limits,
@@ -66,10 +62,10 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
 
 def _resolve(
     spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
-) -> tuple[GraphMode, Resolved]:
-    """Return the mode that a role starts from, and the one that it ends with."""
+) -> tuple[GraphMode, Resolution]:
+    """Return the requested mode of a role (a drafter's is its target's), and its resolution."""
     supports = [group.for_resolution for group in groups]
-    wanted, query_len = spec.roles.of(role).mode, max_query_len(spec, role)
+    wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
     if target is None:
         requested = wanted or spec.mode
         return requested, resolve(
@@ -83,20 +79,20 @@ def _resolve(
 
 
 def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
-    """Fit the graphs of all roles into the budget, and give each role its part back."""
+    """Fit the graphs of all roles into the budget."""
     bound = spec.budget.allowed_graphs()
     ladders = [ladder for working in roles for ladder in working.ladders]
     if bound is None or total(ladders) <= bound[0]:
         return
     allowed, rule = bound
     fitted = iter(fit(ladders, allowed, Reason.BUDGET))
-    why = f"{rule} leaves {allowed} of {total(ladders)} graphs"
+    why = f"{rule} allows {allowed} of {total(ladders)} graphs"
     for working in roles:
         working.refit([next(fitted) for _ in working.ladders], "budget", why)
 
 
 def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:
-    """Refuse what could be planned and never captured; the plan's file stays readable at a glance."""
+    """Refuse far more graphs than any engine captures: neither the plan's file nor the capture would be usable."""
     ladders = [ladder for working in roles for ladder in working.ladders]
     sizes, graphs = sum(len(ladder.sizes) for ladder in ladders), total(ladders)
     if sizes > MAX_SIZES or graphs > MAX_GRAPHS:

@@ -1,7 +1,7 @@
-"""The mode ladder: from the mode that is wanted to one that every backend of a role can run.
+"""The mode ladder: from the requested mode down to one that every backend of a role can run.
 
 Source of the rules: vLLM 0.33.0 ``CompilationConfig.resolve_cudagraph_mode_and_sizes``, and its
-EAGLE speculator for drafters. Each step that changes anything is a Decision.
+EAGLE speculator for drafters. Each downgrade is a Decision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FULL, _NONE, _PIECEWISE = GraphMode.FULL, GraphMode.NONE, GraphMode.PIECEWISE
 
 @attrs.frozen(kw_only=True)
 class GroupSupport:
-    """What one attention group of a role can do, and whose word that is."""
+    """What one attention group of a role supports, according to which backend."""
 
     group: str
     backend: str
@@ -30,28 +30,28 @@ class GroupSupport:
 
 
 @attrs.frozen(kw_only=True)
-class Resolved:
-    """A mode with the steps that led to it."""
+class Resolution:
+    """A resolved mode, and the downgrades that led to it."""
 
     mode: GraphMode
     decisions: tuple[Decision, ...] = ()
 
 
 def weakest(groups: Sequence[GroupSupport]) -> GroupSupport:
-    """Return the group whose support decides for the role: the lowest, the first of equals."""
+    """Return the group that decides for the role: the first one with the lowest support."""
     return min(groups, key=lambda group: group.support.level)
 
 
 @attrs.define
 class _Ladder:
-    """A mode on its way down."""
+    """A mode while it is resolved."""
 
     role: Role
     cause: GroupSupport
     mode: GraphMode
     decisions: list[Decision] = attrs.field(factory=list)
 
-    def step(self, rule: str, after: GraphMode, says: str, *, backend: bool = True) -> None:
+    def step(self, rule: str, after: GraphMode, message: str, *, backend: bool = True) -> None:
         if after is self.mode:
             return
         self.decisions.append(
@@ -62,7 +62,7 @@ class _Ladder:
                 role=self.role,
                 backend=self.cause.backend if backend else None,
                 group=self.cause.group if backend else None,
-                says=says,
+                message=message,
             )
         )
         self.mode = after
@@ -75,51 +75,42 @@ def resolve(
     *,
     max_query_len: int,
     piecewise: Piecewise,
-) -> Resolved:
-    """Step ``requested`` down to what the weakest of ``groups`` can run at ``max_query_len``.
+) -> Resolution:
+    """Lower ``requested`` to what the weakest of ``groups`` can run. Idempotent.
 
-    Idempotent, and never above the request. Raises ``PlanningError`` where FULL is wanted of a
-    target whose backend has no full graphs at all, as vLLM does; a drafter steps down instead.
+    :param max_query_len: the longest uniform decode of the role, in tokens.
+    :raises PlanningError: FULL is requested of a target whose backend has no full graphs at all.
+        vLLM refuses that too; a drafter is lowered instead.
     """
     cause = weakest(groups)
-    level, why = (
-        cause.support.level,
-        f"{cause.backend} has {cause.support.level.name}: {cause.support.reason}",
-    )
+    level = cause.support.level
+    why = f"{cause.backend} declares {level.name}: {cause.support.reason}"
     ladder = _Ladder(role, cause, requested)
+    # Where attention cannot be split out of the graph there are no piecewise graphs to fall back on.
     split = piecewise.split_attention
 
     if ladder.mode.mixed_mode is _FULL and level < GraphSupport.ALWAYS:
         if level is GraphSupport.NEVER and role is Role.TARGET:
-            raise PlanningError(
-                [
-                    Problem(
-                        path=("mode",),
-                        message=f"{requested.value} is out of reach, {why}",
-                        remedy="ask for PIECEWISE or FULL_AND_PIECEWISE, or choose another backend",
-                    )
-                ]
-            )
+            message = f"{requested.value} is not possible: {why}"
+            remedy = "request PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
+            raise PlanningError([Problem(path=("mode",), message=message, remedy=remedy)])
         after = GraphMode.FULL_AND_PIECEWISE if split else GraphMode.FULL_DECODE_ONLY
-        ladder.step("mixed-full-unsupported", after, f"mixed batches need ALWAYS, and {why}")
+        ladder.step("mixed-full-unsupported", after, f"full graphs of mixed batches need ALWAYS, but {why}")
     if ladder.mode.decode_mode is _FULL and level is GraphSupport.NEVER:
         after = _PIECEWISE if split else _NONE
-        ladder.step("decode-full-unsupported", after, f"no full graph is possible, as {why}")
+        ladder.step("decode-full-unsupported", after, f"full graphs are not possible: {why}")
     if ladder.mode.decode_mode is _FULL and max_query_len > 1 and level < GraphSupport.UNIFORM_BATCH:
         after = _PIECEWISE if split else _NONE
-        ladder.step(
-            "speculative-decode-unsupported",
-            after,
-            f"decodes of {counted(max_query_len, 'token')} need UNIFORM_BATCH, and {why}",
-        )
+        message = f"decodes of {counted(max_query_len, 'token')} need UNIFORM_BATCH, but {why}"
+        ladder.step("speculative-decode-unsupported", after, message)
     if ladder.mode.has_piecewise and not piecewise.capturable:
         ladder.step(
             "piecewise-not-capturable",
             ladder.mode.without_piecewise,
-            "the pieces between attention cannot be captured for this model",
+            "the spec says that the model cannot be captured between attention layers",
             backend=False,
         )
-    return Resolved(mode=ladder.mode, decisions=tuple(ladder.decisions))
+    return Resolution(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
 def resolve_draft_prefill(
@@ -129,55 +120,46 @@ def resolve_draft_prefill(
     *,
     max_query_len: int,
     piecewise: Piecewise,
-) -> Resolved:
-    """Resolve draft position 0: from the target's *resolved* mode down its own backend's ladder.
+) -> Resolution:
+    """Resolve draft position 0: from the target's *resolved* mode, by its own backend's support.
 
-    ``wanted`` lowers the start where the spec asks for less; it never raises it.
+    :param wanted: the mode that the spec requests for this role; it can lower the start, not raise it.
     """
     start, lowered = _lowered(Role.DRAFT_PREFILL, target, wanted)
     resolved = resolve(Role.DRAFT_PREFILL, start, groups, max_query_len=max_query_len, piecewise=piecewise)
-    return Resolved(mode=resolved.mode, decisions=lowered + resolved.decisions)
+    return Resolution(mode=resolved.mode, decisions=lowered + resolved.decisions)
 
 
 def resolve_draft_decode(
     target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]
-) -> Resolved:
+) -> Resolution:
     """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE.
 
-    PIECEWISE pads tokens but not requests, so a backend that indexes by request reads the stale
-    entries of an earlier, larger batch (vllm#39773).
+    PIECEWISE pads tokens but not requests, so a backend that indexes by request would read entries
+    of an earlier, larger batch (vllm#39773).
     """
     start, lowered = _lowered(Role.DRAFT_DECODE, target, wanted)
     cause = weakest(groups)
     ladder = _Ladder(Role.DRAFT_DECODE, cause, start, list(lowered))
     if start.decode_mode is not _FULL:
-        ladder.step(
-            "draft-decode-never-piecewise",
-            _NONE,
-            f"decodes of the target run {start.decode_mode.value}; a draft decode runs a full graph or none, "
-            "because PIECEWISE pads tokens and not requests",
-            backend=False,
+        message = (
+            f"the target's decodes run {start.decode_mode.value}, but draft decodes need full graphs: "
+            "PIECEWISE does not pad requests"
         )
+        ladder.step("draft-decode-never-piecewise", _NONE, message, backend=False)
     else:
-        ladder.step(
-            "draft-decode-only",
-            GraphMode.FULL_DECODE_ONLY,
-            "every draft decode is a uniform decode of one token",
-            backend=False,
-        )
+        message = "every draft decode is a uniform decode of one token"
+        ladder.step("draft-decode-only", GraphMode.FULL_DECODE_ONLY, message, backend=False)
     if cause.support.level is GraphSupport.NEVER:
-        ladder.step(
-            "decode-full-unsupported",
-            _NONE,
-            f"no full graph is possible, as {cause.backend} has NEVER: {cause.support.reason}",
-        )
-    return Resolved(mode=ladder.mode, decisions=tuple(ladder.decisions))
+        message = f"full graphs are not possible: {cause.backend} declares NEVER: {cause.support.reason}"
+        ladder.step("decode-full-unsupported", _NONE, message)
+    return Resolution(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
 def _lowered(
     role: Role, target: GraphMode, wanted: GraphMode | None
 ) -> tuple[GraphMode, tuple[Decision, ...]]:
-    """Start a drafter at the target's resolved mode, or at the lesser one that the spec asks for."""
+    """Return where a drafter starts: the target's resolved mode, or a lower one that the spec requests."""
     if wanted is None or wanted is target:
         return target, ()
     less = wanted < target
@@ -186,7 +168,7 @@ def _lowered(
         before=target.value,
         after=(wanted if less else target).value,
         role=role,
-        says=f"the spec asks for {wanted.value} here, and the target resolved to {target.value}: "
-        + ("the lesser holds" if less else "a drafter does not go beyond its target"),
+        message=f"the spec requests {wanted.value} for this role, the target resolved to {target.value}: "
+        + ("the lower mode is used" if less else "a drafter's mode is never above its target's"),
     )
     return min(wanted, target), (decision,)

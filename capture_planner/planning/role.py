@@ -1,4 +1,4 @@
-"""One role on its way to a RolePlan: its ladders, and the decisions that led to them."""
+"""One role while it is planned: its ladders, and the decisions that led to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 
 from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
 from capture_planner.planning.groups import Group
-from capture_planner.planning.resolve import Resolved
+from capture_planner.planning.resolve import Resolution
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
 from capture_planner.planning.sizing.policies import Choice
 from capture_planner.records.batch import Kind
@@ -29,14 +29,14 @@ from capture_planner.records.text import counted
 
 @attrs.define
 class RoleInProgress:
-    """One role on its way to a RolePlan."""
+    """One role while it is planned; ``planner`` turns it into a RolePlan."""
 
     spec: Spec
     environment: Environment
     role: Role
     groups: tuple[Group, ...]
     requested: GraphMode
-    resolved: Resolved
+    resolved: Resolution
     families: tuple[DecodeFamily, ...] = ()
     ladders: tuple[Ladder, ...] = ()
     decisions: list[Decision] = attrs.field(init=False)
@@ -45,10 +45,17 @@ class RoleInProgress:
         self.decisions = list(self.resolved.decisions)
         self.families = decode_families(self.role, self.spec)
 
-    def decide(self, rule: str, before: object, after: object, says: str, backend: str | None = None) -> None:
+    def decide(
+        self, rule: str, before: object, after: object, message: str, backend: str | None = None
+    ) -> None:
         self.decisions.append(
             Decision(
-                rule=rule, before=str(before), after=str(after), role=self.role, backend=backend, says=says
+                rule=rule,
+                before=str(before),
+                after=str(after),
+                role=self.role,
+                backend=backend,
+                message=message,
             )
         )
 
@@ -94,15 +101,14 @@ class RoleInProgress:
                     "schedule-clamped",
                     max(clamped),
                     speculative.num_tokens,
-                    f"the schedule asks for up to {max(clamped)} draft tokens, num_tokens allows "
-                    f"{speculative.num_tokens}",
+                    f"the schedule has up to {max(clamped)} draft tokens, but num_tokens is {speculative.num_tokens}",
                 )
         if self.role is Role.DRAFT_DECODE and not self.families:
             self.decide(
                 "draft-decode-never-runs",
                 self.mode.value,
                 "no graphs",
-                "with one draft token the draft prefill is the whole draft: no draft decode follows",
+                "the draft prefill makes the only draft token, so no draft decode follows",
             )
         for _, last, k in () if self.role is Role.DRAFT_DECODE else decode_tiers(spec):
             fits = limits.max_num_tokens // (1 + k)
@@ -111,48 +117,50 @@ class RoleInProgress:
                     "tokens-limit-requests",
                     last,
                     fits,
-                    f"{counted(fits, 'request')} of {counted(1 + k, 'token')} fill max_num_tokens "
-                    f"{limits.max_num_tokens}, so no decode of {last} can be scheduled",
+                    f"max_num_tokens {limits.max_num_tokens} holds {counted(fits, 'request')} of "
+                    f"{counted(1 + k, 'token')}, so no decode of {last} can be scheduled",
                 )
         if step > 1:
             self.decide(
                 "sequence-parallel-alignment",
                 1,
                 step,
-                f"padded tokens are multiples of {step}, because sequence parallelism splits them over the ranks",
+                f"sequence parallelism splits tokens over the ranks, so padded tokens are multiples of {step}",
             )
         if spec.parallel.data > 1 and self.role is Role.TARGET:
             self.decide(
                 "data-parallel-largest",
                 1,
                 spec.parallel.data,
-                f"{spec.parallel.data} data-parallel ranks run the largest rank's batch, idle ranks included; "
-                "one eager rank makes all of them eager",
+                f"all {spec.parallel.data} data-parallel ranks, idle ones included, run the shape of the largest "
+                "batch; if one rank runs eager, all do",
             )
 
     def _captured_families(self) -> tuple[DecodeFamily, ...]:
-        """Return the decodes to capture: a draft chain by its length, or single steps for all."""
+        """Return the decodes to capture: draft chains by their length, or single draft steps."""
         if self.role is not Role.DRAFT_DECODE or not self.families:
             return self.families
         longest = max(family.draft_steps or 0 for family in self.families)
-        asked = self.spec.speculative is not None and self.spec.speculative.chain is Chain.SINGLE
+        single = self.spec.speculative is not None and self.spec.speculative.chain is Chain.SINGLE
         by_host = (
             []
-            if asked
+            if single
             else [
                 group.registered.name
                 for group in self.groups
                 if group.registered.refresh(self.role, group.attention, self.environment) is Refresh.HOST
             ]
         )
-        if asked or by_host or longest == 1:
-            if longest > 1 and asked:
-                says = "speculative.chain asks for single steps, so one single-step graph is replayed"
+        if single or by_host or longest == 1:
+            if longest > 1 and single:
+                message = "speculative.chain requests single steps, so a single-step graph is replayed"
             elif by_host:
-                says = f"{by_host[0]} needs a host step between draft steps, so one single-step graph is replayed"
+                message = (
+                    f"{by_host[0]} needs a host step between draft steps, so a single-step graph is replayed"
+                )
             else:
-                says = "a single draft decode follows the draft prefill"
-            self.decide("draft-chain", longest, 1, says, by_host[0] if by_host else None)
+                message = "only one draft decode follows the draft prefill"
+            self.decide("draft-chain", longest, 1, message, by_host[0] if by_host else None)
             intervals = sorted(interval for f in self.families for interval in f.requests.intervals)
             domain = Domain(tuple(intervals), self.families[0].requests.step)
             return (DecodeFamily(query_len=1, draft_steps=None, requests=domain),)
@@ -160,8 +168,8 @@ class RoleInProgress:
             "draft-chain",
             1,
             longest,
-            "every draft backend refreshes its metadata inside the graph, so all the draft decodes of a step "
-            "are one graph, for each length that is scheduled",
+            "every draft backend refreshes its metadata inside the graph, so the draft decodes of a step are one "
+            "graph for each scheduled length",
         )
         return tuple(
             attrs.evolve(family, draft_steps=None) if family.draft_steps == 1 else family
@@ -214,11 +222,11 @@ class RoleInProgress:
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
         self.decide(
-            f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.says}"
+            f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}"
         )
 
     def fit_backend(self) -> None:
-        """Hold no more full graphs than the backends can."""
+        """Drop full graphs beyond what the backends can hold."""
         capped = [group for group in self.groups if group.support.max_graphs is not None]
         if not capped:
             return
@@ -228,7 +236,7 @@ class RoleInProgress:
         if total(full) <= allowed:
             return
         name = group.registered.name
-        why = f"{name} holds at most {allowed} full graphs"
+        why = f"{name} can hold {allowed} full graphs"
         fitted = iter(fit(full, allowed, Reason.BACKEND_CAP))
         self.refit(
             [next(fitted) if ladder.mode is GraphMode.FULL else ladder for ladder in self.ladders],
@@ -238,14 +246,17 @@ class RoleInProgress:
         )
 
     def refit(self, fitted: Sequence[Ladder], rule: str, why: str, backend: str | None = None) -> None:
-        """Replace the ladders, and say of each what it lost."""
+        """Replace the ladders, with a decision for each that changed.
+
+        :param fitted: one for each of ``self.ladders``, in their order.
+        """
         for before, after in zip(self.ladders, fitted, strict=True):
             if before == after:
                 continue
             if after.sizes:
                 padding = f"worst padding {float(before.worst - 1):.1%} becomes {float(after.worst - 1):.1%}"
             else:
-                padding = "nothing is left of it"
+                padding = "no size is left"
             self.decide(
                 rule,
                 counted(before.num_graphs, "graph"),

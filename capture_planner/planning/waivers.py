@@ -1,7 +1,7 @@
-"""Waive every admissible batch that no entry serves, each with its reason.
+"""Waivers: every admissible batch that no entry serves, with the reason.
 
-Every ladder serves all counts up to its last size, so what is left out is always a tail: decodes of
-more requests, mixed batches of more tokens.
+A ladder serves all counts up to its last size, so what is waived is always a tail: decodes of more
+requests, mixed batches of more tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from capture_planner.records.plan import Waiver
 _WHY = {
     Reason.MODE: "the resolved mode has no graph for them",
     Reason.SIZES: "the size policy ends below them",
-    Reason.BACKEND_CAP: "the backend cannot capture that many",
+    Reason.BACKEND_CAP: "the backend cannot capture that many requests",
     Reason.BUDGET: "their graphs were dropped to meet the budget",
 }
+
+_NAMES = {Kind.DECODE: "decodes of {} to {} requests", Kind.MIXED: "mixed batches of {} to {} tokens"}
 
 
 def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
@@ -29,32 +31,26 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     if working.role is not Role.DRAFT_DECODE:
         tails += _mixed_tails(working)
     loras = lora_cases(working.role, working.spec)[-1]
-    found = []
-    for kind, query_len, first, last, reason in tails:
-        what = (
-            f"decodes of {first} to {last} requests"
-            if query_len
-            else f"mixed batches of {first} to {last} tokens"
+    return tuple(
+        Waiver(
+            kind=kind,
+            query_len=query_len,
+            first=first,
+            last=last,
+            max_loras=loras,
+            reason=reason,
+            message=f"{_NAMES[kind].format(first, last)} run eager: {_WHY[reason]}",
         )
-        found.append(
-            Waiver(
-                kind=kind,
-                query_len=query_len,
-                first=first,
-                last=last,
-                max_loras=loras,
-                reason=reason,
-                says=f"{what} run eager: {_WHY[reason]}",
-            )
-        )
-    return tuple(found)
+        for kind, query_len, first, last, reason in tails
+    )
 
 
 Tail = tuple[Kind, int | None, int, int, Reason]
+"""Kind, query length, first and last extent, reason."""
 
 
 def _decode_tails(working: RoleInProgress) -> list[Tail]:
-    """Return what no entry serves of each family, where one ends and the next begins told apart."""
+    """Return the decodes that no entry serves, adjacent ranges with the same reason merged."""
     tails: list[Tail] = []
     for family in working.families:
         reach, reason = _decode_reach(working, family)
@@ -70,7 +66,7 @@ def _decode_tails(working: RoleInProgress) -> list[Tail]:
 
 
 def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason]:
-    """Return the most requests that some entry serves, and why no entry serves more."""
+    """Return the most requests that an entry serves, and why none serves more."""
     mixed, own = working.mixed_ladder, _ladder_of(working, family)
     reach = own.sizes[-1] if own is not None and own.sizes else 0
     if mixed is not None and mixed.sizes:
@@ -84,7 +80,7 @@ def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, R
 
 
 def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
-    """Return the decode ladder that serves a family furthest."""
+    """Return the decode ladder that serves the most requests of a family."""
     serving = [
         ladder
         for ladder in working.ladders

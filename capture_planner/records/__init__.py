@@ -1,1 +1,83 @@
-"""The immutable values that files and calls carry: specs, environments, batches, plans."""
+"""Frozen values that files and calls carry: specs, environments, plans, batches, declarations of backends.
+
+An invalid value cannot be made: constructors raise ``InvalidValue`` with the path of each wrong field.
+"""
+
+from capture_planner.records._base import digest, replace
+from capture_planner.records.backend import (
+    COMMON_FIELDS,
+    Attention,
+    Axis,
+    Backend,
+    Bound,
+    Fill,
+    Lifetime,
+    MetadataField,
+    PaddingContract,
+    Support,
+    Where,
+    Workspace,
+)
+from capture_planner.records.batch import Batch, Entry, Kind, Rejection
+from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.plan import Decision, GroupPlan, Plan, RolePlan, Waiver
+from capture_planner.records.spec import (
+    Budget,
+    GroupSpec,
+    Limits,
+    Lora,
+    Parallel,
+    Piecewise,
+    Policy,
+    Roles,
+    RoleSpec,
+    Sizes,
+    Spec,
+)
+
+__all__ = [
+    "COMMON_FIELDS",
+    "Attention",
+    "Axis",
+    "Backend",
+    "Batch",
+    "Bound",
+    "Budget",
+    "DataType",
+    "Decision",
+    "Device",
+    "DeviceKind",
+    "DraftModel",
+    "Entry",
+    "Environment",
+    "Fill",
+    "GroupPlan",
+    "GroupSpec",
+    "Kind",
+    "Latent",
+    "Lifetime",
+    "Limits",
+    "Lora",
+    "MetadataField",
+    "Method",
+    "Model",
+    "PaddingContract",
+    "Parallel",
+    "Piecewise",
+    "Plan",
+    "Policy",
+    "Rejection",
+    "RolePlan",
+    "RoleSpec",
+    "Roles",
+    "Sizes",
+    "Spec",
+    "Speculative",
+    "Support",
+    "Waiver",
+    "Where",
+    "Workspace",
+    "digest",
+    "replace",
+]

@@ -2,19 +2,18 @@
 
 A constraint is written once, in an ``Annotated`` type. It is enforced when the object is made (by
 anyone), reported with file and line when a file is read (``codec``), and published in the JSON
-Schema and the file reference (``schema``).
+Schema and the file reference (``codec.json_schema``).
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-import itertools
 import json
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Protocol, TypeVar, cast
 
 import attrs
@@ -35,166 +34,146 @@ class Constraint(Protocol):
 
 
 @attrs.frozen
-class Between:
-    """An integer from ``low`` to ``high``, both included; no upper end where ``high`` is None."""
+class Interval:
+    """An integer from ``ge`` to ``le``, both included; no upper end where ``le`` is None."""
 
-    low: int
-    high: int | None = None
+    ge: int
+    le: int | None = None
 
     def problem(self, value: Any) -> str | None:
-        if type(value) is not int:
+        if type(value) is not int:  # a bool is no integer here
             return f"expected an integer, got {value!r}"
-        if value < self.low:
-            return f"must be at least {self.low}, got {value}"
-        if self.high is not None and value > self.high:
-            return f"must be at most {self.high}, got {value}"
+        if value < self.ge:
+            return f"must be at least {self.ge}, got {value}"
+        if self.le is not None and value > self.le:
+            return f"must be at most {self.le}, got {value}"
         return None
 
     def schema(self) -> dict[str, Any]:
-        bounds = {"minimum": self.low}
-        return bounds if self.high is None else bounds | {"maximum": self.high}
+        return {"minimum": self.ge} if self.le is None else {"minimum": self.ge, "maximum": self.le}
 
 
 @attrs.frozen
-class Matches:
-    """A string that matches ``pattern`` as a whole; ``says`` is the rule in words."""
+class Gt:
+    """A finite number, whole or not, greater than ``gt``."""
 
-    pattern: str
-    says: str
-
-    def problem(self, value: Any) -> str | None:
-        if not isinstance(value, str):
-            return f"expected text, got {value!r}"
-        if re.fullmatch(self.pattern, value) is None:
-            return f"must be {self.says}, got {value!r}"
-        return None
-
-    def schema(self) -> dict[str, Any]:
-        return {"pattern": f"^(?:{self.pattern})$"}
-
-
-@attrs.frozen
-class Above:
-    """A finite number, whole or not, greater than ``low``."""
-
-    low: float
+    gt: float
 
     def problem(self, value: Any) -> str | None:
         if type(value) not in (int, float) or not math.isfinite(value):
             return f"expected a number, got {value!r}"
-        return None if value > self.low else f"must be more than {self.low:g}, got {value}"
+        return None if value > self.gt else f"must be more than {self.gt:g}, got {value}"
 
     def schema(self) -> dict[str, Any]:
-        return {"exclusiveMinimum": self.low}
+        return {"exclusiveMinimum": self.gt}
+
+
+@attrs.frozen
+class Pattern:
+    """A string that matches ``regex`` as a whole; ``meaning`` is the rule in words, after "must be"."""
+
+    regex: str
+    meaning: str
+
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, str):
+            return f"expected text, got {value!r}"
+        return None if re.fullmatch(self.regex, value) else f"must be {self.meaning}, got {value!r}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"pattern": f"^(?:{self.regex})$"}
 
 
 @attrs.frozen
 class Unit:
-    """Not a rule but a way to write: ``codec`` reads and writes this integer as ``2GiB``."""
+    """How files write an integer: ``codec`` reads and writes one in bytes as ``2GiB``. Checks nothing."""
 
     name: str
 
 
 BYTES = Unit("bytes")
 
-# Limits are far above any machine's, and there so that a slip of the keyboard is a message rather
-# than a gigabyte of tables.
-Count = Annotated[int, Between(1, 1 << 20)]
-NonNegative = Annotated[int, Between(0, 1 << 20)]
-ByteCount = Annotated[int, Between(0, 1 << 60), BYTES]
-Seconds = Annotated[float, Above(0)]
+# Limits are far above any machine's. They turn a slip of the keyboard into a message, where it would
+# otherwise become a gigabyte of tables.
+Count = Annotated[int, Interval(1, 1 << 20)]
+NonNegative = Annotated[int, Interval(0, 1 << 20)]
+ByteCount = Annotated[int, Interval(0, 1 << 60), BYTES]
+Seconds = Annotated[float, Gt(0)]
 Name = Annotated[
     str,
-    Matches(r"[A-Za-z0-9][A-Za-z0-9._/+ -]{0,127}", "a name of up to 128 letters, digits, spaces and ._/+-"),
+    Pattern(r"[A-Za-z0-9][A-Za-z0-9._/+ -]{0,127}", "a name of up to 128 letters, digits, spaces and ._/+-"),
 ]
 
 
 def constraints(annotation: Any) -> tuple[Constraint, ...]:
-    """Return the constraints that an annotation carries (``X | None`` carries those of X)."""
+    """Return the constraints of an ``Annotated`` type."""
     if typing.get_origin(annotation) is Annotated:
         return tuple(m for m in annotation.__metadata__ if hasattr(m, "problem"))
     return ()
 
 
-Check = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+Path = tuple[str | int, ...]
 
 
-def _validator(annotation: Any) -> Check | None:
-    """Build the attrs validator of one annotation: each constraint, on each element of a tuple."""
-    own = constraints(annotation)
-    if own:
+def _problems(hint: Any, value: Any, path: Path) -> Iterator[Problem]:
+    """Yield each place below ``path`` where ``value`` breaks its type, constraints included.
 
-        def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-            for constraint in own:
-                if (wrong := constraint.problem(value)) is not None:
-                    raise InvalidValue([Problem(path=(attribute.name,), message=wrong)])
-
-        return check
-    args = typing.get_args(annotation)
-    if type(None) in args:
-        inner = next((v for a in args if (v := _validator(a)) is not None), None)
-        return attrs.validators.optional(inner) if inner else None
-    if typing.get_origin(annotation) is Mapping:
-        return _of_items(*map(_validator, args))
-    if isinstance(annotation, type) and (issubclass(annotation, enum.Enum | str) or attrs.has(annotation)):
-        return _instance_of(annotation)
-    if typing.get_origin(annotation) is tuple:
+    Plain numbers are not checked: a field that needs it has a constraint.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        wrong = (constraint.problem(value) for constraint in constraints(hint))
+        yield from (Problem(path=path, message=message) for message in wrong if message is not None)
+    elif type(None) in args:
+        for arg in args if value is not None else ():
+            if arg is not type(None):
+                yield from _problems(arg, value, path)
+    elif origin is Mapping:
+        for key, item in value.items():
+            yield from _problems(args[0], key, path)
+            yield from _problems(args[1], item, path)
+    elif origin is tuple:
         repeated = args[1:] == (Ellipsis,)
-        return _each([_validator(arg) for arg in args[: 1 if repeated else None]], repeated)
-    return None
-
-
-def _instance_of(kind: type) -> Check:
-    """Check what no constraint does: a field of an enum, a record or plain text holds one."""
-
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, kind):
-            wrong = f"expected {kind.__name__}, got {value!r}"
-            raise InvalidValue([Problem(path=(attribute.name,), message=wrong)])
-
-    return check
-
-
-def _of_items(key: Check | None, value: Check | None) -> Check:
-    def check(instance: Any, attribute: attrs.Attribute[Any], mapping: Any) -> None:
-        for name, item in mapping.items():
-            for element, part in ((key, name), (value, item)):
-                if element is not None:
-                    element(instance, attribute, part)
-
-    return check
-
-
-def _each(elements: list[Check | None], repeated: bool) -> Check:
-    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(value, tuple):
-            raise InvalidValue([Problem(path=(attribute.name,), message=f"expected a tuple, got {value!r}")])
-        if not repeated and len(value) != len(elements):
-            wrong = f"expected {len(elements)} items, got {len(value)}"
-            raise InvalidValue([Problem(path=(attribute.name,), message=wrong)])
-        for index, (element, item) in enumerate(zip(itertools.cycle(elements), value, strict=False)):
-            try:
-                if element is not None:
-                    element(instance, attribute, item)
-            except InvalidValue as error:
-                raise InvalidValue(
-                    problem.under((attribute.name, index), skip=1) for problem in error.problems
-                ) from None
-
-    return check
+            yield Problem(path=path, message=f"expected a tuple, got {value!r}")
+        elif not repeated and len(value) != len(args):
+            yield Problem(path=path, message=f"expected {len(args)} items, got {len(value)}")
+        else:
+            for index, item in enumerate(value):
+                yield from _problems(args[0 if repeated else index], item, (*path, index))
+    elif (
+        isinstance(hint, type)
+        and (issubclass(hint, enum.Enum | str) or attrs.has(hint))
+        and not isinstance(value, hint)
+    ):
+        yield Problem(path=path, message=f"expected {hint.__name__}, got {value!r}")
 
 
 def _enforce(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    """Give each field a validator that raises the first problem of its value."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return [f if (check := _validator(hints[f.name])) is None else f.evolve(validator=check) for f in fields]
+
+    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        problem = next(_problems(hints[attribute.name], value, (key_of(attribute),)), None)
+        if problem is not None:
+            raise InvalidValue([problem])
+
+    return [f.evolve(validator=check) for f in fields]
 
 
-def field(doc: str, **options: Any) -> Any:
-    """Declare a field of a record: one line of documentation, then what ``attrs.field`` takes.
+def field(doc: str, *, key: str | None = None, **options: Any) -> Any:
+    """Declare a field of a record.
 
-    The documentation is published in the JSON Schema and in the file reference.
+    :param doc: one line, published in the JSON Schema and in the file reference.
+    :param key: its key in files and in digests, where that is not the attribute's name.
+    :param options: what ``attrs.field`` takes.
     """
-    return attrs.field(metadata={"doc": doc}, **options)
+    return attrs.field(metadata={"doc": doc, "key": key}, **options)
+
+
+def key_of(attribute: attrs.Attribute[Any]) -> str:
+    """Return the key that files have for a field."""
+    return attribute.metadata.get("key") or attribute.name
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -212,15 +191,15 @@ def replace(instance: T, **changes: Any) -> T:
 
 
 def canonical(value: Any) -> Any:
-    """Return plain data that two equal values share: fields at their default are left out.
+    """Return plain data that is equal for equal values. Fields at their default are omitted.
 
-    A field that a later version adds with a default therefore changes no digest.
+    So a field that a later version adds with a default changes no digest.
     """
     if isinstance(value, enum.Enum):
         return value.name
     if attrs.has(type(value)):
         return {
-            f.name: canonical(item)
+            key_of(f): canonical(item)
             for f in attrs.fields(type(value))
             if f.init and (item := getattr(value, f.name)) != default_of(f)
         }

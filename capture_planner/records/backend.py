@@ -1,7 +1,7 @@
 """What an attention backend declares, without torch: support, padding, workspace, refresh.
 
-``Backend`` is written for its implementers: each method says when it is called, how often, and
-what it may rely on. The declarations are data: they are written into the plan, they drive the
+``Backend`` documents for implementers when each method is called, how often, and what it may rely on.
+The declarations are data: they are written into the plan, they drive the
 padding, and the conformance kit attacks them.
 """
 
@@ -11,20 +11,21 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records._base import Between, ByteCount, Count, Matches, field, record
+from capture_planner.records._base import ByteCount, Count, Interval, Pattern, field, record
 from capture_planner.records.batch import Entry
+from capture_planner.records.batch_space import Deployment, max_query_len
 from capture_planner.records.environment import Environment
-from capture_planner.records.model import DataType, Latent, Model, Speculative
-from capture_planner.records.spec import Limits, Parallel
+from capture_planner.records.model import DataType, Latent, Model
+from capture_planner.records.spec import Limits
 
-FieldName = Annotated[str, Matches(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
-Constant = Annotated[int, Between(-(1 << 31), (1 << 31) - 1)]
-Sentence = Annotated[str, Matches(r"[\s\S]{1,500}", "a sentence of at most 500 characters")]
+FieldName = Annotated[str, Pattern(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
+Constant = Annotated[int, Interval(-(1 << 31), (1 << 31) - 1)]
+Sentence = Annotated[str, Pattern(r"[\s\S]{1,500}", "a sentence of at most 500 characters")]
 
 
 @record
 class Support:
-    """How far a backend can go inside a full graph, with the reason in a sentence."""
+    """How far a backend can go inside a full graph, with the reason."""
 
     level: GraphSupport = field("the highest level it supports")
     reason: Sentence = field("why that level, naming the hardware or version that decides")
@@ -33,7 +34,7 @@ class Support:
 
 
 class Axis(enum.Enum):
-    """Along what a metadata field extends."""
+    """The axis that a metadata field extends along."""
 
     TOKEN = "token"
     REQUEST = "request"
@@ -43,7 +44,7 @@ class Axis(enum.Enum):
 
 
 class Fill(enum.Enum):
-    """What the padded tail of a field holds."""
+    """What the padded tail of a field is filled with."""
 
     CONSTANT = "constant"
     REPEAT_LAST = "repeat_last"
@@ -57,7 +58,7 @@ class Lifetime(enum.Enum):
 
     EVERY_STEP = "every_step"
     FROZEN = "frozen"
-    """Read on the host at capture and baked into the graph: equal at every replay."""
+    """Read on the host at capture and baked into the graph: must be equal at every replay."""
 
 
 class Where(enum.Enum):
@@ -69,7 +70,7 @@ class Where(enum.Enum):
 
 
 class Bound(enum.Enum):
-    """What an index field indexes: each real and padded value must lie inside it."""
+    """What an index field indexes: each value, real or padded, must be within its bounds."""
 
     TOKENS = "tokens"
     REQUESTS = "requests"
@@ -89,9 +90,9 @@ class MetadataField:
     """
 
     name: FieldName = field("the field's name")
-    axis: Axis = field("along what it extends")
+    axis: Axis = field("the axis that it extends along")
     inner: Axis | None = field("second axis of a table; None: a vector", default=None)
-    dtype: Annotated[str, Matches("int32|int64|uint8|bool|float32", "a torch dtype")] = field(
+    dtype: Annotated[str, Pattern("int32|int64|uint8|bool|float32", "a torch dtype")] = field(
         "element type", default="int32"
     )
     fill: Fill = field("what the padded tail holds")
@@ -99,9 +100,9 @@ class MetadataField:
     lifetime: Lifetime = field("how long a value holds", default=Lifetime.EVERY_STEP)
     indexes: Bound | None = field("what it indexes; None: not an index", default=None)
     where: Where = field("where it is read", default=Where.DEVICE)
-    offset: Annotated[int, Between(0, 4096)] = field("constant part of its length", default=0)
-    scale: Annotated[int, Between(1, 4096)] = field("elements per step of the axis", default=1)
-    align: Annotated[int, Between(1, 4096)] = field("the axis is rounded up to this", default=1)
+    offset: Annotated[int, Interval(0, 4096)] = field("constant part of its length", default=0)
+    scale: Annotated[int, Interval(1, 4096)] = field("elements per step of the axis", default=1)
+    align: Annotated[int, Interval(1, 4096)] = field("the axis is rounded up to this", default=1)
 
     def __attrs_post_init__(self) -> None:
         problems = []
@@ -154,9 +155,16 @@ class Workspace:
     formula: str = field("how the figures come about", default="")
 
 
+class ModelDeployment(Deployment, Protocol):
+    """A deployment of a known model; a Spec and a Plan both are one."""
+
+    @property
+    def model(self) -> Model: ...
+
+
 @record
 class Attention:
-    """What one attention group of one role asks of its backend. Heads are those of one rank."""
+    """What one attention group of one role needs from its backend. Heads are per rank."""
 
     num_layers: Count = field("layers in the group")
     num_heads: Count = field("query heads on one rank")
@@ -173,8 +181,12 @@ class Attention:
     decode_context: Count = field("decode-context-parallel ranks", default=1)
 
     @classmethod
-    def of(cls, deployment: "Deployed", role: Role, *, layers: int, window: int | None) -> "Attention":
-        """Say what ``layers`` of a role ask of their backend, in one rank's heads."""
+    def of(cls, deployment: ModelDeployment, role: Role, *, layers: int, window: int | None) -> "Attention":
+        """Return what some layers of a role need from their backend.
+
+        :param layers: how many layers the group has.
+        :param window: sliding window in tokens; None: full attention.
+        """
         model, tensor = deployment.model, deployment.parallel.tensor
         draft = deployment.speculative.model if deployment.speculative and role.is_drafter else None
         num_heads = (draft and draft.num_heads) or model.num_heads
@@ -185,7 +197,7 @@ class Attention:
             num_kv_heads=max(num_kv_heads // tensor, 1),
             head_dim=(draft and draft.head_dim) or model.head_dim,
             max_model_len=model.max_model_len,
-            max_query_len=max_query_len(deployment, role),
+            max_query_len=max_query_len(role, deployment),
             window=window,
             causal=model.causal,
             dtype=model.dtype,
@@ -194,26 +206,6 @@ class Attention:
             sinks=draft.sinks if draft else model.sinks,
             decode_context=deployment.parallel.decode_context,
         )
-
-
-class Deployed(Protocol):
-    """What decides the shape of attention; a Spec and a Plan both have it."""
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def speculative(self) -> Speculative | None: ...
-    @property
-    def parallel(self) -> Parallel: ...
-
-
-def max_query_len(deployment: Deployed, role: Role) -> int:
-    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
-    if deployment.speculative is None or role is Role.DRAFT_DECODE:
-        return 1
-    return 1 + max(k for _, _, k in deployment.speculative.tiers(deployment.limits.max_num_reqs))
 
 
 @runtime_checkable
@@ -229,26 +221,26 @@ class Backend(Protocol):
         """The name that specs use: unique among the installed backends."""
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
-        """Say how far this backend goes inside a full graph, for one group.
+        """Return how far this backend goes inside a full graph, for one group.
 
-        Called first, once per group. A kernel library or GPU that is missing is a reason, never
-        an exception: return ``GraphSupport.NEVER`` and name what is missing. Eager and piecewise
-        execution do not depend on the answer.
+        Called first, once per group. Raise nothing for a missing kernel library or GPU: return
+        ``GraphSupport.NEVER`` and name what is missing. Eager and piecewise execution do not depend on
+        the answer.
         """
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
         """Declare the metadata fields that a graph of this group reads.
 
-        Called after ``support``, whatever it answered. Declare the runner's common fields
+        Called after ``support``, whatever that returned. Declare the runner's common fields
         (``COMMON_FIELDS``) again only where this backend needs another fill.
         """
 
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """Say whether the metadata can be refreshed inside a graph.
+        """Return whether the metadata can be refreshed inside a graph.
 
-        The planner asks for draft decodes alone: a chain of draft steps becomes one graph where every
-        group of the role answers ``IN_GRAPH``. The runner asks for every role: decodes of such a role
-        go on to their next token without the host.
+        The planner calls this for draft decodes only: a chain of draft steps becomes one graph where
+        every group of the role returns ``IN_GRAPH``. The runner calls it for every role: decodes of such
+        a role continue with their next token without the host.
         """
 
     def workspace(
@@ -278,7 +270,7 @@ COMMON_FIELDS = (
 """The fields that the runner owns, for every role (vLLM 0.33's input buffers)."""
 
 SPECULATIVE_FIELDS = (_field("cu_num_draft_tokens", Axis.REQUEST, Fill.REPEAT_LAST, indexes=Bound.TOKENS),)
-"""What the target reads besides when it verifies draft tokens."""
+"""What the target also reads when it verifies draft tokens."""
 
 MROPE_FIELDS = (
     _field(

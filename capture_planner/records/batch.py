@@ -1,4 +1,4 @@
-"""Entry and Batch: one graph of a plan, and one batch that looks for a graph."""
+"""Entry and Batch: one graph of a plan, and one batch to find a graph for."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from capture_planner.records.text import counted
 
 
 class Kind(enum.Enum):
-    """The two kinds of batch that a role meets."""
+    """The two kinds of batch."""
 
     DECODE = "decode"
-    """Uniform decode at a query length that the schedule sends at this size."""
+    """A uniform decode, at the query length that is scheduled for its number of requests."""
     MIXED = "mixed"
-    """Everything else."""
+    """All other batches."""
 
 
 @attrs.frozen(kw_only=True)
 class Batch:
-    """One step's batch of one role, as the dispatcher is asked about it. All counts are real, unpadded.
+    """One step's batch of one role. All counts are real, without padding.
 
     ``query_len`` is the number of tokens that *every* request has, or None where they differ.
-    ``past_prompt`` says that every request has its whole prompt behind it. ``active_loras`` counts
-    the distinct adapters in the batch; rows without an adapter count as one more when any row has
-    one (vLLM's count, so up to ``max_active + 1``).
+    ``past_prompt``: no request has prompt tokens left. ``active_loras`` counts the distinct adapters
+    in the batch; rows without one count as one more if any row has one (as in vLLM, so up to
+    ``max_active + 1``).
     """
 
     role: Role
@@ -49,14 +49,19 @@ class Batch:
 
     @classmethod
     def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:
-        """Return a batch with prompts in it."""
+        """Return a batch that contains prompts."""
         return cls(
-            role=role,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            past_prompt=False,
-            active_loras=active_loras,
+            role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=active_loras
         )
+
+    @property
+    def kind(self) -> Kind:
+        """The kind by shape alone; ``batch_space.kind_of`` takes the schedule into account too."""
+        return Kind.MIXED if self.query_len is None else Kind.DECODE
+
+    def extent(self, kind: Kind) -> int:
+        """Return what batches of ``kind`` are counted by: requests of decodes, tokens of mixed ones."""
+        return self.num_reqs if kind is Kind.DECODE else self.num_tokens
 
     @property
     def uniform_query_len(self) -> int | None:
@@ -101,10 +106,10 @@ class Entry:
 
     @property
     def cost(self) -> tuple[int, int, int, int, int, int]:
-        """The order in which compatible entries are preferred: least first, and total.
+        """The order of preference among compatible entries: least first, and total.
 
-        FULL before PIECEWISE, then fewest padded tokens, requests and adapters; then the graph
-        that knows more about its batch: uniform before any, fused chain before single step.
+        FULL before PIECEWISE, then fewest padded tokens, requests and adapters; then the more specific
+        graph: uniform before any batch, fused chain before single step.
         """
         return (
             self.mode is not GraphMode.FULL,
@@ -128,12 +133,13 @@ class Entry:
         )
 
     def rejection(self, batch: Batch, draft_steps: int | None = None) -> Rejection | None:
-        """Return why this entry cannot serve ``batch``, or None where it can.
+        """Return why this entry cannot serve ``batch``, or None if it can.
 
-        This is the definition of compatibility; ``dispatch`` only makes it fast. ``draft_steps``
-        is the number of draft decodes that the schedule runs after this batch. An entry for more
-        adapters than are active serves fewer; a fused chain serves its own length only (vLLM: a
-        missing length runs eager, never a longer chain).
+        This is the definition of compatibility; the dispatcher only makes it fast. An entry for more
+        adapters serves fewer. A fused chain serves its own length only (in vLLM too, a missing length
+        runs eager, never as a longer chain).
+
+        :param draft_steps: how many draft decodes the schedule runs for this batch size.
         """
         if self.query_len is not None and batch.uniform_query_len != self.query_len:
             if batch.uniform_query_len is not None:

@@ -1,7 +1,7 @@
-"""The batches that there can be: what the limits and the schedule admit, by role.
+"""The admissible batches of each role: what the limits and the schedule admit.
 
-The planner plans for these, the lint proves that each has an entry or a waiver, and nothing else
-is planned (law 4). Counts are exact integers; a dynamic schedule makes gaps in them.
+The planner plans for exactly these (law 4), and the lint proves that each has an entry or a waiver. A
+dynamic schedule leaves gaps in the counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 
 
 class Deployment(Protocol):
-    """What decides which batches there are; a Spec and a Plan both have it."""
+    """What decides which batches are admissible; specs, plans and emulations of engines have it."""
 
     @property
     def limits(self) -> Limits: ...
@@ -34,7 +34,7 @@ class Deployment(Protocol):
 
 @attrs.frozen
 class Domain:
-    """The real counts that a ladder must cover, and the step that its sizes must be multiples of."""
+    """The real counts that a ladder must cover; its sizes must be multiples of ``step``."""
 
     intervals: tuple[tuple[int, int], ...]
     """Inclusive ranges of real counts: ascending, disjoint."""
@@ -48,7 +48,7 @@ class Domain:
 
     @classmethod
     def upto(cls, last: int, step: int = 1) -> Domain:
-        """Every count from 1 to ``last``."""
+        """Return the domain of every count from 1 to ``last``."""
         return cls(((1, last),) if last >= 1 else (), step)
 
     def __bool__(self) -> bool:
@@ -92,7 +92,7 @@ class Domain:
         return Domain(kept, self.step)
 
     def counts(self, least: int = 1, upto: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield each count from ``least`` on, twice; of those above ``upto`` each range's first and last."""
+        """Yield ``(count, count)`` from ``least`` to ``upto``, then ``(first, last)`` of each range above."""
         for first, last in self.intervals:
             end = last if upto is None else min(last, upto)
             yield from ((count, count) for count in range(max(first, least), end + 1))
@@ -100,7 +100,7 @@ class Domain:
                 yield max(first, least, end + 1), last
 
     def needed(self, sizes: Iterable[int]) -> tuple[int, ...]:
-        """Return those sizes, rounded up to the step, that serve some count: ascending."""
+        """Return the sizes, rounded up to the step, that some count needs: ascending."""
         kept: list[int] = []
         previous = 0
         for size in sorted({self.round_up(size) for size in sizes}):
@@ -113,11 +113,11 @@ class Domain:
 
 @attrs.frozen(kw_only=True)
 class DecodeFamily:
-    """Uniform decodes of one role at one query length; counted in requests."""
+    """Uniform decodes of one role at one query length, counted in requests."""
 
     query_len: int
     draft_steps: int | None
-    """Draft decodes that follow each other at these batch sizes; None but for draft decodes."""
+    """Length of the chain of draft decodes at these batch sizes; None for other roles."""
     requests: Domain
 
 
@@ -128,11 +128,11 @@ def decode_tiers(deployment: Deployment) -> tuple[tuple[int, int, int], ...]:
 
 
 def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, ...]:
-    """Return the uniform decodes that ``role`` can meet.
+    """Return the uniform decodes of ``role``.
 
-    Target and draft prefill run 1 + k tokens a request, for each k at the batch sizes where the
-    schedule has it. Draft decodes run one token, and only where k - 1 steps follow the draft
-    prefill. A batch has no more requests than fit max_num_tokens.
+    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k.
+    Draft decodes run one token, k - 1 times after the draft prefill. A batch has no more requests than
+    fit max_num_tokens.
     """
     limits = deployment.limits
     ranges: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
@@ -153,19 +153,26 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
     return tuple(families)
 
 
+def max_query_len(role: Role, deployment: Deployment) -> int:
+    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
+    if role is Role.DRAFT_DECODE:
+        return 1
+    return 1 + max(k for *_, k in decode_tiers(deployment))
+
+
 def token_step(parallel: Parallel) -> int:
-    """Return what padded tokens must be a multiple of: each rank takes an equal part of them."""
+    """Return what padded tokens must be a multiple of: with sequence parallelism, ranks share them."""
     return parallel.tensor if parallel.sequence else 1
 
 
 def request_step(query_len: int, parallel: Parallel) -> int:
-    """Return what padded requests must be a multiple of, for padded tokens to be one."""
+    """Return what padded requests must be a multiple of, so that padded tokens are aligned."""
     step = token_step(parallel)
     return step // math.gcd(step, query_len)
 
 
 def mixed_tokens(role: Role, deployment: Deployment) -> Domain:
-    """Return the token counts of mixed batches; draft decodes have none, being uniform always."""
+    """Return the token counts of mixed batches; draft decodes are always uniform and have none."""
     if role is Role.DRAFT_DECODE:
         return Domain((), 1)
     return Domain.upto(deployment.limits.max_num_tokens, token_step(deployment.parallel))
@@ -186,10 +193,7 @@ def served_cases(cases: tuple[int, ...], num_reqs: int) -> tuple[int, ...]:
 
 
 def most_loras(role: Role, deployment: Deployment) -> int:
-    """Return the most adapters active in a batch: rows without one count as one more (vLLM 0.33).
-
-    Drafters take none.
-    """
+    """Return the most active adapters; rows without one count as one more (vLLM 0.33). Drafters: 0."""
     return 0 if deployment.lora is None or role.is_drafter else deployment.lora.max_active + 1
 
 
@@ -202,10 +206,12 @@ def batches(
 ) -> Iterator[tuple[Batch, int]]:
     """Yield every admissible batch of a role: decodes by requests, mixed batches by tokens.
 
-    Of the mixed batches of as many tokens, the one with the most requests: with those it is hardest to
-    serve. Each comes with every number of adapters that can be active. ``families`` are the role's decodes,
-    where they are not those of ``decode_families``. With ``upto``, the smallest above that many tokens stands
-    for all that follow it: with a batch comes the last count of requests or tokens that it stands for.
+    Of the mixed batches with the same tokens, only the one with the most requests, which is the hardest
+    to serve. Each batch comes with every possible number of active adapters, and with the last count of
+    requests or tokens that it represents.
+
+    :param families: the role's decodes; None: ``decode_families``.
+    :param upto: above this many tokens, the smallest batch of a range represents the range.
     """
     decodes = decode_families(role, deployment) if families is None else tuple(families)
     for loras in range(most_loras(role, deployment) + 1):
@@ -219,31 +225,24 @@ def batches(
 
 
 def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> int | None:
-    """Return how many draft decodes follow each other for this many requests."""
+    """Return how many draft decodes the schedule runs for this many requests; None for other roles."""
     if role is not Role.DRAFT_DECODE or speculative is None:
         return None
     return max(speculative.draft_tokens(num_reqs) - 1, 0)
 
 
 def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
-    """Say whether a batch is a decode that the schedule sends, or counts as mixed."""
+    """Return DECODE for a uniform decode that the schedule admits, else MIXED."""
     query_len = batch.uniform_query_len
     scheduled = any(f.query_len == query_len and batch.num_reqs in f.requests for f in families)
     return Kind.DECODE if scheduled else Kind.MIXED
 
 
-def shape(batch: Batch) -> Kind:
-    """Say which kind of batch ``batches`` made of it: its decodes have a query length, its mixed ones none."""
-    return Kind.MIXED if batch.query_len is None else Kind.DECODE
-
-
-def extent(batch: Batch, kind: Kind) -> int:
-    """Return what batches of a kind are counted by: requests of decodes, tokens of mixed ones."""
-    return batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
-
-
 def is_admissible(batch: Batch, deployment: Deployment, families: Iterable[DecodeFamily]) -> bool:
-    """Say whether the limits and the schedule admit a batch at all; ``families`` are its role's."""
+    """Whether the limits and the schedule admit a batch.
+
+    :param families: ``decode_families`` of its role.
+    """
     limits = deployment.limits
     if not (
         1 <= batch.num_reqs <= limits.max_num_reqs

@@ -1,15 +1,15 @@
-"""Environment: the facts of a machine, as data, so that a plan for it can be made anywhere."""
+"""Environment: a machine as data, so that a plan for it can be made anywhere."""
 
 import enum
 from collections.abc import Mapping
 from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
-from capture_planner.records._base import ByteCount, Count, Matches, Name, field, record
+from capture_planner.records._base import ByteCount, Count, Name, Pattern, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
-Capability = Annotated[str, Matches(r"[0-9]{1,2}\.[0-9]", 'a compute capability in quotes, such as "9.0"')]
-Version = Annotated[str, Matches(r"[0-9][0-9A-Za-z.+-]{0,63}", "a version such as 2.13.0")]
+Capability = Annotated[str, Pattern(r"[0-9]{1,2}\.[0-9]", 'a compute capability in quotes, such as "9.0"')]
+Version = Annotated[str, Pattern(r"[0-9][0-9A-Za-z.+-]{0,63}", "a version such as 2.13.0")]
 
 
 class DeviceKind(enum.Enum):
@@ -36,7 +36,7 @@ class Device:
 
     @property
     def sm(self) -> tuple[int, int]:
-        """The compute capability as numbers: (9, 0); (0, 0) where there is none."""
+        """The compute capability as numbers, (9, 0) for "9.0"; (0, 0) without one."""
         major, _, minor = (self.capability or "0.0").partition(".")
         return int(major), int(minor)
 
@@ -55,7 +55,7 @@ class Environment:
     driver: Version | None = field("version of the device driver", default=None)
     cuda: Version | None = field("version of the CUDA runtime", default=None)
     packages: Mapping[Name, Version] = field(
-        "versions of the installed packages that backends ask about",
+        "versions of the installed packages that backends depend on",
         factory=dict,
         converter=_by_name,
         hash=False,

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import Chain
-from capture_planner.records._base import Between, Count, Name, field, record
+from capture_planner.records._base import Count, Interval, Name, field, record
 
-DraftTokens = Annotated[int, Between(0, 255)]
+DraftTokens = Annotated[int, Interval(0, 255)]
 Tier = tuple[Count, Count, DraftTokens]
 
 MAX_TIERS = 64
@@ -45,7 +45,7 @@ class Latent:
     """Multi-head latent attention: the KV cache holds one latent vector a token."""
 
     kv_lora_rank: Count = field("width of the latent KV vector")
-    rope_head_dim: Count = field("width of the rotary part kept beside it")
+    rope_head_dim: Count = field("width of the rotary part")
 
 
 @record
@@ -57,7 +57,7 @@ class Model:
     num_heads: Count = field("query heads, over all tensor-parallel ranks")
     num_kv_heads: Count = field("key/value heads, over all tensor-parallel ranks")
     head_dim: Count = field("width of one head")
-    max_model_len: Annotated[int, Between(1, 1 << 27)] = field("longest sequence, in tokens")
+    max_model_len: Annotated[int, Interval(1, 1 << 27)] = field("longest sequence, in tokens")
     hidden_size: Count | None = field("width of the hidden state", default=None)
     vocab_size: Count | None = field("size of the vocabulary", default=None)
     dtype: DataType = field("element type of activations", default=DataType.BFLOAT16)
@@ -99,7 +99,7 @@ class Speculative:
     """
 
     method: Method = field("how the drafter works")
-    num_tokens: Annotated[int, Between(1, 255)] = field("K, the most tokens drafted a step")
+    num_tokens: Annotated[int, Interval(1, 255)] = field("K, the most tokens drafted a step")
     schedule: tuple[Tier, ...] = field(
         "[first, last, k] by batch size, for a K that changes with the load", default=()
     )

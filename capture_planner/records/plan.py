@@ -1,14 +1,14 @@
 """Plan: what was decided and why. Frozen, comparable, and all that a runner needs.
 
-A plan is a value: the same spec, environment and backends give the same plan, and writing and
-reading it changes nothing. It holds no decision that somebody downstream would have to make again.
+The same spec, environment and backends give the same plan, and writing and reading it changes nothing.
+Nothing downstream decides again.
 """
 
 from typing import Annotated
 
 from capture_planner.errors import DispatchError, InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.records._base import Matches, Name, NonNegative, field, record
+from capture_planner.records._base import Name, NonNegative, Pattern, field, record
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
@@ -29,8 +29,8 @@ MAX_GRAPHS = 1 << 14
 MAX_SIZES = 1 << 12
 """Most sizes over all ladders of a plan, each of which may be captured for several adapter counts."""
 
-Digest = Annotated[str, Matches(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
-Rule = Annotated[str, Matches(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]
+Digest = Annotated[str, Pattern(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
+Rule = Annotated[str, Pattern(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]
 
 
 @record
@@ -43,7 +43,7 @@ class Decision:
     role: Role = field("the role whose limits caused it")
     backend: str | None = field("the backend that caused it, if one did", default=None)
     group: str | None = field("the attention group that caused it, if one did", default=None)
-    says: str = field("the decision in a sentence")
+    message: str = field("the decision in a sentence", key="says")
 
 
 @record
@@ -60,22 +60,21 @@ class Waiver:
     min_loras: NonNegative = field("fewest active adapters waived", default=0)
     max_loras: NonNegative = field("most active adapters waived", default=0)
     reason: Reason = field("why, from the closed set")
-    says: str = field("why, in a sentence")
+    message: str = field("why, in a sentence", key="says")
 
     def covers(self, batch: Batch, kind: Kind) -> bool:
-        """Say whether the waiver is about this batch, which is of that kind."""
-        extent = batch.num_reqs if kind is Kind.DECODE else batch.num_tokens
+        """Whether the waiver is about ``batch``, which the schedule makes a batch of ``kind``."""
         return (
             self.kind is kind
             and (self.query_len is None or self.query_len == batch.query_len)
-            and self.first <= extent <= self.last
+            and self.first <= batch.extent(kind) <= self.last
             and self.min_loras <= batch.active_loras <= self.max_loras
         )
 
 
 @record
 class GroupPlan:
-    """One attention group of a role: who executes it, and what that backend declared."""
+    """One attention group of a role: its backend, and what the backend declared."""
 
     name: Name = field("the group's name")
     layers: NonNegative = field("how many layers are in it")
@@ -111,7 +110,7 @@ class Plan:
     """Every graph of a deployment, and every decision that led to it."""
 
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
-    spec: Digest = field("digest of the spec that it was made from")
+    spec_digest: Digest = field("digest of the spec that it was made from", key="spec")
     environment: Environment = field("the machine that it was made for")
     model: Model = field("the served model")
     limits: Limits = field("the scheduler's limits")
@@ -134,15 +133,15 @@ class Plan:
             raise InvalidValue(problems)
 
     def role(self, role: Role | str) -> RolePlan:
-        """Return the plan of one role; raises ``DispatchError`` where it has none."""
-        for found in self.roles:
-            if found.role == role:
-                return found
+        """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""
+        for each in self.roles:
+            if each.role == role:
+                return each
         raise DispatchError(f"the plan has no role {role!s}; it has {', '.join(r.role for r in self.roles)}")
 
     @property
     def planned(self) -> tuple[Role, ...]:
-        """The roles that there are, target first."""
+        """The roles of the plan, target first."""
         return tuple(role.role for role in self.roles)
 
     @property

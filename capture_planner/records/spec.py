@@ -1,27 +1,19 @@
-"""Spec: what is wanted, written by a person. Nothing here knows what is possible."""
+"""Spec: what is wanted, written by a person. Not yet what is possible."""
 
 import enum
 from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Role
-from capture_planner.records._base import (
-    Between,
-    ByteCount,
-    Count,
-    Name,
-    Seconds,
-    field,
-    record,
-)
+from capture_planner.records._base import ByteCount, Count, Interval, Name, Seconds, field, record
 from capture_planner.records.model import Model, Speculative, refuse
 
 SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
 
-SchemaVersion = Annotated[int, Between(1)]
-Requests = Annotated[int, Between(1, 1 << 16)]
-QueryLength = Annotated[int, Between(1, 256)]
+SchemaVersion = Annotated[int, Interval(1)]
+Requests = Annotated[int, Interval(1, 1 << 16)]
+QueryLength = Annotated[int, Interval(1, 256)]
 
 
 class Policy(enum.Enum):
@@ -32,9 +24,9 @@ class Policy(enum.Enum):
     MINIMAX = "minimax"
     """The ladder of ``graphs`` sizes whose worst padded/real ratio is least."""
     EXPLICIT = "explicit"
-    """The sizes named, and no others."""
+    """The sizes given, and no others."""
     POWERS_OF_TWO = "powers_of_two"
-    """1, 2, 4, ... and the maximum itself."""
+    """1, 2, 4, ... and the maximum."""
     VLLM = "vllm"
     """The list of vLLM 0.33."""
     SGLANG = "sglang"
@@ -45,7 +37,7 @@ class Policy(enum.Enum):
 
 @record
 class Limits:
-    """The scheduler's limits: they decide which batches there can be."""
+    """The scheduler's limits, which decide which batches are admissible."""
 
     max_num_reqs: Requests = field("most requests in one batch (vLLM: max_num_seqs)")
     max_num_tokens: Count = field("most tokens in one batch (vLLM: max_num_batched_tokens)")
@@ -64,7 +56,7 @@ class Sizes:
     """Which capture sizes, for mixed batches (in tokens) and uniform decodes (in requests)."""
 
     policy: Policy = field("how sizes are chosen", default=Policy.DEFAULT)
-    graphs: Annotated[int, Between(1, 4096)] | None = field("minimax: sizes in each ladder", default=None)
+    graphs: Annotated[int, Interval(1, 4096)] | None = field("minimax: sizes in each ladder", default=None)
     num_tokens: tuple[Count, ...] | None = field(
         "explicit: token counts for mixed batches; vllm: cudagraph_capture_sizes", default=None
     )
@@ -72,8 +64,7 @@ class Sizes:
     max_tokens: Count | None = field("largest size for mixed batches, in tokens", default=None)
     max_reqs: Requests | None = field("largest size for uniform decodes, in requests", default=None)
     padding: bool | None = field(
-        "sglang, tensorrt_llm: the engine's list with padding on or off; None: its default",
-        default=None,
+        "sglang, tensorrt_llm: the engine's list with padding on or off; None: its default", default=None
     )
 
     def __attrs_post_init__(self) -> None:
@@ -112,7 +103,7 @@ class GroupSpec:
 
 @record
 class RoleSpec:
-    """What one role wants that differs from the rest of the spec."""
+    """Differences of one role from the rest of the spec."""
 
     backend: Name | None = field("attention backend; None: the spec's", default=None)
     mode: GraphMode | None = field("graph mode; None: the spec's", default=None)
@@ -173,7 +164,7 @@ class Lora:
 
 @record
 class Piecewise:
-    """What is known of the model's compilation; it decides how the mode ladder steps down."""
+    """What the model's compilation allows; it decides how modes are lowered."""
 
     split_attention: bool = field("whether attention can be split out of the graph", default=True)
     capturable: bool = field("whether the pieces between attention can be captured", default=True)
@@ -190,7 +181,7 @@ class Budget:
     seconds_per_graph: Seconds = field("time to capture one graph (reports: 0.05 to 0.25 s)", default=0.25)
 
     def allowed_graphs(self) -> tuple[int, str] | None:
-        """Return the most graphs that fit and the rule that bounds them, or None where none does."""
+        """Return the most graphs that fit and the bound in words, or None without a bound."""
         bounds = []
         if self.max_graphs is not None:
             bounds.append((self.max_graphs, f"max_graphs {self.max_graphs}"))

@@ -1,4 +1,4 @@
-"""Words for people: the few that every message needs."""
+"""Text for messages."""
 
 from __future__ import annotations
 

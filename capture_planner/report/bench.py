@@ -47,7 +47,7 @@ def bench_page(report: BenchReport) -> str:
         alert=_alert(report),
         sections=bench_sections(report),
         charts=drawn,
-        spec=report.plan.spec,
+        spec=report.plan.spec_digest,
     )
 
 
@@ -77,7 +77,7 @@ def _what(report: BenchReport) -> Section:
     plan = report.plan
     facts = [
         ("plan", f"{plan.model.name} on {plan.environment.name}, {counted(plan.num_graphs, 'graph')}"),
-        ("spec", plan.spec),
+        ("spec", plan.spec_digest),
         ("model", report.model),
         ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
         ("clock", f"{report.clock}; medians"),
@@ -348,7 +348,7 @@ def bench_data(report: BenchReport) -> dict[str, Any]:
     return {
         "model": report.model,
         "plan": report.plan.model.name,
-        "spec": report.plan.spec,
+        "spec": report.plan.spec_digest,
         "environment": _plain(report.plan.environment),
         "backends": dict(report.backends),
         "facts": dict(report.facts),

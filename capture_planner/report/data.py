@@ -44,10 +44,10 @@ def explanation_data(explained: Explanation) -> dict[str, Any]:
         "padded_tokens": answer.padded_tokens,
         "padded_reqs": answer.padded_reqs,
         "reason": answer.reason,
-        "says": explained.says,
+        "says": explained.message,
         "rejected": [
-            {"entry": entry_data(rejected.entry), "rejection": rejected.rejection, "says": rejected.says}
-            for rejected in explained.rejected
+            {"entry": entry_data(miss.entry), "rejection": miss.rejection, "says": miss.message}
+            for miss in explained.near_misses
         ],
     }
 

@@ -108,7 +108,7 @@ def _padding(asked: Sequence[Asked]) -> str:
 def _decisions(emulation: Emulation) -> Table:
     table = table_of("role", "rule", "before", "after", "says")
     for decision in emulation.decisions:
-        table.add_row(decision.role, decision.rule, decision.before, decision.after, decision.says)
+        table.add_row(decision.role, decision.rule, decision.before, decision.after, decision.message)
     return table
 
 

@@ -35,7 +35,7 @@ def run_page(report: RunReport) -> str:
         alert=alert(report, numbers),
         sections=sections(report, numbers),
         charts=drawn,
-        spec=report.plan.spec,
+        spec=report.plan.spec_digest,
     )
 
 

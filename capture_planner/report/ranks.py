@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, says
+from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, explain_rank
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
@@ -97,7 +97,7 @@ def agreement_data(dispatcher: Dispatcher, agreement: Agreement) -> dict[str, An
                 "runs": None if answer.batch is None else batch_data(answer.batch),
                 "padded_tokens": answer.dispatch.padded_tokens,
                 "padded_reqs": answer.dispatch.padded_reqs,
-                "says": says(dispatcher, agreement, rank),
+                "says": explain_rank(dispatcher, agreement, rank),
             }
             for rank, (submitted, answer) in enumerate(
                 zip(agreement.vector.ranks, agreement.answers, strict=True)
@@ -135,7 +135,7 @@ def cases_table(dispatcher: Dispatcher, shown: Sequence[Case], role: Role) -> Re
                 str(first) if first == last else f"{first} to {last}",
                 _submits(case.vector.ranks[first]),
                 _padding(agreement, first),
-                says(dispatcher, agreement, first),
+                explain_rank(dispatcher, agreement, first),
             )
         if parts:
             parts.append(Text(""))
@@ -147,9 +147,9 @@ def _alike(dispatcher: Dispatcher, agreement: Agreement) -> list[tuple[int, int]
     ranks = agreement.vector.ranks
     found: list[tuple[int, int]] = []
     for rank, submitted in enumerate(ranks):
-        same = found and (submitted, says(dispatcher, agreement, rank)) == (
+        same = found and (submitted, explain_rank(dispatcher, agreement, rank)) == (
             ranks[found[-1][0]],
-            says(dispatcher, agreement, found[-1][0]),
+            explain_rank(dispatcher, agreement, found[-1][0]),
         )
         if same:
             found[-1] = (found[-1][0], rank)

@@ -82,7 +82,7 @@ def run_data(report: RunReport) -> dict[str, Any]:
     return {
         "model": report.model,
         "environment": report.plan.environment.name,
-        "spec": report.plan.spec,
+        "spec": report.plan.spec_digest,
         "backends": dict(report.backends),
         "host": dict(report.host),
         "interrupted": report.interrupted,
@@ -152,7 +152,7 @@ def _captured_data(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
                 "readings": used.graph.readings and _records(used.graph.readings),
                 "forwards": used.forwards,
                 "reason": used.graph.waiver and used.graph.waiver.reason,
-                "says": used.graph.waiver and used.graph.waiver.says,
+                "says": used.graph.waiver and used.graph.waiver.message,
             }
             for used in (*numbers.graphs, *dropped)
         ],

@@ -56,7 +56,7 @@ def _run(report: RunReport) -> Section:
     plan = report.plan
     facts = [
         ("plan", f"{plan.model.name} on {plan.environment.name}, {many(plan.num_graphs, 'graph')}"),
-        ("spec", plan.spec),
+        ("spec", plan.spec_digest),
         ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
         *report.host.items(),
     ]
@@ -69,7 +69,7 @@ def _dropped(dropped: Iterable[Captured]) -> Iterator[str]:
     for graph in dropped:
         kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
     for (role, mode), graphs in kinds.items():
-        says = graphs[0].waiver.says if graphs[0].waiver else ""
+        says = graphs[0].waiver.message if graphs[0].waiver else ""
         rest = f" and {many(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
         yield f"not captured: {role} {mode} of {extent(graphs[0].entry)}{rest}: {says}"
 

@@ -91,11 +91,11 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
             )
         yield Padding(graphs, (0, 0, 0, 2))
     for waiver in role.waivers:
-        yield Padding(Text(f"waived ({waiver.reason}): {waiver.says}", style="yellow"), (0, 0, 0, 2))
+        yield Padding(Text(f"waived ({waiver.reason}): {waiver.message}", style="yellow"), (0, 0, 0, 2))
     if role.decisions:
         decisions = table_of("decision", "before", "after", "because")
         for decision in role.decisions:
-            decisions.add_row(decision.rule, decision.before, decision.after, decision.says)
+            decisions.add_row(decision.rule, decision.before, decision.after, decision.message)
         yield Padding(decisions, (0, 0, 0, 2))
 
 
@@ -118,12 +118,12 @@ def explanation_table(explained: Explanation) -> RenderableType:
         shape += f", {batch.active_loras} active LoRA"
     lines: list[RenderableType] = [
         Text.assemble(f"{batch.role}: {shape}", " -> ", mode_text(answer.mode)),
-        Padding(Text(f"{answer.entry or 'no graph'}: {explained.says}"), (0, 0, 0, 2)),
+        Padding(Text(f"{answer.entry or 'no graph'}: {explained.message}"), (0, 0, 0, 2)),
     ]
-    if explained.rejected:
+    if explained.near_misses:
         table = table_of("nearer entry", "rejected because it")
-        for rejected in explained.rejected:
-            table.add_row(str(rejected.entry), rejected.says)
+        for miss in explained.near_misses:
+            table.add_row(str(miss.entry), miss.message)
         lines += [Text(""), Padding(table, (0, 0, 0, 2))]
     return Group(*lines)
 

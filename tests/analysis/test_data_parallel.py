@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner.analysis.data_parallel import Submission, Vector, agree, says
+from capture_planner.analysis.data_parallel import Submission, Vector, agree, explain_rank
 from capture_planner.analysis.explain import WHY_NONE
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import DispatchError, InvalidValue
@@ -29,7 +29,7 @@ def plan_of(*entries, role=Role.TARGET, waivers=(), lora=None, speculative=None)
     """A plan of one role, made by hand."""
     planned = RolePlan(role=role, requested=FULL, mode=FULL, groups=(), entries=entries, waivers=waivers)
     return Plan(
-        spec="sha256:" + "0" * 64,
+        spec_digest="sha256:" + "0" * 64,
         environment=Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1)),
         model=Model(name="m", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=4096),
         limits=Limits(max_num_reqs=64, max_num_tokens=256),
@@ -67,7 +67,7 @@ def asked(plan, *ranks):
     """The agreement, and the sentence of each rank."""
     dispatcher, vector = Dispatcher(plan), Vector(role=plan.roles[0].role, ranks=ranks)
     agreement = agree(dispatcher, vector)
-    return agreement, [says(dispatcher, agreement, rank) for rank in range(len(ranks))]
+    return agreement, [explain_rank(dispatcher, agreement, rank) for rank in range(len(ranks))]
 
 
 def test_unequal_decodes_take_the_graph_of_the_largest():
@@ -172,7 +172,7 @@ def test_a_lost_chain_gives_way_to_a_chain_of_the_same_length():
 
 def test_what_serves_no_rank_has_the_reason_of_the_joint_batch():
     """With the waiver that it comes from; that a rank lacks graphs, too, changes nothing."""
-    waiver = Waiver(kind=Kind.MIXED, first=17, last=256, reason=Reason.SIZES, says="up to 16")
+    waiver = Waiver(kind=Kind.MIXED, first=17, last=256, reason=Reason.SIZES, message="up to 16")
     plan = plan_of(uniform(8), piecewise(16), waivers=(waiver,))
     for captured in (True, False):
         agreement, told = asked(plan, decode(2, captured=captured), mixed(1, 100), Submission())
@@ -251,7 +251,7 @@ def test_every_rank_has_a_sentence(plan, data):
     dispatcher = Dispatcher(plan)
     agreement = agree(dispatcher, vector)
     for rank in range(len(vector.ranks)):
-        told = says(dispatcher, agreement, rank)
+        told = explain_rank(dispatcher, agreement, rank)
         assert told.strip(" ;:") == told
         assert "; ;" not in told
 
@@ -267,7 +267,7 @@ def test_the_cases_shown_are_of_the_plan(plan, num_ranks, role):
         assert len(case.vector.ranks) == num_ranks
         for submitted in case.vector.ranks:
             if submitted.batch is not None:
-                assert dispatcher.answer(submitted.batch).reason is not Reason.NOT_ADMISSIBLE
+                assert dispatcher.dispatch(submitted.batch).reason is not Reason.NOT_ADMISSIBLE
     cases_table(dispatcher, shown, role)
 
 

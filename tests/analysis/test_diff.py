@@ -54,4 +54,4 @@ def test_one_changed_field_is_a_difference(pair):
     old, new = pair
     changes = diff(old, new)
     assert changes
-    assert all(change.says for change in changes)
+    assert all(change.message for change in changes)

@@ -55,8 +55,8 @@ def plus(whole, *entries, index=0):
 PLAIN, DRAFTED = made(), made(speculative=EAGLE)
 FUSED = made(speculative=EAGLE, refresh=Refresh.IN_GRAPH)
 SUPPORT = PLAIN.roles[0].groups[0].support
-WAIVER = Waiver(kind=Kind.MIXED, first=600, last=700, reason=Reason.SIZES, says="so decided")
-STEP = Decision(rule="r", before="FULL", after="NONE", role=Role.DRAFT_DECODE, backend="x", says="s")
+WAIVER = Waiver(kind=Kind.MIXED, first=600, last=700, reason=Reason.SIZES, message="so decided")
+STEP = Decision(rule="r", before="FULL", after="NONE", role=Role.DRAFT_DECODE, backend="x", message="s")
 
 
 def on_groups(whole, index=0, **changes):
@@ -112,7 +112,7 @@ CASES = {
         made(reqs=256, sizes=Sizes(policy=Policy.POWERS_OF_TWO)),
         made(reqs=256, sizes=Sizes(policy=Policy.TENSORRT_LLM, padding=True, max_reqs=256)),
     ),
-    "CP050": (with_role(PLAIN, waivers=(replace(WAIVER, says=" "),)), with_role(PLAIN, waivers=(WAIVER,))),
+    "CP050": (with_role(PLAIN, waivers=(replace(WAIVER, message=" "),)), with_role(PLAIN, waivers=(WAIVER,))),
     "CP051": (with_role(PLAIN, waivers=(WAIVER, *PLAIN.roles[0].waivers)), PLAIN),
     "CP052": (with_role(PLAIN, entries=()), PLAIN),
 }
@@ -158,11 +158,11 @@ def test_coarse_sizes_are_said_only_where_there_is_room_for_more():
 def test_a_finding_says_what_where_and_what_to_do(broken):
     """Every finding has a sentence, a remedy, and a path that leads into the plan."""
     for finding in lint(broken):
-        assert finding.found.says
+        assert finding.diagnostic.message
         assert finding.rule.remedy
         assert str(finding).startswith(f"{finding.rule.code} {finding.rule.name}: ")
         value = broken
-        for part in finding.found.path:
+        for part in finding.diagnostic.path:
             value = value[part] if isinstance(part, int) else getattr(value, part)
 
 
@@ -174,7 +174,7 @@ def test_a_rule_explains_itself(rule):
     assert rule.explanation
     assert rule.threads
     assert all(re.fullmatch(r"[A-Za-z-]+#\d+", thread) for thread in rule.threads)
-    assert all(part in {f.name for f in attrs.fields(Spec)} for part in rule.mend[:1])
+    assert all(part in {f.name for f in attrs.fields(Spec)} for part in rule.spec_path[:1])
 
 
 def test_codes_and_names_are_unique():

@@ -110,7 +110,7 @@ def test_captures_that_lack_a_graph_are_not_compared() -> None:
     """Fewer graphs take less time and memory."""
     graph = capture(rigged(planned(0)), lambda now: None).captured[0]
     refuse_dropped([graph])
-    waiver = Waiver(kind=Kind.DECODE, first=1, last=1, reason=Reason.MEMORY, says="no room")
+    waiver = Waiver(kind=Kind.DECODE, first=1, last=1, reason=Reason.MEMORY, message="no room")
     lost: Captured = attrs.evolve(graph, waiver=waiver)
     with pytest.raises(RunError, match="1 of 2 graphs did not fit"):
         refuse_dropped([graph, lost])

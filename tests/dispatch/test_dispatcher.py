@@ -23,7 +23,7 @@ def plan_of(*entries, waivers=(), most=16, lora=None, machine):
     """A plan of one role, made by hand."""
     role = RolePlan(role=Role.TARGET, requested=FULL, mode=FULL, groups=(), entries=entries, waivers=waivers)
     return Plan(
-        spec="sha256:" + "0" * 64,
+        spec_digest="sha256:" + "0" * 64,
         environment=machine,
         model=MODEL,
         limits=Limits(max_num_reqs=most, max_num_tokens=64),
@@ -48,30 +48,30 @@ def uniform(num_reqs, query_len=1, **changes):
 def test_a_further_full_graph_beats_a_nearer_one_of_another_length(hand_made):
     """5 requests of 3 tokens take 18 tokens of query length 3, not 16 of another (vllm#53407)."""
     plan = hand_made(uniform(6, 3), uniform(8, 2), Entry(mode=PIECEWISE, num_tokens=16))
-    assert Dispatcher(plan).dispatch("target", 5, 15, 3) == Dispatch(uniform(6, 3), 3, 1)
+    assert Dispatcher(plan).dispatch_counts("target", 5, 15, 3) == Dispatch(uniform(6, 3), 3, 1)
 
 
 def test_full_beats_piecewise_of_fewer_tokens(hand_made):
     """A step with attention in the graph is cheaper than one without."""
     plan = hand_made(uniform(16), Entry(mode=PIECEWISE, num_tokens=4))
-    assert Dispatcher(plan).dispatch("target", 4, 4, 1).entry == uniform(16)
+    assert Dispatcher(plan).dispatch_counts("target", 4, 4, 1).entry == uniform(16)
 
 
 def test_padding_of_requests_is_that_of_the_batch(hand_made):
     """Two mixed batches of as many tokens and different requests are padded differently."""
     entry = Entry(mode=FULL, num_tokens=8, num_reqs=8)
     dispatcher = Dispatcher(hand_made(entry))
-    assert dispatcher.dispatch("target", 2, 5).padded_reqs == 6
-    assert dispatcher.dispatch("target", 3, 5).padded_reqs == 5
-    assert dispatcher.dispatch("target", 2, 5).padded_reqs == 6
+    assert dispatcher.dispatch_counts("target", 2, 5).padded_reqs == 6
+    assert dispatcher.dispatch_counts("target", 3, 5).padded_reqs == 5
+    assert dispatcher.dispatch_counts("target", 2, 5).padded_reqs == 6
 
 
 def test_requests_over_the_limit_are_not_admissible_whatever_came_before(hand_made):
     """An answer is kept for batches like it, and no others."""
     dispatcher = Dispatcher(hand_made(Entry(mode=PIECEWISE, num_tokens=4), lora=Lora(max_active=2)))
-    assert dispatcher.dispatch("target", 2, 60).reason is Reason.UNCOVERED
-    assert dispatcher.dispatch("target", 20, 60).reason is Reason.NOT_ADMISSIBLE
-    assert dispatcher.dispatch("target", 2, 3, active_loras=1).reason is Reason.UNCOVERED
+    assert dispatcher.dispatch_counts("target", 2, 60).reason is Reason.UNCOVERED
+    assert dispatcher.dispatch_counts("target", 20, 60).reason is Reason.NOT_ADMISSIBLE
+    assert dispatcher.dispatch_counts("target", 2, 3, active_loras=1).reason is Reason.UNCOVERED
 
 
 def test_a_decode_is_not_answered_as_a_mixed_batch_of_as_many_tokens(hand_made):
@@ -86,7 +86,7 @@ def test_a_decode_is_not_answered_as_a_mixed_batch_of_as_many_tokens(hand_made):
             ((100, 301, 3), any_one),
             ((100, 300, 3, False), any_one),
         ][::order]:
-            assert dispatcher.dispatch("target", *batch).entry == entry
+            assert dispatcher.dispatch_counts("target", *batch).entry == entry
 
 
 @pytest.mark.parametrize("num_reqs", [-1, 0, 6])
@@ -94,19 +94,21 @@ def test_a_batch_that_cannot_be_has_no_graph(hand_made, num_reqs):
     """No requests, or more of them than tokens; also after a batch of as many tokens had one."""
     dispatcher = Dispatcher(hand_made(Entry(mode=PIECEWISE, num_tokens=8)))
     for _ in range(2):
-        answer = dispatcher.dispatch("target", num_reqs, 5)
+        answer = dispatcher.dispatch_counts("target", num_reqs, 5)
         assert (answer.reason, answer.padded_tokens, answer.padded_reqs) == (Reason.NOT_ADMISSIBLE, 0, 0)
-        assert dispatcher.dispatch("target", 2, 5, active_loras=-1).reason is Reason.NOT_ADMISSIBLE
-        assert dispatcher.dispatch("target", 2, 5).entry is not None
+        assert dispatcher.dispatch_counts("target", 2, 5, active_loras=-1).reason is Reason.NOT_ADMISSIBLE
+        assert dispatcher.dispatch_counts("target", 2, 5).entry is not None
 
 
 def test_a_uniform_graph_serves_what_its_tokens_hold(hand_made):
     """A plan made by hand may have one of 16 tokens for 6 requests of 3: it serves 5 (CP010)."""
     short = uniform(6, 3, num_tokens=16)
     dispatcher = Dispatcher(hand_made(short))
-    assert dispatcher.dispatch("target", 5, 15, 3).entry == short
-    assert dispatcher.dispatch("target", 6, 18, 3).entry is None
-    assert Dispatcher(hand_made(uniform(4, 3, num_tokens=18))).dispatch("target", 5, 15, 3).entry is None
+    assert dispatcher.dispatch_counts("target", 5, 15, 3).entry == short
+    assert dispatcher.dispatch_counts("target", 6, 18, 3).entry is None
+    assert (
+        Dispatcher(hand_made(uniform(4, 3, num_tokens=18))).dispatch_counts("target", 5, 15, 3).entry is None
+    )
 
 
 def test_an_answer_is_found_once(hand_made):
@@ -124,7 +126,7 @@ def test_an_answer_is_found_once(hand_made):
         (6, 5),
         (2, 5, None, True, 1),
     ]:
-        assert dispatcher.dispatch("target", *batch) is dispatcher.dispatch("target", *batch)
+        assert dispatcher.dispatch_counts("target", *batch) is dispatcher.dispatch_counts("target", *batch)
 
 
 def test_answers_are_not_kept_for_ever(hand_made):
@@ -135,54 +137,56 @@ def test_answers_are_not_kept_for_ever(hand_made):
         decodes, mixed = (sum(map(len, d.values())) for d in (dispatcher._decodes, dispatcher._mixed))
         return decodes + mixed + len(dispatcher._others)
 
-    dispatcher.dispatch("target", 4, 4, 1)
-    dispatcher.dispatch("target", 20, 1, 2)
+    dispatcher.dispatch_counts("target", 4, 4, 1)
+    dispatcher.dispatch_counts("target", 20, 1, 2)
     for num_tokens in range(1, (1 << 16) - 1):
-        dispatcher.dispatch("target", 1, num_tokens, past_prompt=False)
+        dispatcher.dispatch_counts("target", 1, num_tokens, past_prompt=False)
     assert kept() == 1 << 16
-    dispatcher.dispatch("target", 1, 1 << 16, past_prompt=False)
+    dispatcher.dispatch_counts("target", 1, 1 << 16, past_prompt=False)
     assert kept() == 1
-    assert dispatcher.dispatch("target", 4, 4, 1).entry == uniform(4)
+    assert dispatcher.dispatch_counts("target", 4, 4, 1).entry == uniform(4)
 
 
 def test_a_binding_bound_on_requests_is_heeded(hand_made):
     """A mixed full graph of 2 requests does not serve 3, though its tokens would."""
     small, large = Entry(mode=FULL, num_tokens=8, num_reqs=2), Entry(mode=FULL, num_tokens=16, num_reqs=4)
     dispatcher = Dispatcher(hand_made(small, large))
-    assert dispatcher.dispatch("target", 2, 8).entry == small
-    assert dispatcher.dispatch("target", 3, 8).entry == large
-    assert dispatcher.dispatch("target", 2, 12).entry == large
-    assert dispatcher.dispatch("target", 5, 8).entry is None
+    assert dispatcher.dispatch_counts("target", 2, 8).entry == small
+    assert dispatcher.dispatch_counts("target", 3, 8).entry == large
+    assert dispatcher.dispatch_counts("target", 2, 12).entry == large
+    assert dispatcher.dispatch_counts("target", 5, 8).entry is None
     piecewise = Entry(mode=PIECEWISE, num_tokens=16)
     dispatcher = Dispatcher(hand_made(small, piecewise))
-    assert dispatcher.dispatch("target", 3, 8) == Dispatch(piecewise, 8, 0)
-    assert dispatcher.dispatch("target", 2, 8) == Dispatch(small, 0, 0)
+    assert dispatcher.dispatch_counts("target", 3, 8) == Dispatch(piecewise, 8, 0)
+    assert dispatcher.dispatch_counts("target", 2, 8) == Dispatch(small, 0, 0)
 
 
 def test_a_waiver_gives_its_reason(hand_made):
     """The one that names the batch, and itself."""
-    decode = Waiver(kind=Kind.DECODE, query_len=1, first=1, last=4, reason=Reason.BUDGET, says="so")
-    mixed = Waiver(kind=Kind.MIXED, first=1, last=64, reason=Reason.MODE, says="so")
+    decode = Waiver(kind=Kind.DECODE, query_len=1, first=1, last=4, reason=Reason.BUDGET, message="so")
+    mixed = Waiver(kind=Kind.MIXED, first=1, last=64, reason=Reason.MODE, message="so")
     dispatcher = Dispatcher(hand_made(waivers=(decode, mixed)))
-    assert dispatcher.dispatch("target", 4, 4, 1) == Dispatch(None, reason=Reason.BUDGET, waiver=decode)
-    assert dispatcher.dispatch("target", 5, 5, 1).reason is Reason.UNCOVERED
-    assert dispatcher.dispatch("target", 5, 5, 1, past_prompt=False).waiver is mixed
-    assert dispatcher.dispatch("target", 5, 5, 1).mode is GraphMode.NONE
+    assert dispatcher.dispatch_counts("target", 4, 4, 1) == Dispatch(
+        None, reason=Reason.BUDGET, waiver=decode
+    )
+    assert dispatcher.dispatch_counts("target", 5, 5, 1).reason is Reason.UNCOVERED
+    assert dispatcher.dispatch_counts("target", 5, 5, 1, past_prompt=False).waiver is mixed
+    assert dispatcher.dispatch_counts("target", 5, 5, 1).mode is GraphMode.NONE
 
 
 def test_adapters_are_rounded_up(hand_made):
     """To the next case; more than the last has no graph."""
     dispatcher = Dispatcher(hand_made(uniform(8), uniform(8, active_loras=4), lora=Lora(max_active=3)))
-    assert dispatcher.dispatch("target", 8, 8, 1, active_loras=3).entry.active_loras == 4
-    assert dispatcher.dispatch("target", 8, 8, 1, active_loras=5).reason is Reason.NOT_ADMISSIBLE
+    assert dispatcher.dispatch_counts("target", 8, 8, 1, active_loras=3).entry.active_loras == 4
+    assert dispatcher.dispatch_counts("target", 8, 8, 1, active_loras=5).reason is Reason.NOT_ADMISSIBLE
 
 
 def test_a_graph_for_more_adapters_serves_fewer(hand_made):
     """Where those for as many as there are have no room."""
     decode, mixed = uniform(8, active_loras=4), Entry(mode=PIECEWISE, num_tokens=32, active_loras=4)
     plan = hand_made(uniform(4), decode, Entry(mode=PIECEWISE, num_tokens=16), mixed)
-    assert Dispatcher(plan).dispatch("target", 6, 6, 1).entry == decode
-    assert Dispatcher(plan).dispatch("target", 2, 30).entry == mixed
+    assert Dispatcher(plan).dispatch_counts("target", 6, 6, 1).entry == decode
+    assert Dispatcher(plan).dispatch_counts("target", 2, 30).entry == mixed
 
 
 def test_a_drafter_takes_no_notice_of_adapters(hand_made):
@@ -190,7 +194,9 @@ def test_a_drafter_takes_no_notice_of_adapters(hand_made):
     plan = hand_made(uniform(4), lora=Lora(max_active=4))
     plan = attrs.evolve(plan, roles=(attrs.evolve(plan.roles[0], role=Role.DRAFT_PREFILL),))
     for loras in (0, 1, 3):
-        assert Dispatcher(plan).dispatch("draft_prefill", 4, 4, 1, active_loras=loras).entry == uniform(4)
+        assert Dispatcher(plan).dispatch_counts(
+            "draft_prefill", 4, 4, 1, active_loras=loras
+        ).entry == uniform(4)
 
 
 def test_a_role_that_is_not_planned_is_an_error(hand_made):
@@ -198,7 +204,7 @@ def test_a_role_that_is_not_planned_is_an_error(hand_made):
     dispatcher = Dispatcher(hand_made())
     for role in (Role.DRAFT_DECODE, "draft_decode", "nonsense"):
         with pytest.raises(DispatchError, match="the plan has no role"):
-            dispatcher.dispatch(role, 1, 1)
+            dispatcher.dispatch_counts(role, 1, 1)
 
 
 BATCH = Batch(role=Role.TARGET, num_reqs=4, num_tokens=8, query_len=2)

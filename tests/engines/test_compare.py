@@ -56,7 +56,7 @@ class FromPlan:
     _dispatcher: Dispatcher
 
     def dispatch(self, batch):
-        return self._dispatcher.answer(batch)
+        return self._dispatcher.dispatch(batch)
 
 
 def emulating(plan):
@@ -139,7 +139,7 @@ def test_figures_by_brute_force(plan):
             if (batch.uniform_query_len if decode else batch.past_prompt) != (pair.family.query_len or False):
                 continue
             assert is_admissible(batch, plan, families)
-            answer = Dispatcher(plan).answer(batch) if role.role is Role.DRAFT_DECODE else None
+            answer = Dispatcher(plan).dispatch(batch) if role.role is Role.DRAFT_DECODE else None
             fitting = [entry for entry in role.entries if entry.rejection(batch) is None]
             best = answer.entry if answer else min(fitting, key=lambda entry: entry.cost, default=None)
             modes[GraphMode.NONE if best is None else best.mode] += 1
@@ -170,7 +170,7 @@ def test_holes_are_what_lost_its_graph(plan, seed):
     lost = Counter()
     for role in plan.roles:
         for batch, _ in batches(role.role, plan):
-            if Dispatcher(fewer).answer(batch).entry is None and Dispatcher(plan).answer(batch).entry:
+            if Dispatcher(fewer).dispatch(batch).entry is None and Dispatcher(plan).dispatch(batch).entry:
                 lost[role.role] += 1
     found = Counter()
     for hole in compared.holes:

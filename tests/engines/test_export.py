@@ -56,7 +56,7 @@ def itself(planned):
             role=role.role,
             mode=role.mode,
             graphs=tuple(Graph(role=role.role, entry=entry) for entry in role.entries),
-            rule=lambda batch: dispatcher.answer(batch).entry,
+            rule=lambda batch: dispatcher.dispatch(batch).entry,
         )
         for role in planned.roles
     )
@@ -129,7 +129,7 @@ def test_a_proof_is_true_of_every_batch(engine, planned, data):
         and d.min_loras <= batch.active_loras <= d.max_loras
         and (uniform or d.min_reqs <= batch.num_reqs <= d.max_reqs)
     ]
-    found = effect(Dispatcher(planned).answer(batch), emulation.dispatch(batch))
+    found = effect(Dispatcher(planned).dispatch(batch), emulation.dispatch(batch))
     assert [d.effect for d in said] == ([] if found is None else [found])
 
 

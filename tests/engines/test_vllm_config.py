@@ -203,7 +203,7 @@ def test_each_decision_leads_to_the_next(tmp_path):
         at = found.requested_mode.value
         for step in steps:
             assert step.before == at
-            assert step.says
+            assert step.message
             at = step.after
         assert at == found.mode.value
         chains += bool(steps)

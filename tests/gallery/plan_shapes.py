@@ -114,7 +114,7 @@ def _prefill_sizes(*tokens: int) -> Plan:
 def _cheap_padding_refused() -> Plan:
     """What a graph would pad to more than twice its tokens runs eager, and be it 5 tokens of 16."""
     refused = Waiver(
-        kind=Kind.MIXED, first=5, last=7, reason=Reason.SIZES, says="a graph would pad to more than twice"
+        kind=Kind.MIXED, first=5, last=7, reason=Reason.SIZES, message="a graph would pad to more than twice"
     )
     return on_role(
         _prefill_sizes(1, 2, 4, 16, 32, 64, 128, 256, 512),

@@ -25,7 +25,7 @@ def each_for_itself(dispatcher: Dispatcher, vector: Vector) -> Agreement:
     def alone(submitted: Submission, answer: Answer) -> Answer:
         if submitted.batch is None:
             return answer
-        found = dispatcher.answer(submitted.batch)
+        found = dispatcher.dispatch(submitted.batch)
         if found.entry is not None and submitted.lacks(found.entry):
             found = Dispatch(None, reason=Reason.RANK)
         return attrs.evolve(answer, dispatch=found)
@@ -83,7 +83,7 @@ def own_adapters(dispatcher: Dispatcher, vector: Vector) -> Agreement:
     def counted(submitted: Submission, answer: Answer) -> Answer:
         if joint is None or submitted.batch is None or vector.role is not Role.TARGET:
             return answer
-        found = dispatcher.answer(attrs.evolve(joint, active_loras=submitted.batch.active_loras))
+        found = dispatcher.dispatch(attrs.evolve(joint, active_loras=submitted.batch.active_loras))
         if found.entry is not None and vector.lacking(found.entry):
             return answer
         return attrs.evolve(answer, dispatch=found)

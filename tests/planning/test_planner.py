@@ -51,7 +51,7 @@ def rules(role):
 
 def test_a_plan_names_the_spec_that_it_was_made_from():
     """By its digest."""
-    assert made().spec == digest(SPEC)
+    assert made().spec_digest == digest(SPEC)
 
 
 def test_an_unknown_backend_is_an_error():
@@ -77,7 +77,7 @@ def test_single_draft_steps_are_planned_where_they_are_asked_for(refresh):
     assert {entry.draft_steps for entry in role.entries} == {None}
     (decision,) = [decision for decision in role.decisions if decision.rule == "draft-chain"]
     assert (decision.before, decision.after, decision.backend) == ("2", "1", None)
-    assert "speculative.chain asks for single steps" in decision.says
+    assert "speculative.chain asks for single steps" in decision.message
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_an_explanation_says_how_draft_decodes_run(chain, says):
     dispatcher = Dispatcher(made(speculative=replace(EAGLE, chain=chain)))
     for role, query_len in ((Role.DRAFT_DECODE, 1), (Role.DRAFT_PREFILL, 4)):
         batch = Batch(role=role, num_reqs=3, num_tokens=3 * query_len, query_len=query_len)
-        assert (says in explain(dispatcher, batch).says) == (role is Role.DRAFT_DECODE)
+        assert (says in explain(dispatcher, batch).message) == (role is Role.DRAFT_DECODE)
 
 
 @given(deployments(max_reqs=64))

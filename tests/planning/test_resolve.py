@@ -55,7 +55,7 @@ def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after, why):
         piecewise=Piecewise(),
     )
     assert [(d.rule, d.after) for d in found.decisions] == [(rule, after)]
-    assert why in found.decisions[0].says
+    assert why in found.decisions[0].message
 
 
 def test_what_no_backend_decided_names_none():
@@ -96,4 +96,4 @@ def test_a_draft_decode_names_the_backend_that_cannot():
     found = resolve_draft_decode(GraphMode.FULL, None, [group(GraphSupport.NEVER)])
     assert [d.rule for d in found.decisions] == ["draft-decode-only", "decode-full-unsupported"]
     assert found.decisions[-1].backend == "alpha"
-    assert "SM75" in found.decisions[-1].says
+    assert "SM75" in found.decisions[-1].message

@@ -59,7 +59,7 @@ class Stage:
         tokens = len(values["input_ids"])
         real = Extents(tokens=tokens, reqs=len(values["seq_lens"]), pages=role.fields.capacity.pages)
         extents = role.stage(entry, real, values)
-        answer = role.dispatcher.dispatch(role.role, real.reqs, tokens)
+        answer = role.dispatcher.dispatch_counts(role.role, real.reqs, tokens)
         return lambda: role.again(answer, entry, extents, 0.0)
 
 

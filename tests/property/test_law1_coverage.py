@@ -80,7 +80,7 @@ def test_a_waived_batch_says_why(plan, data):
     waivers = [(role.role, waiver) for role in plan.roles for waiver in role.waivers]
     assume(waivers)
     _, waiver = data.draw(st.sampled_from(waivers))
-    assert waiver.says
+    assert waiver.message
     assert waiver.reason not in (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE)
     assert waiver.first <= waiver.last
 

@@ -11,7 +11,7 @@ ANY_PLAN = plans(max_reqs=64) | arbitrary_plans()
 
 
 def _entry(plan, batch):
-    return Dispatcher(plan).answer(batch).entry
+    return Dispatcher(plan).dispatch(batch).entry
 
 
 @given(ANY_PLAN, st.data())

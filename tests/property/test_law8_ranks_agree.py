@@ -51,14 +51,7 @@ def test_each_rank_finds_the_same_alone(plan, data):
     for copy in (codec.loads(text, Plan), plan):
         own = Dispatcher(copy)
         for batch in data.draw(st.lists(batches(plan), max_size=8)):
-            own.dispatch(
-                batch.role,
-                batch.num_reqs,
-                batch.num_tokens,
-                batch.query_len,
-                batch.past_prompt,
-                batch.active_loras,
-            )
+            own.dispatch(batch)
         for index in data.draw(st.permutations(range(len(asked)))):
             assert agree(own, asked[index]) == expected[index]
 

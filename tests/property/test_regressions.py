@@ -64,7 +64,7 @@ def test_vllm_39773_piecewise_draft_decode_is_found():
 def test_vllm_54933_the_largest_decode_is_covered(policy):
     """vllm#54933: 6 requests of 7 tokens are 42; 42 is a size, not 40."""
     made = planned(max_num_reqs=6, num_tokens=6, sizes=Sizes(policy=policy))
-    answer = Dispatcher(made).dispatch(Role.TARGET, 6, 42, 7)
+    answer = Dispatcher(made).dispatch_counts(Role.TARGET, 6, 42, 7)
     assert answer.mode is GraphMode.FULL
     assert answer.entry.num_tokens == 42
 
@@ -113,7 +113,7 @@ def test_vllm_53407_nearest_size_misses_full_graphs_and_next_fit_none(schedule, 
         assert len(entries) == captured
         assert len(set(answers.values()) - {None}) == reachable
     dispatcher = Dispatcher(_with_target(schedule, entries))
-    ours = {n for n, k in k_of.items() if dispatcher.dispatch("target", n, n * (1 + k), 1 + k).entry}
+    ours = {n for n, k in k_of.items() if dispatcher.dispatch_counts("target", n, n * (1 + k), 1 + k).entry}
     assert ours == able
 
 
@@ -123,7 +123,7 @@ def test_our_own_plan_of_a_dynamic_schedule_has_no_idle_graph(schedule):
     made = planned(num_tokens=max(k for *_, k in schedule), schedule=schedule)
     dispatcher, entries = Dispatcher(made), made.role("target").entries
     answers = {
-        dispatcher.dispatch("target", n, n * (1 + k), 1 + k).entry
+        dispatcher.dispatch_counts("target", n, n * (1 + k), 1 + k).entry
         for first, last, k in schedule
         for n in range(first, last + 1)
     }

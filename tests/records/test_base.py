@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import InvalidValue
 from capture_planner.records._base import (
-    Above,
-    Between,
     Count,
-    Matches,
+    Gt,
+    Interval,
     Name,
+    Pattern,
     canonical,
     default_of,
     digest,
@@ -40,7 +40,7 @@ class Sample:
     pair: tuple[Count, Name] = field("four", default=(1, "a"))
     nested: tuple[tuple[Count, ...], ...] = field("five", default=())
     plain: tuple[int, ...] = field("six", default=())
-    share: Annotated[float, Above(0.5)] = field("seven", default=1.0)
+    share: Annotated[float, Gt(0.5)] = field("seven", default=1.0)
     names: dict[str, int] = field("eight", factory=dict)
     colour: Colour = field("nine", default=Colour.RED)
 
@@ -100,9 +100,9 @@ def test_equal_records_have_equal_digests(one, other):
 @given(st.integers(-5, 20), st.integers(-3, 3), st.integers(4, 10))
 def test_a_constraint_and_its_schema_say_the_same(value, low, high):
     """Bounds in JSON Schema are those of the check."""
-    rule = Between(low, high)
+    rule = Interval(low, high)
     schema = rule.schema()
     assert (rule.problem(value) is None) == (schema["minimum"] <= value <= schema["maximum"])
-    assert Between(low).schema() == {"minimum": low}
-    assert Above(low).schema() == {"exclusiveMinimum": low}
-    assert Matches("a|b", "a or b").schema() == {"pattern": "^(?:a|b)$"}
+    assert Interval(low).schema() == {"minimum": low}
+    assert Gt(low).schema() == {"exclusiveMinimum": low}
+    assert Pattern("a|b", "a or b").schema() == {"pattern": "^(?:a|b)$"}

@@ -62,7 +62,7 @@ def test_a_waiver_covers_its_kind_and_extent(kind, query_len, first, last, num_r
         min_loras=1,
         max_loras=2,
         reason=Reason.MODE,
-        says="s",
+        message="s",
     )
     batch = Batch(
         role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_reqs * each, query_len=each, active_loras=loras

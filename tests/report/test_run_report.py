@@ -289,7 +289,7 @@ def test_the_data_has_a_row_for_all_that_happened(report):
     entries = data["captured"]["entries"]
     assert len(entries) == len(report.captured)
     assert Counter(row["says"] for row in entries) == Counter(
-        graph.waiver and graph.waiver.says for graph in report.captured
+        graph.waiver and graph.waiver.message for graph in report.captured
     )
     assert data["throughput"]["output_tokens"] == sum(len(row["tokens"]) for row in data["requests"])
 
@@ -319,7 +319,7 @@ def test_what_was_not_captured_is_named(report):
             kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
     for warning, ((role, mode), graphs) in zip(warnings, kinds.items(), strict=False):
         assert f"{role} {mode}" in warning
-        assert graphs[0].waiver.says in warning
+        assert graphs[0].waiver.message in warning
         assert (f"{len(graphs) - 1} smaller" in warning) == (len(graphs) > 1)
     assert len(warnings) == len(kinds) + (numbers.planned > len(report.captured))
 

@@ -223,13 +223,13 @@ def test_what_does_not_fit_is_waived_and_the_rest_serves_the_same(world, share, 
     assert len(runner.session.captured) == world.plan.num_graphs
     for (role, entry), waiver in lost.items():
         assert waiver.reason is Reason.MEMORY
-        assert str(entry) in waiver.says
+        assert str(entry) in waiver.message
         assert entry not in runner.parts.roles[role].graphs
     before, after = Dispatcher(world.plan), runner.parts.roles[Role.TARGET].dispatcher
     assert after.plan == as_captured(world.plan, runner.session.captured)
     assert not [f for f in lint(after.plan) if f.rule.severity is Severity.ERROR and f.rule.code == "CP001"]
     for batch in every_batch(world.plan):
-        then, now = before.dispatch(*batch), after.dispatch(*batch)
+        then, now = before.dispatch_counts(*batch), after.dispatch_counts(*batch)
         assert (batch[0], now.entry) not in lost
         if (batch[0], then.entry) not in lost:
             assert now == then
@@ -281,7 +281,7 @@ def test_batches_of_a_lost_graph_take_the_next():
         plan = replace(
             world.plan, roles=(replace(role, entries=tuple(e for e in role.entries if e != lost)),)
         )
-        assert Dispatcher(plan).dispatch("target", 2, lost.num_tokens, None, False).entry == answer
+        assert Dispatcher(plan).dispatch_counts("target", 2, lost.num_tokens, None, False).entry == answer
 
 
 def test_eager_runs_capture_nothing():
@@ -292,7 +292,7 @@ def test_eager_runs_capture_nothing():
         runner.capture()
         assert runner.session.captured == []
     dispatcher = Dispatcher(plan)
-    assert {dispatcher.dispatch(*batch).reason for batch in every_batch(plan)} <= {
+    assert {dispatcher.dispatch_counts(*batch).reason for batch in every_batch(plan)} <= {
         Reason.MODE,
         Reason.NOT_ADMISSIBLE,
     }

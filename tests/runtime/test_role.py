@@ -228,7 +228,9 @@ def test_a_backend_that_runs_out_of_memory_loses_that_graph():
         serve(runner, requests_of(world, 0))
     waived = [done for done in runner.session.captured if done.waiver is not None]
     assert lost == [(done.role, done.entry) for done in waived] != []
-    assert all(done.waiver.reason is Reason.MEMORY and "4 is too many" in done.waiver.says for done in waived)
+    assert all(
+        done.waiver.reason is Reason.MEMORY and "4 is too many" in done.waiver.message for done in waived
+    )
 
 
 @FEW

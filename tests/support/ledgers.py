@@ -57,7 +57,7 @@ def captures(draw, plan):
         taken, memory, alone, reason, says = kinds[index % len(kinds)]
         waiver = None
         if reason is not None:
-            waiver = Waiver(kind=Kind.MIXED, first=1, last=entry.num_tokens, reason=reason, says=says)
+            waiver = Waiver(kind=Kind.MIXED, first=1, last=entry.num_tokens, reason=reason, message=says)
         seen = None
         if moments:
             seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
@@ -94,7 +94,7 @@ def forwards(draw, dispatcher, captured, step):
     fitting = [fits(role, entry) for role, entry in captured]
     anything = batches(dispatcher.plan).filter(lambda batch: min(batch.num_reqs, batch.num_tokens) >= 0)
     batch = draw(draw(st.sampled_from(fitting)) if fitting and draw(st.integers(0, 3)) else anything)
-    answer = dispatcher.answer(batch)
+    answer = dispatcher.dispatch(batch)
     there = (batch.role, answer.entry) in captured
     return Forward(
         step=step,

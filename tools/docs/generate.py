@@ -76,8 +76,8 @@ def _rules() -> str:
         if rule.threads:
             sections += [f"Seen in {', '.join(_thread(thread) for thread in rule.threads)}.", ""]
         sections += [f"What to do: {rule.remedy}.", ""]
-        if rule.mend:
-            sections += [f"In a spec, look at `{'.'.join(rule.mend)}`.", ""]
+        if rule.spec_path:
+            sections += [f"In a spec, look at `{'.'.join(rule.spec_path)}`.", ""]
     table.append(f"| [{DRIFT_CODE}](#{DRIFT_CODE.lower()}) | drift | error | J (observability) |")
     return "\n".join([*table, "", *sections]).rstrip()
 
@@ -94,7 +94,7 @@ def _engine_rules() -> str:
         sections += [f"### {code}", "", f"**{rule.name}**: {rule.severity.value}, class {kind}.", ""]
         sections += [rule.explanation, ""]
         sections += [f"Seen in {', '.join(_thread(thread) for thread in rule.threads)}.", ""]
-        sections += [f"- {engine}: {mend}." for engine, mend in rule.mends.items()]
+        sections += [f"- {engine}: {mend}." for engine, mend in rule.spec_paths.items()]
         sections.append("")
     return "\n".join(sections).rstrip()
 

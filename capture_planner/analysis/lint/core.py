@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and how rules are run."""
+"""Lint rules: what they are, how they are registered, and how they run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ REPOSITORIES = {
     "lmdeploy": "InternLM/lmdeploy",
     "tokenspeed": "lightseekorg/tokenspeed",
 }
-"""Where the threads are, by the name that stands before their number."""
+"""Repositories by the name before the # of a thread."""
 
 
 def link(thread: str) -> str:
     """Return the address of a thread such as ``vllm#54933``, or ``owner/repository#1``.
 
-    Raises ``KeyError`` for a project that is neither known nor written whole.
+    Raises ``KeyError`` for a project that ``REPOSITORIES`` does not have.
     """
     project, number = thread.split("#")
     return f"https://github.com/{project if '/' in project else REPOSITORIES[project]}/issues/{number}"
@@ -39,9 +39,9 @@ class Severity(enum.Enum):
     """How bad a finding is. Errors and warnings are findings in the sense of exit code 2."""
 
     ERROR = "error"
-    """The plan would compute wrongly, or does not hold what it says."""
+    """The plan would compute wrong results, or contradicts itself."""
     WARNING = "warning"
-    """Batches run eager, or memory and time go to waste."""
+    """Batches run eager, or memory and start-up time are wasted."""
     NOTE = "note"
     """Worth knowing."""
 
@@ -62,43 +62,47 @@ class BugClass(enum.Enum):
 
 
 @attrs.frozen(kw_only=True)
-class Found:
-    """What a rule says about one place of a plan."""
+class Diagnostic:
+    """What a rule reports about one place of a plan."""
 
-    says: str
+    message: str
     role: Role | None = None
     path: tuple[str | int, ...] = ()
     """Where in the plan."""
 
 
+def of_role(coverage: Coverage, role: Role, message: str, *path: str | int) -> Diagnostic:
+    """Return a diagnostic about one role of a plan; ``path`` leads on from that role."""
+    index = coverage.plan.planned.index(role)
+    return Diagnostic(message=f"{role}: {message}", role=role, path=("roles", index, *path))
+
+
 @attrs.frozen(kw_only=True)
-class Charge:
-    """What every lint rule has, whatever it looks at: a stable code, and the bugs it comes from."""
+class BaseRule:
+    """What rules about plans and rules about engines share: a stable code, and the bugs behind it."""
 
     code: str
     name: str
     severity: Severity
     bug_class: BugClass
     threads: tuple[str, ...]
-    """Public threads in which the bug was seen."""
+    """Public threads that report the bug."""
     check: Callable[..., Iterator[Any]]
 
     @property
     def explanation(self) -> str:
-        """What the rule means, for people: the docstring of its check."""
+        """What the rule means: the docstring of its check."""
         return inspect.cleandoc(self.check.__doc__ or "")
 
 
-R = TypeVar("R", bound=Charge)
-Checking = TypeVar("Checking", bound=Callable[..., Iterator[Any]])
+R = TypeVar("R", bound=BaseRule)
+CheckT = TypeVar("CheckT", bound=Callable[..., Iterator[Any]])
 
 
-def registering(
-    rules: dict[str, R], kind: type[R], code: str, **facts: Any
-) -> Callable[[Checking], Checking]:
-    """Return a decorator that enters a check in ``rules`` under its code; its name is the function's."""
+def register_in(rules: dict[str, R], kind: type[R], code: str, **facts: Any) -> Callable[[CheckT], CheckT]:
+    """Return a decorator that adds a check to ``rules`` under its code, named like its function."""
 
-    def register(check: Checking) -> Checking:
+    def register(check: CheckT) -> CheckT:
         assert code not in rules, code
         rules[code] = kind(code=code, name=check.__name__.replace("_", "-"), check=check, **facts)
         return check
@@ -107,30 +111,30 @@ def registering(
 
 
 @attrs.frozen(kw_only=True)
-class Rule(Charge):
+class Rule(BaseRule):
     """A rule about plans."""
 
     remedy: str
-    """What to do about it."""
-    mend: tuple[str, ...]
-    """Where in a spec to look when a plan made of it has this finding."""
-    check: Callable[[Coverage], Iterator[Found]]
+    """How to fix the plan."""
+    spec_path: tuple[str, ...]
+    """The place in a spec to look at when its plan has this finding."""
+    check: Callable[[Coverage], Iterator[Diagnostic]]
 
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """A rule with what it found."""
+    """A rule and what it reports."""
 
     rule: Rule
-    found: Found
+    diagnostic: Diagnostic
 
     def __str__(self) -> str:
         return f"{self.rule.code} {self.rule.name}: {self.text}"
 
     @property
     def text(self) -> str:
-        """What was found, and what to do about it."""
-        return f"{self.found.says}; {self.rule.remedy}"
+        """The message, and how to fix it."""
+        return f"{self.diagnostic.message}; {self.rule.remedy}"
 
 
 RULES: dict[str, Rule] = {}
@@ -143,18 +147,18 @@ def rule(
     bug_class: BugClass,
     *threads: str,
     remedy: str,
-    mend: tuple[str, ...] = (),
-) -> Callable[[Checking], Checking]:
-    """Register a check of plans under a stable code."""
+    spec_path: tuple[str, ...] = (),
+) -> Callable[[CheckT], CheckT]:
+    """Register a check of plans under a stable code. The other arguments are fields of ``Rule``."""
     facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
-    return registering(RULES, Rule, code, remedy=remedy, mend=mend, **facts)
+    return register_in(RULES, Rule, code, remedy=remedy, spec_path=spec_path, **facts)
 
 
 def lint(plan: Plan) -> tuple[Finding, ...]:
     """Return every finding of every rule about ``plan``, by code."""
     walked = coverage(plan)
     return tuple(
-        Finding(rule=RULES[code], found=found)
-        for code in sorted(RULES)
-        for found in RULES[code].check(walked)
+        Finding(rule=each, diagnostic=diagnostic)
+        for _, each in sorted(RULES.items())
+        for diagnostic in each.check(walked)
     )

@@ -1,19 +1,19 @@
-"""Class A, coverage, and class J, observability: no batch is slow in silence."""
+"""Class A, coverage, and class J, observability: no batch runs eager without a reason."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import BugClass, Found, Severity, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_families, decode_tiers
+from capture_planner.records.batch_space import decode_tiers
 from capture_planner.records.text import counted
 
 
 def describe(cells: list[Cell]) -> str:
-    """Write a run of cells as people would: ``decodes of 9 to 16 requests (query length 4)``."""
+    """Describe adjacent cells: ``decodes of 9 to 16 requests, query length 4``."""
     first, last = min(cell.first for cell in cells), max(cell.last for cell in cells)
     span = f"{first}" if first == last else f"{first} to {last}"
     if cells[0].kind is Kind.MIXED:
@@ -25,7 +25,7 @@ def describe(cells: list[Cell]) -> str:
 
 
 def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
-    """Group cells of one role, kind and query length that follow each other."""
+    """Group adjacent cells of one role, kind and query length."""
     run: list[Cell] = []
     for cell in sorted(cells, key=lambda c: (c.role, c.kind.value, c.query_len or 0, c.first)):
         if run and (
@@ -46,20 +46,16 @@ def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
     "vllm#54933",
     "vllm-ascend#16049",
     remedy="plan again from the spec; a plan made by capture-planner covers or waives every batch",
-    mend=("sizes",),
+    spec_path=("sizes",),
 )
-def uncovered_batch(walked: Coverage) -> Iterator[Found]:
-    """Batches that the limits admit have neither an entry nor a waiver.
+def uncovered_batch(coverage: Coverage) -> Iterator[Diagnostic]:
+    """Admissible batches have neither an entry nor a waiver.
 
-    They would run eager, and nobody decided that. vLLM truncated a largest size of 42 (6 requests
-    of 7 tokens) to 40, and served 25 instead of 133 tokens per second.
+    They run eager although no decision says so. vLLM truncated a largest size of 42 (6 requests of
+    7 tokens) to 40, and served 25 instead of 133 tokens per second.
     """
-    for run in merged(list(walked.uncovered)):
-        yield Found(
-            role=run[0].role,
-            path=_role_path(walked, run[0].role),
-            says=f"{run[0].role}: {describe(run)} have neither a graph nor a waiver",
-        )
+    for run in merged(list(coverage.uncovered)):
+        yield of_role(coverage, run[0].role, f"{describe(run)} have neither a graph nor a waiver")
 
 
 @rule(
@@ -71,20 +67,20 @@ def uncovered_batch(walked: Coverage) -> Iterator[Found]:
     "sglang#33483",
     remedy="choose a policy whose largest size is the largest decode (default and minimax do), "
     "or raise the budget",
-    mend=("sizes",),
+    spec_path=("sizes",),
 )
-def decode_without_full_graph(walked: Coverage) -> Iterator[Found]:
-    """The decode mode is FULL, and yet the largest decodes have no full graph.
+def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
+    """The decode mode is FULL, but the largest decodes have no full graph.
 
-    At full load every step then runs piecewise or eager. SGLang captured up to 32 requests where
-    4096 were running: about four times the latency, for as long as the load lasted.
+    At full load every step then runs piecewise or eager. SGLang captured up to 32 requests while
+    4096 were running: about four times the latency under load.
     """
-    for role in walked.plan.roles:
+    for role in coverage.plan.roles:
         if role.mode.decode_mode is not GraphMode.FULL:
             continue
         slow = [
             cell
-            for cell in walked.cells
+            for cell in coverage.cells
             if cell.role is role.role
             and cell.kind is Kind.DECODE
             and cell.answer.mode is not GraphMode.FULL
@@ -93,11 +89,8 @@ def decode_without_full_graph(walked: Coverage) -> Iterator[Found]:
         for run in merged(slow):
             reason = run[-1].answer.reason
             how = f"eager ({reason})" if reason else "PIECEWISE"
-            yield Found(
-                role=role.role,
-                path=_role_path(walked, role.role, "waivers"),
-                says=f"{role.role}: {describe(run)} run {how}, although decodes are to run FULL",
-            )
+            message = f"{describe(run)} run {how}, although the decode mode is FULL"
+            yield of_role(coverage, role.role, message, "waivers")
 
 
 @rule(
@@ -106,43 +99,44 @@ def decode_without_full_graph(walked: Coverage) -> Iterator[Found]:
     BugClass.A,
     "vllm#54933",
     remedy="raise max_num_tokens to requests times tokens each, or lower max_num_reqs",
-    mend=("limits", "max_num_tokens"),
+    spec_path=("limits", "max_num_tokens"),
 )
-def tokens_limit_requests(walked: Coverage) -> Iterator[Found]:
+def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
     """max_num_tokens is too small for a decode of max_num_reqs requests at the query length.
 
-    The scheduler can then never run all requests in one step, and sizes above are unreachable.
+    The scheduler can then never decode all requests in one step, and larger sizes are unreachable.
     """
-    limits = walked.plan.limits
-    for first, last, k in decode_tiers(walked.plan):
+    limits = coverage.plan.limits
+    for first, last, k in decode_tiers(coverage.plan):
         if last * (1 + k) > limits.max_num_tokens:
             fits = limits.max_num_tokens // (1 + k)
-            yield Found(
+            yield Diagnostic(
                 role=Role.TARGET,
                 path=("limits", "max_num_tokens"),
-                says=f"{counted(last, 'request')} of {counted(1 + k, 'token')} need {last * (1 + k)} tokens, and "
+                message=f"{counted(last, 'request')} of {counted(1 + k, 'token')} need {last * (1 + k)} tokens, but "
                 f"max_num_tokens is {limits.max_num_tokens}: batches of {max(fits + 1, first)} to {last} "
                 "requests cannot be decoded",
             )
 
 
 @rule("CP004", Severity.ERROR, BugClass.A, "vllm#47460", remedy="plan again from the spec")
-def roles_of_the_deployment(walked: Coverage) -> Iterator[Found]:
+def roles_of_the_deployment(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has a role that the deployment does not run, or lacks one that it runs."""
-    planned = [role.role for role in walked.plan.roles]
-    runs = list(Role) if walked.plan.speculative else [Role.TARGET]
+    runs = list(Role) if coverage.plan.speculative else [Role.TARGET]
     for role in Role:
-        if (role in planned) != (role in runs):
-            yield Found(
+        planned = role in coverage.plan.planned
+        if planned != (role in runs):
+            yield Diagnostic(
                 role=role,
                 path=("roles",),
-                says=f"the deployment {'runs' if role in runs else 'does not run'} {role}, and the plan "
-                f"{'has' if role in planned else 'lacks'} it",
+                message=f"the deployment does not run {role}, but the plan has it"
+                if planned
+                else f"the deployment runs {role}, but the plan lacks it",
             )
 
 
 _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
-"""Reasons that one batch or one step can have, and a class of batches cannot."""
+"""Reasons that a single batch or step can have, but not a class of batches."""
 
 
 @rule(
@@ -150,38 +144,32 @@ _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
     Severity.ERROR,
     BugClass.J,
     "vllm#36165",
-    remedy="say why these batches run eager: mode, sizes, backend_cap or budget, and a sentence",
+    remedy="give a reason (mode, sizes, backend_cap or budget) and a sentence",
 )
-def unexplained_waiver(walked: Coverage) -> Iterator[Found]:
-    """A waiver has no reason that a person could act on."""
-    for role in walked.plan.roles:
+def unexplained_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A waiver gives no reason that a reader can act on."""
+    for role in coverage.plan.roles:
         for index, waiver in enumerate(role.waivers):
-            if not waiver.says.strip() or waiver.reason in _NO_REASON:
-                yield Found(
-                    role=role.role,
-                    path=_role_path(walked, role.role, "waivers", index),
-                    says=f"{role.role}: a waiver of {waiver.first} to {waiver.last} gives no reason "
-                    f"({waiver.reason}: {waiver.says!r})",
-                )
+            if not waiver.message.strip() or waiver.reason in _NO_REASON:
+                extent, given = f"{waiver.first} to {waiver.last}", f"{waiver.reason}: {waiver.message!r}"
+                message = f"the waiver of {extent} gives no reason ({given})"
+                yield of_role(coverage, role.role, message, "waivers", index)
 
 
 @rule("CP051", Severity.WARNING, BugClass.J, "vllm#47460", "sglang#40253", remedy="plan again from the spec")
-def idle_waiver(walked: Coverage) -> Iterator[Found]:
-    """A waiver excuses no batch: all that it names have a graph, or cannot occur.
+def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A waiver covers no batch: all of its batches have a graph or are inadmissible.
 
-    Whoever believes it leaves batches eager that a graph serves: SGLang's cap of twice the tokens turned
-    away 5 tokens from a graph of 16, which was cheap.
+    An engine that follows it runs batches eager that a graph would serve: SGLang's cap of twice the
+    tokens rejected 5 tokens for a graph of 16, which was cheap.
     """
-    used = {(cell.role, cell.answer.waiver) for cell in walked.cells if cell.answer.waiver is not None}
-    for role in walked.plan.roles:
+    used = {(cell.role, cell.answer.waiver) for cell in coverage.cells if cell.answer.waiver is not None}
+    for role in coverage.plan.roles:
         for index, waiver in enumerate(role.waivers):
             if (role.role, waiver) not in used:
-                yield Found(
-                    role=role.role,
-                    path=_role_path(walked, role.role, "waivers", index),
-                    says=f"{role.role}: the waiver of {waiver.first} to {waiver.last} "
-                    f"({waiver.kind.value}) excuses no batch that there can be",
-                )
+                extent = f"{waiver.first} to {waiver.last} ({waiver.kind.value})"
+                message = f"the waiver of {extent} covers no admissible batch without a graph"
+                yield of_role(coverage, role.role, message, "waivers", index)
 
 
 @rule(
@@ -191,30 +179,16 @@ def idle_waiver(walked: Coverage) -> Iterator[Found]:
     "vllm#36165",
     "vllm#20098",
     remedy="see the role's decisions for the backend or rule that decided it",
-    mend=("mode",),
+    spec_path=("mode",),
 )
-def decodes_run_eager(walked: Coverage) -> Iterator[Found]:
-    """A role that runs at every step has no graph for any of its decodes.
+def decodes_run_eager(coverage: Coverage) -> Iterator[Diagnostic]:
+    """No decode of a role has a graph.
 
-    The reason is in the waivers and decisions; it is worth a look, as decodes are the steps that
-    gain most from a graph. A mode of NONE that the spec asks for is not reported.
+    Decodes gain most from graphs. The waivers and decisions have the reason. A mode of NONE that the
+    spec requests is not reported.
     """
-    for role in walked.plan.roles:
-        families = decode_families(role.role, walked.plan)
-        cells = [c for c in walked.cells if c.role is role.role and c.kind is Kind.DECODE]
-        if (
-            families
-            and role.requested is not GraphMode.NONE
-            and cells
-            and all(c.entry is None for c in cells)
-        ):
-            yield Found(
-                role=role.role,
-                path=_role_path(walked, role.role, "mode"),
-                says=f"{role.role}: every decode runs eager (mode {role.mode.value}, {role.requested.value} wanted)",
-            )
-
-
-def _role_path(walked: Coverage, role: Role, *rest: str | int) -> tuple[str | int, ...]:
-    index = [planned.role for planned in walked.plan.roles].index(role)
-    return ("roles", index, *rest)
+    for role in coverage.plan.roles:
+        cells = [c for c in coverage.cells if c.role is role.role and c.kind is Kind.DECODE]
+        if cells and role.requested is not GraphMode.NONE and all(c.entry is None for c in cells):
+            message = f"every decode runs eager (mode {role.mode.value}, requested {role.requested.value})"
+            yield of_role(coverage, role.role, message, "mode")

@@ -1,15 +1,20 @@
-"""Class G, mode resolution: every mode is allowed, explained, and nobody else's fault."""
+"""Class G, mode resolution: every mode is allowed, and every downgrade is explained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Coverage
-from capture_planner.analysis.lint.core import BugClass, Found, Severity, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Role
-from capture_planner.records.plan import RolePlan
+from capture_planner.records.plan import Decision, RolePlan
 
 _MODES = {mode.value for mode in GraphMode}
+
+
+def _is_step(decision: Decision) -> bool:
+    """Whether a decision changes a mode; others choose sizes."""
+    return {decision.before, decision.after} <= _MODES
 
 
 def _needed(role: RolePlan) -> GraphSupport:
@@ -27,49 +32,38 @@ def _needed(role: RolePlan) -> GraphSupport:
     Severity.ERROR,
     BugClass.G,
     "vllm#39773",
-    remedy="FULL_DECODE_ONLY or NONE are the modes of a draft decode",
-    mend=("roles", "draft_decode", "mode"),
+    remedy="use FULL_DECODE_ONLY or NONE for draft decodes",
+    spec_path=("roles", "draft_decode", "mode"),
 )
-def piecewise_draft_decode(walked: Coverage) -> Iterator[Found]:
+def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A draft decode runs PIECEWISE.
 
-    PIECEWISE pads tokens but not requests. A backend that indexes by request, like FlashInfer by
-    paged_kv_indptr, then reads what an earlier, larger batch left behind, and last_token_indices
-    gather out of bounds.
+    PIECEWISE pads tokens but not requests. A backend that indexes by request (FlashInfer:
+    paged_kv_indptr) then reads entries of an earlier, larger batch, and last_token_indices gathers
+    out of bounds.
     """
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         if role.role is not Role.DRAFT_DECODE:
             continue
-        if role.mode.has_piecewise or any(e.mode is GraphMode.PIECEWISE for e in role.entries):
-            yield Found(
-                role=role.role,
-                path=("roles", index, "mode"),
-                says=f"draft_decode is planned {role.mode.value} with "
-                f"{sum(e.mode is GraphMode.PIECEWISE for e in role.entries)} piecewise graphs: its request "
-                "metadata would be stale",
-            )
+        graphs = sum(entry.mode is GraphMode.PIECEWISE for entry in role.entries)
+        if graphs or role.mode.has_piecewise:
+            message = f"{role.mode.value} with {graphs} piecewise graphs reads stale request metadata"
+            yield of_role(coverage, role.role, message, "mode")
 
 
 @rule("CP031", Severity.ERROR, BugClass.G, "vllm#49547", remedy="plan again from the spec")
-def mode_above_request(walked: Coverage) -> Iterator[Found]:
-    """A role resolved to more than was asked of it: a higher mode, or a chain where single steps were."""
-    speculative = walked.plan.speculative
+def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A role resolved to more than was requested: a higher mode, or chains instead of single steps."""
+    speculative = coverage.plan.speculative
     single = speculative is not None and speculative.chain is Chain.SINGLE
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         chains = [entry for entry in role.entries if entry.draft_steps is not None]
         if single and chains:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: {len(chains)} graphs such as {chains[0]} hold a chain of draft steps, and "
-                "speculative.chain is single",
-            )
+            message = f"{len(chains)} graphs such as {chains[0]} run a chain, but speculative.chain is single"
+            yield of_role(coverage, role.role, message, "entries")
         if role.mode > role.requested:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "mode"),
-                says=f"{role.role}: {role.mode.value} is more than the {role.requested.value} that was wanted",
-            )
+            message = f"{role.mode.value} is above the requested {role.requested.value}"
+            yield of_role(coverage, role.role, message, "mode")
 
 
 @rule(
@@ -78,43 +72,38 @@ def mode_above_request(walked: Coverage) -> Iterator[Found]:
     BugClass.G,
     "vllm#49547",
     "vllm#50619",
-    remedy="each step down is a decision with its rule, backend and group",
+    remedy="record each downgrade as a decision with its rule, backend and group",
 )
-def unexplained_mode(walked: Coverage) -> Iterator[Found]:
-    """The decisions of a role do not lead from the mode that was wanted to the one it has."""
-    for index, role in enumerate(walked.plan.roles):
+def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
+    """The decisions of a role do not lead from its requested mode to its resolved mode."""
+    for role in coverage.plan.roles:
         at = role.requested.value
         for decision in role.decisions:
-            if decision.before in _MODES and decision.after in _MODES and decision.before == at:
+            if _is_step(decision) and decision.before == at:
                 at = decision.after
         if at != role.mode.value:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "mode"),
-                says=f"{role.role}: the decisions lead from {role.requested.value} to {at}, and the mode is "
-                f"{role.mode.value}",
+            message = (
+                f"the decisions lead from {role.requested.value} to {at}, but the mode is {role.mode.value}"
             )
+            yield of_role(coverage, role.role, message, "mode")
 
 
-@rule("CP033", Severity.ERROR, BugClass.G, "vllm#49547", "vllm#50619", remedy="degrade the drafter alone")
-def drafter_lowers_target(walked: Coverage) -> Iterator[Found]:
+@rule("CP033", Severity.ERROR, BugClass.G, "vllm#49547", "vllm#50619", remedy="lower the drafter's mode only")
+def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter's limits lowered the target's mode.
 
     Five draft layers disabled the graphs of 93 target layers in vLLM.
     """
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         if role.role is not Role.TARGET:
             continue
         own = {(group.name, group.backend) for group in role.groups}
         for step, decision in enumerate(role.decisions):
-            stranger = decision.group is not None and (decision.group, decision.backend) not in own
-            if decision.role.is_drafter or stranger:
-                yield Found(
-                    role=role.role,
-                    path=("roles", index, "decisions", step),
-                    says=f"target: {decision.before} became {decision.after} because of "
-                    f"{decision.role} ({decision.backend or 'no backend'})",
-                )
+            foreign = decision.group is not None and (decision.group, decision.backend) not in own
+            if decision.role.is_drafter or foreign:
+                cause = f"{decision.role} ({decision.backend or 'no backend'})"
+                message = f"{decision.before} became {decision.after} because of {cause}"
+                yield of_role(coverage, role.role, message, "decisions", step)
 
 
 @rule(
@@ -122,21 +111,18 @@ def drafter_lowers_target(walked: Coverage) -> Iterator[Found]:
     Severity.ERROR,
     BugClass.G,
     "vllm#28207",
-    remedy="choose another backend, or a lower mode",
-    mend=("backend",),
+    remedy="choose another backend or a lower mode",
+    spec_path=("backend",),
 )
-def mode_beyond_support(walked: Coverage) -> Iterator[Found]:
+def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
     """A mode or a graph needs more than the weakest attention group of its role supports."""
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         needed = _needed(role)
         for number, group in enumerate(role.groups):
             if group.support.level < needed:
-                yield Found(
-                    role=role.role,
-                    path=("roles", index, "groups", number),
-                    says=f"{role.role}: {role.mode.value} needs {needed.name}, and {group.backend} ({group.name}) "
-                    f"has {group.support.level.name}",
-                )
+                support = f"{group.backend} ({group.name}) supports only {group.support.level.name}"
+                message = f"{role.mode.value} needs {needed.name}, but {support}"
+                yield of_role(coverage, role.role, message, "groups", number)
 
 
 @rule(
@@ -145,29 +131,28 @@ def mode_beyond_support(walked: Coverage) -> Iterator[Found]:
     BugClass.G,
     "vllm#49547",
     remedy="choose another backend if the mode matters",
-    mend=("mode",),
+    spec_path=("mode",),
 )
-def stepped_down(walked: Coverage) -> Iterator[Found]:
-    """A backend's limits lowered a mode. It is decided and recorded; here it is said aloud."""
-    for index, role in enumerate(walked.plan.roles):
+def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A backend's limits lowered a mode. The plan records the decision; this makes it visible."""
+    for role in coverage.plan.roles:
         for step, decision in enumerate(role.decisions):
-            if decision.backend is not None and decision.before in _MODES and decision.after in _MODES:
-                yield Found(
-                    role=role.role,
-                    path=("roles", index, "decisions", step),
-                    says=f"{role.role}: {decision.before} became {decision.after}: {decision.says}",
-                )
+            if decision.backend is not None and _is_step(decision):
+                message = f"{decision.before} became {decision.after}: {decision.message}"
+                yield of_role(coverage, role.role, message, "decisions", step)
 
 
-@rule("CP036", Severity.ERROR, BugClass.G, "vllm#39773", remedy="lower the drafter, or raise the target")
-def drafter_above_target(walked: Coverage) -> Iterator[Found]:
+@rule(
+    "CP036", Severity.ERROR, BugClass.G, "vllm#39773", remedy="lower the drafter's mode or raise the target's"
+)
+def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter has a mode that its target does not allow.
 
     Draft prefill starts from the target's resolved mode; a draft decode has full graphs only where
     the target's decodes have.
     """
-    target = next((role for role in walked.plan.roles if role.role is Role.TARGET), None)
-    for index, role in enumerate(walked.plan.roles):
+    target = next((role for role in coverage.plan.roles if role.role is Role.TARGET), None)
+    for role in coverage.plan.roles:
         if target is None or not role.role.is_drafter:
             continue
         if role.role is Role.DRAFT_PREFILL:
@@ -175,25 +160,19 @@ def drafter_above_target(walked: Coverage) -> Iterator[Found]:
         else:
             wrong = role.mode is not GraphMode.NONE and target.mode.decode_mode is not GraphMode.FULL
         if wrong:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "mode"),
-                says=f"{role.role} runs {role.mode.value} while the target runs {target.mode.value}",
-            )
+            message = f"runs {role.mode.value} while the target runs {target.mode.value}"
+            yield of_role(coverage, role.role, message, "mode")
 
 
-@rule("CP037", Severity.ERROR, BugClass.G, "vllm#47460", remedy="remove them, or change the mode")
-def graph_outside_mode(walked: Coverage) -> Iterator[Found]:
-    """A graph is planned that its role's mode does not have, so nothing would dispatch to it."""
-    for index, role in enumerate(walked.plan.roles):
-        strange = [
+@rule("CP037", Severity.ERROR, BugClass.G, "vllm#47460", remedy="remove them or change the mode")
+def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A graph does not belong to its role's mode, so no batch is dispatched to it."""
+    for role in coverage.plan.roles:
+        wrong = [
             entry
             for entry in role.entries
             if entry.mode is not (role.mode.mixed_mode if entry.query_len is None else role.mode.decode_mode)
         ]
-        if strange:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: {len(strange)} graphs such as {strange[0]} do not belong to {role.mode.value}",
-            )
+        if wrong:
+            message = f"{len(wrong)} graphs do not belong to {role.mode.value}, such as {wrong[0]}"
+            yield of_role(coverage, role.role, message, "entries")

@@ -1,24 +1,24 @@
-"""Class I, resources: graphs fit what there is, whatever the order of capture."""
+"""Class I, resources: graphs fit the budget, the backend and the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import BugClass, Found, Severity, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.records.batch import Kind
 
 MEMORY_SHARE = 0.1
-"""Graphs that may take more than this share of the device are worth a budget."""
+"""The share of device memory above which graphs should have a budget."""
 
 MANY_GRAPHS = 256
-"""Start-ups with 67 graphs were reported as slow (vllm#20098); LoRA multiplied 51 into 300 (#32005)."""
+"""67 graphs were reported as a slow start-up (vllm#20098); LoRA multiplied 51 graphs into 300 (#32005)."""
 
 COARSE_RATIO = 1.5
 COARSE_TOKENS = 64
-"""Decodes have coarse sizes where both are passed: 129 requests in a graph of 256. TensorRT-LLM gave up
-doubling for steps of 64, and gained up to 1.5 times the throughput (TRT-LLM#12895)."""
+"""Decode sizes are coarse where both are exceeded, as for 129 requests in a graph of 256. TensorRT-LLM
+replaced doubling by steps of 64, for up to 1.5 times the throughput (TRT-LLM#12895)."""
 
 
 @rule(
@@ -28,37 +28,33 @@ doubling for steps of 64, and gained up to 1.5 times the throughput (TRT-LLM#128
     "vllm#50488",
     "TRT-LLM#12895",
     remedy="plan again from the spec, or raise the budget",
-    mend=("budget",),
+    spec_path=("budget",),
 )
-def over_budget(walked: Coverage) -> Iterator[Found]:
+def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has more graphs than its budget allows."""
-    bound = walked.plan.budget.allowed_graphs()
-    if bound is not None and walked.plan.num_graphs > bound[0]:
-        yield Found(
-            path=("budget",),
-            says=f"{walked.plan.num_graphs} graphs, and {bound[1]} allows {bound[0]}",
+    bound = coverage.plan.budget.allowed_graphs()
+    if bound is not None and coverage.plan.num_graphs > bound[0]:
+        yield Diagnostic(
+            path=("budget",), message=f"{coverage.plan.num_graphs} graphs, but {bound[1]} allows {bound[0]}"
         )
 
 
 @rule("CP041", Severity.ERROR, BugClass.I, "vllm-ascend#8585", remedy="plan again from the spec")
-def over_backend_cap(walked: Coverage) -> Iterator[Found]:
+def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role has more full graphs, or larger ones, than its backend can hold."""
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         full = [entry for entry in role.entries if entry.mode is GraphMode.FULL]
         widest = max((entry.num_reqs or 0 for entry in full), default=0)
         for number, group in enumerate(role.groups):
             support = group.support
             excess = []
             if support.max_graphs is not None and len(full) > support.max_graphs:
-                excess.append(f"{len(full)} full graphs of at most {support.max_graphs}")
+                excess.append(f"{len(full)} full graphs (at most {support.max_graphs})")
             if support.max_num_reqs is not None and widest > support.max_num_reqs:
-                excess.append(f"a graph of {widest} requests of at most {support.max_num_reqs}")
+                excess.append(f"a graph of {widest} requests (at most {support.max_num_reqs})")
             if excess:
-                yield Found(
-                    role=role.role,
-                    path=("roles", index, "groups", number),
-                    says=f"{role.role}: {group.backend} is given {' and '.join(excess)}",
-                )
+                message = f"{group.backend} gets {' and '.join(excess)}"
+                yield of_role(coverage, role.role, message, "groups", number)
 
 
 @rule(
@@ -68,21 +64,21 @@ def over_backend_cap(walked: Coverage) -> Iterator[Found]:
     "vllm#32005",
     "vllm#36370",
     remedy="set lora.specialize to false, or budget.max_graphs",
-    mend=("lora",),
+    spec_path=("lora",),
 )
-def lora_multiplies_graphs(walked: Coverage) -> Iterator[Found]:
-    """Adapter cases multiply an already long list of graphs.
+def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
+    """LoRA cases multiply a long list of graphs.
 
-    Specialising on the number of active adapters multiplied vLLM's keys; clamping the cases cut a
+    Specializing on the number of active adapters multiplied vLLM's keys; fewer cases cut one
     start-up from 94 to 29 seconds.
     """
-    plan = walked.plan
+    plan = coverage.plan
     if plan.lora is None or plan.num_graphs <= MANY_GRAPHS:
         return
     plain = sum(entry.active_loras == 0 for role in plan.roles for entry in role.entries)
-    yield Found(
+    yield Diagnostic(
         path=("lora",),
-        says=f"{len(plan.lora.cases())} adapter cases make {plan.num_graphs} graphs of {plain}",
+        message=f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}",
     )
 
 
@@ -94,20 +90,20 @@ def lora_multiplies_graphs(walked: Coverage) -> Iterator[Found]:
     "vllm#51590",
     "vllm#20098",
     remedy="set budget.memory or budget.max_graphs",
-    mend=("budget",),
+    spec_path=("budget",),
 )
-def capture_cost(walked: Coverage) -> Iterator[Found]:
-    """Without a budget, graphs may take more than a tenth of the device's memory.
+def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
+    """There is no budget, and graphs may take more than a tenth of the device's memory.
 
-    By the worst public figures (25 MiB a graph). Estimates extrapolated from two graphs were wrong
-    by several times: 1.3 GiB estimated, 4.7 to 16.9 GiB taken.
+    At the worst public figure, 25 MiB per graph. Estimates extrapolated from two graphs were several
+    times too low: 1.3 GiB estimated, 4.7 to 16.9 GiB taken.
     """
-    plan, budget = walked.plan, walked.plan.budget
+    plan, budget = coverage.plan, coverage.plan.budget
     need, memory = plan.num_graphs * budget.memory_per_graph, plan.environment.device.memory
     if budget.allowed_graphs() is None and need > MEMORY_SHARE * memory:
-        yield Found(
+        yield Diagnostic(
             path=("budget",),
-            says=f"{plan.num_graphs} graphs may take {need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
+            message=f"{plan.num_graphs} graphs may take {need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
             f"{plan.num_graphs * budget.seconds_per_graph:.0f} s to capture",
         )
 
@@ -117,19 +113,16 @@ def capture_cost(walked: Coverage) -> Iterator[Found]:
     Severity.NOTE,
     BugClass.I,
     "vllm#44078",
-    remedy="set pool to shared unless you measure the difference",
-    mend=("pool",),
+    remedy="set pool to shared unless you measured a difference",
+    spec_path=("pool",),
 )
-def separate_pools(walked: Coverage) -> Iterator[Found]:
-    """The drafter's graphs have a memory pool of their own.
+def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
+    """The drafter's graphs have their own memory pool.
 
-    vLLM had one and removed it: same tokens, same acceptance, about 0.27 GiB saved.
+    vLLM removed it: same tokens, same acceptance, about 0.27 GiB saved.
     """
-    if walked.plan.pool is Pool.PER_ROLE and len(walked.plan.roles) > 1:
-        yield Found(
-            path=("pool",),
-            says="each role has a pool of its own, which cost vLLM about 0.27 GiB",
-        )
+    if coverage.plan.pool is Pool.PER_ROLE and len(coverage.plan.roles) > 1:
+        yield Diagnostic(path=("pool",), message="each role has its own pool, which cost vLLM about 0.27 GiB")
 
 
 @rule(
@@ -138,40 +131,36 @@ def separate_pools(walked: Coverage) -> Iterator[Found]:
     BugClass.I,
     "TRT-LLM#12895",
     "vllm-ascend#1168",
-    remedy="add sizes between, or let the default policy choose",
-    mend=("sizes",),
+    remedy="add sizes between, or use the default policy",
+    spec_path=("sizes",),
 )
-def coarse_decode_sizes(walked: Coverage) -> Iterator[Found]:
-    """Decodes are padded by more than half, and by many rows, while there is room for more graphs.
+def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
+    """Decodes are padded by more than half and by many rows, although more graphs would fit.
 
-    Sizes that double make up to half of a step padding. Steps of 64 cost TensorRT-LLM 0.3 GiB and gave
-    up to 1.5 times the throughput; steps of 8 cost 2.6 GiB. Six sizes spread evenly made 2 requests run as
-    88 in vLLM Ascend. Where the budget or the backend leaves no
-    room for a graph, nothing is said.
+    With sizes that double, up to half of a step is padding. Steps of 64 cost TensorRT-LLM 0.3 GiB and
+    gave up to 1.5 times the throughput; steps of 8 cost 2.6 GiB. With six evenly spaced sizes, vLLM
+    Ascend ran 2 requests as 88. Not reported where the budget or the backend leaves no room.
     """
-    bound = walked.plan.budget.allowed_graphs()
-    if bound is not None and walked.plan.num_graphs >= bound[0]:
+    bound = coverage.plan.budget.allowed_graphs()
+    if bound is not None and coverage.plan.num_graphs >= bound[0]:
         return
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
         if any(
             group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups
         ):
             continue
-        coarse = [cell for cell in walked.cells if cell.role is role.role and _is_coarse(cell)]
+        coarse = [cell for cell in coverage.cells if cell.role is role.role and _is_coarse(cell)]
         if coarse:
             worst = max(coarse, key=lambda cell: cell.worst)
             assert worst.entry is not None
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: {worst.first} requests are padded from {worst.first * (worst.query_len or 1)} "
-                f"to {worst.entry.num_tokens} tokens, and there is room for more graphs",
-            )
+            padded = f"from {worst.first * (worst.query_len or 1)} to {worst.entry.num_tokens} tokens"
+            message = f"{worst.first} requests are padded {padded}, although more graphs would fit"
+            yield of_role(coverage, role.role, message, "entries")
 
 
 def _is_coarse(cell: Cell) -> bool:
-    """Say whether the smallest decode of a cell is mostly padding."""
+    """Whether the smallest decode of a cell is mostly padding."""
     if cell.kind is not Kind.DECODE or cell.entry is None or cell.min_loras:
         return False
     rows = cell.entry.num_tokens - cell.first * (cell.query_len or 1)

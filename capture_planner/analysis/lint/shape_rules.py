@@ -1,4 +1,4 @@
-"""Class B, shape algebra, and class C, dispatch: what is captured is what a batch can be."""
+"""Class B, shape algebra, and class C, dispatch: each captured shape is one that batches have."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Coverage, nearest_group_misses
-from capture_planner.analysis.lint.core import BugClass, Found, Severity, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, token_step
 
 HEAVY_RATIO = 2.0
 HEAVY_TOKENS = 1024
-"""Padding is heavy where it is both: 5 to 16 tokens is cheap, 3208 to 8192 is not (sglang#31487, #40253)."""
+"""Padding is heavy above both: 5 to 16 tokens is cheap, 3208 to 8192 is not (sglang#31487, #40253)."""
 
 
 @rule(
@@ -22,23 +22,20 @@ HEAVY_TOKENS = 1024
     BugClass.B,
     "vllm#28207",
     "vllm#36165",
-    remedy="list num_reqs only; tokens follow",
+    remedy="list num_reqs only; num_tokens follows",
 )
-def tokens_not_requests_times_length(walked: Coverage) -> Iterator[Found]:
-    """A uniform graph has num_tokens other than num_reqs times query_len.
+def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A uniform graph whose num_tokens is not num_reqs times query_len.
 
-    With K = 2, sizes that are no multiple of 3 left the last request of a vLLM decode graph short,
-    and a prefill branch was captured in it. Graphs that it kept under as many requests as tokens were
-    never found by a decode of several tokens each, which ran eager at half the speed.
+    With K = 2, sizes that are not multiples of 3 left the last request of a vLLM decode graph short,
+    and captured a prefill branch. Graphs keyed with num_reqs = num_tokens were never found by decodes
+    of several tokens, which ran eager at half the speed.
     """
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         for entry in role.entries:
             if entry.query_len is not None and entry.num_tokens != (entry.num_reqs or 0) * entry.query_len:
-                yield Found(
-                    role=role.role,
-                    path=("roles", index, "entries"),
-                    says=f"{role.role}: {entry} is not {entry.num_reqs} x {entry.query_len}",
-                )
+                message = f"{entry} does not have {entry.num_reqs} x {entry.query_len} tokens"
+                yield of_role(coverage, role.role, message, "entries")
 
 
 @rule(
@@ -47,26 +44,23 @@ def tokens_not_requests_times_length(walked: Coverage) -> Iterator[Found]:
     BugClass.B,
     "vllm#48494",
     "vllm#48329",
-    remedy="remove them; nothing dispatches to them",
+    remedy="remove them; no batch is dispatched to them",
 )
-def query_length_of_another_role(walked: Coverage) -> Iterator[Found]:
+def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph has a query length that its role never runs.
 
-    Target and draft prefill run 1 + k tokens for each scheduled k; a draft decode runs one. vLLM
-    applied the target's formula to the drafter and got a length of -5.
+    Target and draft prefill run 1 + k tokens for each scheduled k; draft decodes run one. vLLM applied
+    the target's formula to the drafter and got a length of -5.
     """
-    for index, role in enumerate(walked.plan.roles):
-        lengths = {family.query_len for family in decode_families(role.role, walked.plan)}
+    for role in coverage.plan.roles:
+        lengths = {family.query_len for family in decode_families(role.role, coverage.plan)}
         if role.role is Role.DRAFT_DECODE:
             lengths.add(1)
         wrong = sorted({e.query_len for e in role.entries if e.query_len is not None} - lengths)
         if wrong:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: graphs of query length {', '.join(map(str, wrong))}, and the role runs "
-                f"{', '.join(map(str, sorted(lengths))) or 'none'}",
-            )
+            runs = ", ".join(map(str, sorted(lengths))) or "none"
+            message = f"graphs of query length {', '.join(map(str, wrong))}, but the role runs {runs}"
+            yield of_role(coverage, role.role, message, "entries")
 
 
 @rule(
@@ -74,25 +68,24 @@ def query_length_of_another_role(walked: Coverage) -> Iterator[Found]:
     Severity.NOTE,
     BugClass.B,
     "vllm#46324",
-    remedy="harmless here; for an engine that derives requests from tokens, name multiples",
-    mend=("sizes",),
+    remedy="harmless here; use multiples for an engine that derives requests from tokens",
+    spec_path=("sizes",),
 )
-def unaligned_piecewise(walked: Coverage) -> Iterator[Found]:
-    """PIECEWISE sizes are no multiples of 1 + K in a speculative deployment.
+def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
+    """PIECEWISE sizes are not multiples of 1 + K in a speculative deployment.
 
-    A thread reports an illegal access with such sizes in vLLM; the cause is disputed. Here attention
-    runs outside the piecewise graphs on unpadded requests, so nothing derives requests from tokens.
+    A thread reports an illegal memory access with such sizes in vLLM; the cause is disputed. Here
+    attention runs outside piecewise graphs, on unpadded requests: requests never follow from tokens.
     """
-    speculative = walked.plan.speculative
+    speculative = coverage.plan.speculative
     if speculative is None:
         return
     multiple = 1 + speculative.num_tokens
-    sizes = {e.num_tokens for r in walked.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
+    sizes = {e.num_tokens for r in coverage.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
     odd = sum(size % multiple != 0 for size in sizes)
     if odd:
-        yield Found(
-            path=("roles",),
-            says=f"{odd} of {len(sizes)} piecewise sizes are no multiple of {multiple}",
+        yield Diagnostic(
+            path=("roles",), message=f"{odd} of {len(sizes)} piecewise sizes are not multiples of {multiple}"
         )
 
 
@@ -102,19 +95,16 @@ def unaligned_piecewise(walked: Coverage) -> Iterator[Found]:
     BugClass.B,
     "vllm#28207",
     remedy="round them up to multiples of the tensor-parallel size",
-    mend=("parallel",),
+    spec_path=("parallel",),
 )
-def unaligned_for_sequence_parallelism(walked: Coverage) -> Iterator[Found]:
-    """Padded tokens do not divide over the tensor-parallel ranks that share them."""
-    step = token_step(walked.plan.parallel)
-    for index, role in enumerate(walked.plan.roles):
+def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnostic]:
+    """With sequence parallelism, padded tokens do not divide over the tensor-parallel ranks."""
+    step = token_step(coverage.plan.parallel)
+    for role in coverage.plan.roles:
         odd = sorted({e.num_tokens for e in role.entries if e.num_tokens % step})
         if odd:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: sizes {', '.join(map(str, odd[:8]))} are no multiples of {step}",
-            )
+            message = f"sizes {', '.join(map(str, odd[:8]))} are not multiples of {step}"
+            yield of_role(coverage, role.role, message, "entries")
 
 
 @rule(
@@ -122,17 +112,17 @@ def unaligned_for_sequence_parallelism(walked: Coverage) -> Iterator[Found]:
     Severity.WARNING,
     BugClass.B,
     "vllm#48494",
-    remedy="raise num_tokens, or schedule no more than it",
-    mend=("speculative", "schedule"),
+    remedy="raise num_tokens or lower the schedule",
+    spec_path=("speculative", "schedule"),
 )
-def schedule_beyond_num_tokens(walked: Coverage) -> Iterator[Found]:
-    """A schedule asks for more draft tokens than num_tokens, and is clamped to it."""
-    speculative = walked.plan.speculative
+def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A schedule has more draft tokens than num_tokens, and is clamped to it."""
+    speculative = coverage.plan.speculative
     for index, (first, last, k) in enumerate(speculative.schedule if speculative else ()):
         if speculative and k > speculative.num_tokens:
-            yield Found(
+            yield Diagnostic(
                 path=("speculative", "schedule", index),
-                says=f"the schedule has {k} draft tokens for {first} to {last} requests, and num_tokens is "
+                message=f"the schedule has {k} draft tokens for {first} to {last} requests, but num_tokens is "
                 f"{speculative.num_tokens}",
             )
 
@@ -144,24 +134,21 @@ def schedule_beyond_num_tokens(walked: Coverage) -> Iterator[Found]:
     "vllm#47460",
     "vllm#53407",
     "vllm#56136",
-    remedy="remove them, or plan again from the spec",
+    remedy="remove them or plan again from the spec",
 )
-def unreachable_entry(walked: Coverage) -> Iterator[Found]:
-    """A graph is captured that no batch can reach: memory and start-up time for nothing.
+def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A graph that no batch can reach: it wastes memory and start-up time.
 
-    vLLM 0.33 captures every query length of a dynamic schedule at every size: 49 of 102 full graphs
-    of one schedule are unreachable by its own dispatcher. Draft graphs were captured and never used.
+    vLLM 0.33 captures every query length of a dynamic schedule at every size: its own dispatcher
+    cannot reach 49 of the 102 full graphs of one schedule. Draft graphs were captured and never used.
     """
-    for index, role in enumerate(walked.plan.roles):
-        reached = walked.reached(role.role)
+    for role in coverage.plan.roles:
+        reached = coverage.reached(role.role)
         idle = [entry for entry in role.entries if entry not in reached]
         if idle:
             shown = "; ".join(str(entry) for entry in idle[:4]) + ("; ..." if len(idle) > 4 else "")
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: {len(idle)} of {len(role.entries)} graphs serve no batch: {shown}",
-            )
+            message = f"{len(idle)} of {len(role.entries)} graphs serve no batch: {shown}"
+            yield of_role(coverage, role.role, message, "entries")
 
 
 @rule(
@@ -170,36 +157,29 @@ def unreachable_entry(walked: Coverage) -> Iterator[Found]:
     BugClass.C,
     "vllm#53407",
     "vllm#56136",
-    remedy="nothing to do here; with vLLM 0.33, expect these to run PIECEWISE or eager",
-    mend=("speculative", "schedule"),
+    remedy="nothing to fix here; with vLLM 0.33, expect these to run PIECEWISE or eager",
+    spec_path=("speculative", "schedule"),
 )
-def missed_by_nearest_size(walked: Coverage) -> Iterator[Found]:
+def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
     """An engine that looks only at the nearest captured size would miss full graphs of this plan.
 
-    The dispatcher here looks at all entries and misses none; the note says what another would lose.
+    Our dispatcher looks at all entries and misses none.
     """
-    for index, role in enumerate(walked.plan.roles):
-        missed = nearest_group_misses(walked.plan, role.role)
+    for role in coverage.plan.roles:
+        missed = nearest_group_misses(coverage.plan, role.role)
         if missed:
-            yield Found(
-                role=role.role,
-                path=("roles", index, "entries"),
-                says=f"{role.role}: looking only at the nearest size, {len(missed)} decode batch sizes would miss "
-                f"a full graph, from {missed[0]} requests on",
-            )
+            sizes = f"{len(missed)} decode batch sizes, from {missed[0]} requests on"
+            message = f"an engine that looks only at the nearest size misses a full graph for {sizes}"
+            yield of_role(coverage, role.role, message, "entries")
 
 
 @rule("CP022", Severity.ERROR, BugClass.C, "vllm#36165", remedy="list it once")
-def duplicate_entry(walked: Coverage) -> Iterator[Found]:
-    """A graph is listed twice: one key, two captures."""
-    for index, role in enumerate(walked.plan.roles):
+def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A graph is listed twice, and would be captured twice under one key."""
+    for role in coverage.plan.roles:
         for entry, count in Counter(role.entries).items():
             if count > 1:
-                yield Found(
-                    role=role.role,
-                    path=("roles", index, "entries"),
-                    says=f"{role.role}: {entry} is listed {count} times",
-                )
+                yield of_role(coverage, role.role, f"{entry} is listed {count} times", "entries")
 
 
 @rule(
@@ -208,27 +188,24 @@ def duplicate_entry(walked: Coverage) -> Iterator[Found]:
     BugClass.C,
     "sglang#31487",
     "sglang#40253",
-    remedy="add a size between, or let the default policy choose",
-    mend=("sizes",),
+    remedy="add a size between, or use the default policy",
+    spec_path=("sizes",),
 )
-def heavy_padding(walked: Coverage) -> Iterator[Found]:
-    """A batch is padded to more than twice its tokens, by more than a thousand of them.
+def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A batch is padded to more than twice its tokens, and by more than 1024 tokens.
 
-    SGLang padded 3208 tokens to 8192, slower than eager; the fixed cap of 2 that followed rejected
-    a cheap 5 to 16. Both must be large for padding to hurt.
+    Padding hurts where both are large: SGLang padded 3208 tokens to 8192, slower than eager; the
+    fixed cap of 2 that followed rejected a cheap 5 to 16.
     """
-    for cell in walked.cells:
+    for cell in coverage.cells:
         if cell.entry is None or cell.min_loras:
             continue
         real = cell.first * (cell.query_len or 1)
         if cell.worst > HEAVY_RATIO and cell.entry.num_tokens - real > HEAVY_TOKENS:
             unit = "requests" if cell.kind is Kind.DECODE else "tokens"
-            yield Found(
-                role=cell.role,
-                path=("roles", [r.role for r in walked.plan.roles].index(cell.role), "entries"),
-                says=f"{cell.role}: a batch of {cell.first} {unit} is padded from {real} to "
-                f"{cell.entry.num_tokens} tokens",
-            )
+            padded = f"from {real} to {cell.entry.num_tokens} tokens"
+            message = f"a batch of {cell.first} {unit} is padded {padded}"
+            yield of_role(coverage, cell.role, message, "entries")
 
 
 @rule(
@@ -237,19 +214,16 @@ def heavy_padding(walked: Coverage) -> Iterator[Found]:
     BugClass.C,
     "vllm#36165",
     "vllm#39773",
-    remedy="give num_reqs to FULL graphs, and to no others",
+    remedy="set num_reqs for FULL graphs only",
 )
-def request_extent(walked: Coverage) -> Iterator[Found]:
-    """A FULL graph without a request extent, or a PIECEWISE graph with one.
+def request_extent(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A FULL graph without num_reqs, or a PIECEWISE graph with it.
 
-    A full graph holds attention, so its requests are padded and part of the key; vLLM lost half its
+    A full graph contains attention, so its padded requests are part of the key; vLLM lost half its
     throughput to a key whose num_reqs differed. PIECEWISE runs attention outside, unpadded.
     """
-    for index, role in enumerate(walked.plan.roles):
+    for role in coverage.plan.roles:
         for entry in role.entries:
             if (entry.mode is GraphMode.FULL) == (entry.num_reqs is None):
-                yield Found(
-                    role=role.role,
-                    path=("roles", index, "entries"),
-                    says=f"{role.role}: {entry} {'has no' if entry.num_reqs is None else 'must not have'} num_reqs",
-                )
+                verb = "has no" if entry.num_reqs is None else "must not have"
+                yield of_role(coverage, role.role, f"{entry} {verb} num_reqs", "entries")

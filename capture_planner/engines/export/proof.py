@@ -19,7 +19,7 @@ from capture_planner.engines.export.core import BACKEND, Difference, Effect, Exp
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.batch_space import decode_families, extent, mixed_tokens, most_loras, shape
+from capture_planner.records.batch_space import decode_families, mixed_tokens, most_loras
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 
@@ -149,9 +149,9 @@ class _Comparison:
 
     def _ask(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
         """Ask both sides, and put what differs beside the difference before it, where it is like it."""
-        planned, emulated = self.dispatcher.answer(batch), self.emulation.dispatch(batch)
-        kind = shape(batch)
-        size = extent(batch, kind)
+        planned, emulated = self.dispatcher.dispatch(batch), self.emulation.dispatch(batch)
+        kind = batch.kind
+        size = batch.extent(kind)
         count = max_loras - batch.active_loras + 1
         self.batches += count
         found = effect(planned, emulated)

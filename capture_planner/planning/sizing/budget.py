@@ -1,6 +1,6 @@
-"""Fit ladders into a number of graphs: coarser everywhere first, shorter only when that fails.
+"""Fit ladders into a number of graphs: coarser first, shorter only when that fails.
 
-A coarser ladder pads more and covers as much, so padding is given up before coverage, adapter
+A coarser ladder pads more and covers the same batches. So padding is given up before coverage, LoRA
 cases before whole kinds of batch, and mixed batches before decodes.
 """
 
@@ -31,11 +31,12 @@ def total(ladders: Sequence[Ladder]) -> int:
 
 
 def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder, ...]:
-    """Return ladders of at most ``allowed`` graphs together, in the order given.
+    """Return ladders with at most ``allowed`` graphs in total, in the order given.
 
-    All are thinned to one common worst ratio, the least that fits. Where a single size each is
-    still too many, adapter cases between none and the most go, then whole ladders, least valuable
-    first; a dropped ladder says ``reason``.
+    All are thinned to the least common worst ratio that fits. Where one size each is still too many,
+    the LoRA cases between none and the most are dropped, then whole ladders, least valuable first.
+
+    :param reason: why a ladder is dropped, for its waivers.
     """
     if total(ladders) <= allowed:
         return tuple(ladders)
@@ -53,7 +54,7 @@ def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder
 
 
 def _value(ladder: Ladder) -> tuple[int, int]:
-    """Order ladders by what losing them costs; longer queries are rarer among decodes."""
+    """Order ladders by what dropping them costs; longer queries are rarer among decodes."""
     return _LEAST_VALUABLE_FIRST.index((ladder.kind, ladder.role)), -(ladder.query_len or 0)
 
 

@@ -1,4 +1,4 @@
-"""The capture-size lists of today's engines, number for number.
+"""The capture-size lists of engines, exactly.
 
 Sources: vLLM 0.33.0 ``VllmConfig._set_cudagraph_sizes`` and ``CudaGraphManager._init_candidates``;
 SGLang 0.5.23 ``arg_groups/cuda_graph_hook.py``; TensorRT-LLM ``CudaGraphConfig``.

@@ -26,22 +26,22 @@ class Ladder:
     """The counts that the ladder is meant to cover: up to its ceiling, not to the limits."""
     sizes: tuple[int, ...]
     adaptive: bool = False
-    """Whether sizes were computed, and may be computed again for fewer graphs."""
+    """Whether the sizes were computed, and may be recomputed for fewer graphs."""
     anchors: tuple[int, ...] = ()
-    """Sizes that must be in it: the decodes of roles whose decodes have no ladder of their own."""
+    """Sizes that it must have: the largest decodes, where decodes have no ladder of their own."""
     cases: tuple[int, ...] = (0,)
-    """Adapter counts that each size is captured for, as far as its requests can need them."""
+    """LoRA counts that each size is captured for, as far as its requests can need them."""
     max_num_reqs: int
-    """Most requests one of its graphs holds."""
+    """The most requests that one of its graphs holds."""
     cut: Reason | None = None
-    """What kept it from reaching further, where something other than the policy did."""
+    """Why it ends where it does; None: because of the policy."""
 
     def num_reqs(self, size: int) -> int:
         """Return the padded requests of a graph of that size."""
         return size if self.kind is Kind.DECODE else min(size, self.max_num_reqs)
 
     def served(self, size: int) -> tuple[int, ...]:
-        """Return the adapter counts that a graph of that size is captured for.
+        """Return the LoRA counts that a graph of that size is captured for.
 
         Real requests decide, not padded ones: each has at most one adapter.
         """
@@ -61,21 +61,18 @@ class Ladder:
         if ratio <= self.worst or not self.sizes:
             return self
         sizes = fewest(
-            self.domain,
-            ratio,
-            candidates=None if self.adaptive else self.sizes,
-            anchors=self.anchors,
+            self.domain, ratio, candidates=None if self.adaptive else self.sizes, anchors=self.anchors
         )
         return self if len(sizes) >= len(self.sizes) else attrs.evolve(self, sizes=sizes)
 
     def tightened(self) -> Ladder:
-        """Return the best ladder with as many sizes; a fixed one is what it is."""
+        """Return the best ladder of the same number of sizes, if adaptive."""
         if not self.adaptive:
             return self
         return attrs.evolve(self, sizes=minimax(self.domain, len(self.sizes), self.anchors))
 
     def dropped(self, reason: Reason) -> Ladder:
-        """Return the ladder without any size, and why."""
+        """Return the ladder without sizes, with the reason."""
         return attrs.evolve(self, sizes=(), cut=reason)
 
     def __str__(self) -> str:

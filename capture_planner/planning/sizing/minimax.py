@@ -1,10 +1,9 @@
 """The ladder whose worst padding is least.
 
 Padding is judged as padded/real, where real is first rounded up to the step that sizes must be
-multiples of: what alignment forces is nobody's choice. For a bound on that ratio the fewest sizes
-come from one greedy walk, and the least bound for a number of sizes from bisection. Two ratios of
-counts up to n differ by at least 1/n^2, so a grid that fine makes the bisection exact; no floats
-decide anything.
+multiples of: padding that alignment forces does not count. For a bound on that ratio one greedy walk
+gives the fewest sizes; bisection gives the least bound for a number of sizes. Two ratios of counts up
+to n differ by at least 1/n^2, so a grid that fine makes the bisection exact, without floats.
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ from fractions import Fraction
 from capture_planner.records.batch_space import Domain
 
 _ROUNDS = 4
-"""How often the rest of a ladder is made anew; it hardly changes after the second time."""
+"""How often the rest of a ladder is recomputed; it hardly changes after the second time."""
 
 
 def fewest(
-    domain: Domain,
-    ratio: Fraction,
-    *,
-    candidates: Sequence[int] | None = None,
-    anchors: Sequence[int] = (),
+    domain: Domain, ratio: Fraction, *, candidates: Sequence[int] | None = None, anchors: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return the shortest ladder that covers ``domain`` with no count padded beyond ``ratio``.
 
-    ``candidates`` (ascending) are the sizes to choose from, by default all; where the next one is
-    further than ``ratio`` away it is taken all the same. ``anchors`` (ascending) are sizes that must
-    be in it.
+    :param candidates: the sizes to choose from, ascending; None: all. Where the next one is further
+        away than ``ratio``, it is used all the same.
+    :param anchors: sizes that the ladder must have, ascending.
     """
     sizes: list[int] = []
     count = domain.after(0)
@@ -67,9 +62,9 @@ def worst_ratio(domain: Domain, sizes: Sequence[int]) -> Fraction:
 def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[int, ...]:
     """Return a ladder of at most ``graphs`` sizes whose worst padded/real ratio is least.
 
-    Beyond the place where that ratio is reached, it is again the best ladder of the sizes that are
-    left, so that no size is spent beside another. It covers the whole domain, its ceiling included;
-    where ``anchors`` need more sizes than ``graphs``, it has those.
+    Above the count where that ratio is reached, the remaining sizes form the best ladder again, so that
+    none is wasted. The ladder covers the whole domain, its ceiling included; where ``anchors`` need more
+    sizes than ``graphs``, it has more.
     """
     chosen: list[int] = []
     rest, rounds = domain, _ROUNDS
@@ -105,4 +100,4 @@ def _reached(domain: Domain, sizes: Sequence[int], worst: Fraction) -> int:
         if size * worst.denominator == worst.numerator * domain.round_up(count):
             return size
         previous = size
-    raise AssertionError("the worst ratio is that of some size")
+    raise AssertionError("some size has the worst ratio")

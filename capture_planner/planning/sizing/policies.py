@@ -14,18 +14,18 @@ from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Sizes
 
 DEFAULT_RATIO = Fraction(9, 8)
-"""The default policy takes as many sizes as keep the worst padding within one eighth."""
+"""Worst padded/real ratio of the default policy, which takes the fewest sizes within it."""
 
 SGLANG_PREFILL_TOKENS = 2048
 """SGLang's documented largest prefill graph, in tokens."""
 
 TENSORRT_LLM_REQUESTS = 128
-"""TensorRT-LLM's largest graph batch where none is set."""
+"""TensorRT-LLM's default largest graph batch."""
 
 
 @attrs.frozen(kw_only=True)
 class Context:
-    """What a policy may look at besides the counts to cover."""
+    """What a policy may use, apart from the counts to cover."""
 
     limits: Limits
     speculative: Speculative | None
@@ -38,7 +38,7 @@ class Context:
 
     @property
     def default_tokens(self) -> int:
-        """Largest mixed size by default, in tokens: beyond it a step is bound by compute.
+        """Default largest mixed size, in tokens: larger steps are bound by compute.
 
         vLLM 0.33's platform ceiling: 1024 on the SM100 family, 512 elsewhere.
         """
@@ -47,24 +47,24 @@ class Context:
 
 @attrs.frozen(kw_only=True)
 class Choice:
-    """Sizes that a policy chose, the counts that they cover, and why, in a sentence."""
+    """Sizes that a policy chose, the counts that they cover, and a sentence that says why."""
 
     domain: Domain
     sizes: tuple[int, ...]
     adaptive: bool
-    says: str
+    message: str
 
     def within(self, cap: int | None) -> Choice:
-        """Return the choice without sizes beyond ``cap``, where an engine's list passes it."""
+        """Return the choice without sizes above ``cap``."""
         sizes = tuple(size for size in self.sizes if cap is None or size <= cap)
         if sizes == self.sizes:
             return self
         domain = self.domain.clipped(sizes[-1] if sizes else 0)
-        return attrs.evolve(self, domain=domain, sizes=sizes, says=f"{self.says}; none beyond {cap}")
+        return attrs.evolve(self, domain=domain, sizes=sizes, message=f"{self.message}; none above {cap}")
 
 
 def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context) -> Choice:
-    """Choose request counts for uniform decodes of ``query_len`` tokens over the counts of ``domain``."""
+    """Choose request counts for uniform decodes of ``query_len`` tokens, for the counts of ``domain``."""
     most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
     unit = f"request counts of {query_len} tokens each" if query_len > 1 else "request counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
@@ -95,7 +95,10 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context)
 
 
 def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context: Context) -> Choice:
-    """Choose token counts for mixed batches. ``anchors`` are decodes that only these sizes can serve."""
+    """Choose token counts for mixed batches.
+
+    :param anchors: tokens of decodes that only these sizes can serve; each must be a size.
+    """
     unit = "token counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         top = sizes.max_tokens or max(context.default_tokens, *anchors, 0)
@@ -119,54 +122,51 @@ def _up_to(domain: Domain, most: int) -> Domain:
 
 def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str) -> Choice:
     if not domain:
-        return Choice(
-            domain=domain, sizes=(), adaptive=True, says=f"no {unit} are left below the maximum set"
-        )
+        return Choice(domain=domain, sizes=(), adaptive=True, message=f"no {unit} up to the maximum")
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
     if sizes.policy is Policy.POWERS_OF_TWO:
         doubling = (1 << i for i in range(domain.ceiling.bit_length()))
         chosen = domain.needed([*doubling, *anchors, domain.ceiling])
-        how = "powers of two and the maximum itself"
+        how = "powers of two and the maximum"
     elif sizes.policy is Policy.MINIMAX:
         assert sizes.graphs is not None
         chosen = minimax(domain, sizes.graphs, anchors)
-        how = f"least worst padding with {sizes.graphs} sizes"
+        how = f"the least worst padding with {sizes.graphs} sizes"
     else:
         graphs = len(fewest(domain, DEFAULT_RATIO, anchors=anchors))
         chosen = minimax(domain, graphs, anchors)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     return Choice(
-        domain=domain, sizes=chosen, adaptive=adaptive, says=f"{how}; {_worst(domain, chosen, unit)}"
+        domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}"
     )
 
 
 def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
     if not named or not domain:
-        return Choice(domain=Domain((), domain.step), sizes=(), adaptive=False, says=f"no {unit} are named")
+        return Choice(
+            domain=Domain((), domain.step), sizes=(), adaptive=False, message=f"no {unit} are given"
+        )
     chosen = domain.needed(min(size, domain.ceiling) for size in named)
     covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
     changed = sorted(set(named) - set(chosen))
-    says = f"as named; {_worst(covered, chosen, unit)}"
+    message = f"as given; {_worst(covered, chosen, unit)}"
     if changed:
-        says += (
-            f"; {', '.join(map(str, changed))} are rounded to the step of {domain.step}"
-            if domain.step > 1
-            else (f"; {', '.join(map(str, changed))} serve no batch that there can be")
-        )
-    return Choice(domain=covered, sizes=chosen, adaptive=False, says=says)
+        why = f"rounded to multiples of {domain.step}" if domain.step > 1 else "not needed by any batch"
+        message += f"; {', '.join(map(str, changed))} are {why}"
+    return Choice(domain=covered, sizes=chosen, adaptive=False, message=message)
 
 
 def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) -> Choice:
-    """Keep of an engine's list what alignment allows and some batch can reach."""
+    """Keep the sizes of an engine's list that are aligned and that some batch needs."""
     aligned = [size for size in listed if size % domain.step == 0]
     chosen = domain.needed(aligned) if domain else ()
     covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
-    says = f"the list of {policy.value}"
+    message = f"the list of {policy.value}"
     if len(chosen) < len(listed):
-        says += f", {len(chosen)} of its {len(listed)} sizes being aligned and reachable"
+        message += f", of which {len(chosen)} of {len(listed)} sizes are aligned and reachable"
     return Choice(
-        domain=covered, sizes=chosen, adaptive=False, says=f"{says}; {_worst(covered, chosen, unit)}"
+        domain=covered, sizes=chosen, adaptive=False, message=f"{message}; {_worst(covered, chosen, unit)}"
     )
 
 

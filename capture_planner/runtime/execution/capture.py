@@ -127,7 +127,7 @@ def _waiver(role: RolePlan, entry: Entry, says: str) -> Waiver:
         last=_extent(entry),
         max_loras=entry.active_loras,
         reason=Reason.MEMORY,
-        says=f"{entry} did not fit into memory when it was captured: {says}"[:500],
+        message=f"{entry} did not fit into memory when it was captured: {says}"[:500],
     )
 
 
@@ -191,7 +191,7 @@ def _eager(role: RolePlan, plan: Plan) -> RolePlan:
             last=plan.limits.max_num_tokens,
             max_loras=loras,
             reason=Reason.MODE,
-            says="everything runs eager",
+            message="everything runs eager",
         )
         for kind in Kind
     )

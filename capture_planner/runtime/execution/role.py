@@ -148,14 +148,7 @@ class RoleRun:
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return which entry serves a batch, or why none does."""
-        return self.dispatcher.dispatch(
-            self.role,
-            batch.num_reqs,
-            batch.num_tokens,
-            batch.query_len,
-            batch.past_prompt,
-            batch.active_loras,
-        )
+        return self.dispatcher.dispatch(batch)
 
     def run(
         self,

@@ -72,7 +72,7 @@ def _waivers(draw: DrawFn) -> Waiver:
         min_loras=draw(st.integers(0, 2)),
         max_loras=draw(st.integers(0, 6)),
         reason=draw(one_of(Reason)),
-        says=draw(any_text()),
+        message=draw(any_text()),
     )
 
 
@@ -103,7 +103,7 @@ def _decision_lists() -> SearchStrategy[list[Decision]]:
         role=one_of(Role),
         backend=maybe(any_text()),
         group=maybe(any_text()),
-        says=any_text(),
+        message=any_text(),
     )
     return st.lists(decision, max_size=2)
 
@@ -143,7 +143,7 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
     roles = draw(_role_lists())
     return Plan(
-        spec=digest(spec),
+        spec_digest=digest(spec),
         environment=draw(environments()),
         model=spec.model,
         limits=spec.limits,

@@ -42,7 +42,7 @@ def test_sizes_are_ascending_aligned_and_all_needed(sizes, last, step, query_len
         assert all(size % step == 0 for size in choice.sizes)
         assert domain.needed(choice.sizes) == choice.sizes
         assert bool(choice.domain) == bool(choice.sizes)
-        assert choice.says
+        assert choice.message
         if choice.sizes:
             assert choice.domain.ceiling == choice.sizes[-1]
 
@@ -79,7 +79,7 @@ def test_explicit_tokens_are_those_named():
     assert mixed_sizes(tokens, Domain.upto(8192), (), context()).sizes == (7, 64)
     requests = Sizes(policy=Policy.EXPLICIT, num_reqs=(8,))
     none = mixed_sizes(requests, Domain.upto(8192), (), context())
-    assert (none.sizes, none.says) == ((), "no token counts are named")
+    assert (none.sizes, none.message) == ((), "no token counts are named")
     assert decode_sizes(requests, Domain(()), 1, context()).sizes == ()
 
 
@@ -88,7 +88,7 @@ def test_minimax_takes_the_graphs_that_it_is_given():
     sizes = Sizes(policy=Policy.MINIMAX, graphs=5)
     choice = decode_sizes(sizes, Domain.upto(64), 1, context(most=64))
     assert choice.sizes == minimax(Domain.upto(64), 5)
-    assert choice.says.startswith("least worst padding with 5 sizes; 5 request counts up to 64")
+    assert choice.message.startswith("least worst padding with 5 sizes; 5 request counts up to 64")
     adaptive = {
         policy
         for policy in set(Policy) - {Policy.EXPLICIT, Policy.MINIMAX}
@@ -104,7 +104,7 @@ def test_a_cap_shortens_the_domain_too():
     choice = decode_sizes(sizes, Domain.upto(64), 1, context())
     assert choice.within(None) is choice.within(40) is choice
     assert choice.within(39).domain == Domain.upto(7)
-    assert choice.within(39).says.endswith("; none beyond 39")
+    assert choice.within(39).message.endswith("; none beyond 39")
     assert not choice.within(4).domain
 
 
@@ -126,7 +126,7 @@ def test_a_maximum_below_every_count_leaves_nothing():
     """And says so."""
     choice = decode_sizes(Sizes(max_reqs=2), Domain(((5, 8),)), 1, context())
     assert choice.sizes == ()
-    assert "no request counts are left" in choice.says
+    assert "no request counts are left" in choice.message
     assert not choice.domain
 
 
@@ -170,7 +170,7 @@ def test_an_engines_list_is_shortened_and_not_changed(policy):
     whole = decode_sizes(Sizes(policy=policy), Domain.upto(256), 1, context())
     aligned = decode_sizes(Sizes(policy=policy), Domain.upto(255, 3), 1, context())
     assert aligned.sizes == tuple(size for size in whole.sizes if size % 3 == 0)
-    assert f", {len(aligned.sizes)} of its {len(whole.sizes)} sizes being aligned" in aligned.says
+    assert f", {len(aligned.sizes)} of its {len(whole.sizes)} sizes being aligned" in aligned.message
 
 
 def test_tensorrt_llm_has_the_requests_that_fit_the_tokens():
@@ -205,7 +205,7 @@ def test_mixed_lists_of_engines(policy, last):
 def test_a_choice_says_its_worst_padding(num_reqs, percent):
     """Padded over real, less one."""
     choice = decode_sizes(Sizes(policy=Policy.EXPLICIT, num_reqs=num_reqs), Domain.upto(8), 1, context())
-    assert choice.says.endswith(f"{len(num_reqs)} request counts up to 8, worst padding {percent}")
+    assert choice.message.endswith(f"{len(num_reqs)} request counts up to 8, worst padding {percent}")
 
 
 def test_the_longest_query_is_all_drafts_and_one():
@@ -218,8 +218,8 @@ def test_the_longest_query_is_all_drafts_and_one():
 def test_an_explicit_choice_says_what_it_changed():
     """Sizes that serve nobody, and sizes that alignment moved."""
     sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=(3, 5))
-    says = decode_sizes(sizes, Domain.upto(8, 2), 1, context()).says
+    says = decode_sizes(sizes, Domain.upto(8, 2), 1, context()).message
     assert says.endswith("; 3, 5 are rounded to the step of 2")
     gap = Domain(((1, 2), (7, 8)))
-    says = decode_sizes(sizes, gap, 1, context()).says
+    says = decode_sizes(sizes, gap, 1, context()).message
     assert says.endswith("; 5 serve no batch that there can be")

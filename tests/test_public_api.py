@@ -1,0 +1,67 @@
+"""The public names: what each package exports, and what importing them loads."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import capture_planner
+from capture_planner import Batch, Dispatcher, Role, explain, load_plan
+
+PACKAGES = (
+    "capture_planner",
+    "capture_planner.records",
+    "capture_planner.planning",
+    "capture_planner.dispatch",
+    "capture_planner.analysis",
+    "capture_planner.analysis.lint",
+)
+LOCKED = Path(__file__).parent.parent / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml"
+HEAVY = {"torch", "triton", "numpy", "hypothesis", "matplotlib", "click", "rich", "transformers"}
+"""Third-party packages that planning does without."""
+UPPER = {"engines", "runtime", "bench", "testing", "conformance", "report", "cli"}
+"""Parts of the core above planning and analysis."""
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_exports_exist(name):
+    """``__all__`` names what the package has, each once."""
+    package = importlib.import_module(name)
+    assert len(package.__all__) == len(set(package.__all__))
+    assert [each for each in package.__all__ if not hasattr(package, each)] == []
+
+
+@pytest.mark.parametrize(
+    "verb", ["plan", "lint", "explain", "diff", "load_spec", "load_plan", "load_backends"]
+)
+def test_verbs_are_functions(verb):
+    """Not the modules of the same names."""
+    assert verb in capture_planner.__all__
+    assert callable(getattr(capture_planner, verb))
+
+
+def test_lint_is_also_a_package():
+    """The function is exported at the top; rules and findings are imported from the package."""
+    from capture_planner.analysis.lint import RULES, lint
+
+    assert capture_planner.lint is lint
+    assert "CP001" in RULES
+
+
+def test_explain_takes_a_plan_or_a_dispatcher():
+    """A reader has a plan; a loop has a dispatcher, which keeps its tables."""
+    plan = load_plan(LOCKED)
+    batch = Batch.decode(Role.TARGET, num_reqs=100, query_len=4)
+    assert explain(plan, batch) == explain(Dispatcher(plan), batch)
+
+
+def test_importing_loads_no_upper_part_and_nothing_heavy():
+    """In a fresh interpreter: no torch, no engine, no backend, no command line."""
+    code = "import capture_planner, sys; print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = names.stdout.split()
+    assert not HEAVY & set(loaded)
+    assert not {name for name in loaded if name.startswith("capture_planner_")}
+    assert not UPPER & {name.split(".")[1] for name in loaded if name.startswith("capture_planner.")}
