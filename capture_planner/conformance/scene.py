@@ -15,13 +15,13 @@ from capture_planner.codec.converter import CONVERTER, problems_of
 from capture_planner.codec.writing import to_data
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
-from capture_planner.records._base import Between, Count, NonNegative, record
+from capture_planner.records._base import Count, Interval, NonNegative, record
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
 
 VOCABULARY = 53
 
-Seed = Annotated[int, Between(0, (1 << 62) - 1)]
+Seed = Annotated[int, Interval(0, (1 << 62) - 1)]
 Triple = tuple[NonNegative, NonNegative, NonNegative]
 
 

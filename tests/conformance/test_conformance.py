@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = Profile(name="short", examples=15, steps=15)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_healthy_backend_passes(seed):
     """The reference backend: every kind of step, every role, graphs and eager steps, and no finding."""
     outcome = conform(under_test("reference"), SuiteOptions(profile=SHORT, seed=seed, audits=False))
@@ -175,6 +175,7 @@ def test_a_field_that_a_backend_reads_is_needed():
     assert set(own.values()) == {Verdict.NEEDED}
 
 
+@pytest.mark.thorough
 def test_a_healthy_backend_is_the_baseline():
     """The cases of the audits pass where nothing is attack_case."""
     put = under_test(Reference())

@@ -111,9 +111,7 @@ def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() ->
         )
     )
     assert same == text
-    ConformanceTests().test_replays_compute_attention(
-        conformance.under_test("reference"), (SHAPE,), again
-    )
+    ConformanceTests().test_replays_compute_attention(conformance.under_test("reference"), (SHAPE,), again)
 
 
 def test_an_impure_declaration_is_found_alone() -> None:
@@ -278,7 +276,7 @@ def test_what_is_right_is_not_refused(case: str | None) -> None:
     finding=st.builds(
         Failure,
         check=st.sampled_from(Check),
-        says=st.text(min_size=1),
+        message=st.text(min_size=1),
         batch=st.text(),
         field=st.text(),
         axis=st.text(),

@@ -48,6 +48,21 @@ class Mutant:
         return next(kind for kind, given in kinds.items() if given is not None)
 
 
+LATE = {
+    "eager-steps-not-counted",
+    "eager-without-a-reason",
+    "keeps-mask",
+    "large-small-large",
+    "planned-once-a-chain",
+    "prompt-taken-for-a-decode",
+    "query-starts-fall-back",
+    "shares-staging",
+    "stale-tile-counts",
+    "weights-replaced",
+}
+"""Mutants that take the suite half of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
+
+
 @attrs.frozen(kw_only=True)
 class Detection:
     """How a mutant was found."""

@@ -9,13 +9,13 @@ from capture_planner import conformance
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.records.backend import Backend
 from gallery.backends import MUTANTS
-from gallery.core import Mutant, detect
+from gallery.core import LATE, Mutant, detect
 from gallery.padding import CopiesTable, Renamed
 from gallery.paged import Paged
 from gallery.scheduled import Scheduled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = conformance.Profile(name="few", examples=6, steps=12)
+FEW = conformance.Profile(name="few", examples=4, steps=12)
 
 
 @pytest.mark.parametrize("brought", [Paged, Scheduled, Renamed, CopiesTable])
@@ -29,7 +29,13 @@ def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     assert outcome.log.forwards["target FULL"], "nothing was replayed"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name, marks=[pytest.mark.thorough] if mutant.name in LATE else [])
+        for mutant in MUTANTS
+    ],
+)
 def test_each_mutant_is_caught(mutant: Mutant) -> None:
     """The default profile finds it."""
     caught = detect(mutant, minimize=False)

@@ -22,7 +22,7 @@ from capture_planner.conformance import (
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
-from gallery.core import Mutant, detect
+from gallery.core import LATE, Mutant, detect
 from gallery.runner_state import Planning
 from gallery.runners import MUTANTS
 
@@ -70,7 +70,15 @@ def name_of(mutant: Mutant) -> str:
     return mutant.name
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in CASES], ids=name_of)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, marks=[pytest.mark.thorough] if mutant.name in LATE else [])
+        for mutant in MUTANTS
+        if mutant.name not in CASES
+    ],
+    ids=name_of,
+)
 def test_it_is_caught(mutant: Mutant) -> None:
     """The suite, which knows nothing of mutants, finds it with its default profile."""
     assert detect(mutant, minimize=False) is not None
@@ -114,7 +122,7 @@ def test_names_are_unique_and_each_says_what_it_does() -> None:
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:
     """Nothing is found in it, and its draft decodes are single steps: what is caught above is the runner's."""
     outcome = conform(
-        under_test(Planning()), SuiteOptions(profile=Profile(name="x", examples=8, steps=12), audits=False)
+        under_test(Planning()), SuiteOptions(profile=Profile(name="x", examples=6, steps=12), audits=False)
     )
     assert outcome.passed
     assert {mode.value for mode in (GraphMode.FULL, GraphMode.PIECEWISE)} <= {

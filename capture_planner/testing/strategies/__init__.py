@@ -6,7 +6,7 @@ joins its strategy here; ``tests/test_strategies.py`` fails until it does.
 
 from capture_planner.testing.strategies.files import Document, documents
 from capture_planner.testing.strategies.machines import (
-    Deployment,
+    PlanInputs,
     FakeBackend,
     backends,
     deployments,
@@ -18,7 +18,7 @@ from capture_planner.testing.strategies.plans import arbitrary_plans, batches, p
 from capture_planner.testing.strategies.specs import specs
 
 __all__ = [
-    "Deployment",
+    "PlanInputs",
     "Document",
     "FakeBackend",
     "arbitrary_plans",

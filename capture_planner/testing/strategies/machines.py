@@ -174,7 +174,7 @@ def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
 
 
 @attrs.frozen(kw_only=True)
-class Deployment:
+class PlanInputs:
     """A spec, the machine it is for, and the backends it names: all that ``plan`` takes."""
 
     spec: Spec
@@ -187,10 +187,10 @@ class Deployment:
 
 
 @functools.cache
-def deployments(*, max_reqs: int = 512, max_tokens: int = 4096) -> SearchStrategy[Deployment]:
+def deployments(*, max_reqs: int = 512, max_tokens: int = 4096) -> SearchStrategy[PlanInputs]:
     """Return specs with an environment and a registry that has every backend they name."""
     return st.builds(
-        Deployment,
+        PlanInputs,
         spec=specs(max_reqs=max_reqs, max_tokens=max_tokens),
         environment=environments(),
         registry=registries(),
