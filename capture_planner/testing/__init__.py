@@ -14,9 +14,9 @@ except ImportError as error:  # pragma: no cover - seen without the extra only
     ) from error
 
 from capture_planner.testing.strategies import (
-    PlanInputs,
     Document,
     FakeBackend,
+    PlanInputs,
     arbitrary_plans,
     backends,
     batches,
@@ -33,9 +33,9 @@ from capture_planner.testing.strategies.ranks import submissions, vectors
 del _hypothesis
 
 __all__ = [
-    "PlanInputs",
     "Document",
     "FakeBackend",
+    "PlanInputs",
     "arbitrary_plans",
     "backends",
     "batches",
