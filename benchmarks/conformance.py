@@ -49,6 +49,7 @@ from capture_planner.conformance import (
 from capture_planner.conformance.audit import audit
 from capture_planner.conformance.scene import Arrive, RunBatch
 from capture_planner.conformance.shapes import KERNELS
+from capture_planner.conformance.steps import run_step
 from capture_planner.conformance.suite import DRAFTS, THOROUGH
 from capture_planner.report.conformance import Conformance, conformance_data
 from capture_planner.runtime.host import facts
@@ -117,7 +118,9 @@ def attack(name: str, device: str, seed: int) -> Data:
     shapes, refused = usable_shapes(under, shapes_of(case))
     audited = audit(under, shapes, seed=seed)
     took = time.perf_counter() - began
-    outcome = SuiteResult(shapes=shapes, refused=refused, log=Log(), failures=(), audited=audited, seconds=took)
+    outcome = SuiteResult(
+        shapes=shapes, refused=refused, log=Log(), failures=(), audited=audited, seconds=took
+    )
     return report(case, under, Profile(name="audits", examples=0, steps=0), seed, outcome)
 
 
@@ -135,7 +138,7 @@ def compile_for(name: str, device: str, k: int) -> int:
                 RunBatch(rows=((0, 1 + k, 0),)),
                 RunBatch(rows=((0, 1, 0), (1, 9, 0))),
             ):
-                stage.do(step)
+                run_step(stage, step)
     return len(shapes)
 
 

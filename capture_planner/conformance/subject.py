@@ -5,8 +5,9 @@ from __future__ import annotations
 import attrs
 import torch
 
+from capture_planner.plugins import registry as plugins
 from capture_planner.plugins.hookspecs import hookimpl
-from capture_planner.plugins.registry import Registry, load_backends
+from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Backend
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.runtime.graphs.graph import Grapher
@@ -32,9 +33,9 @@ def under_test(backend: str | Backend, *, environment: Environment | None = None
     since no recorded graph depends on one. Raises ``BackendError`` if no backend of that name is installed.
     """
     if isinstance(backend, str):
-        name, registry = backend, load_backends()
+        name, registry = backend, plugins.load_backends()
     else:
-        name, registry = backend.name, load_backends(Plugin(backend), installed=False)
+        name, registry = backend.name, plugins.load_backends(Plugin(backend), installed=False)
     machine = environment or this_environment("here")
     if machine.device.kind is DeviceKind.CPU:
         machine = Environment(name=machine.name, device=machine.device)
