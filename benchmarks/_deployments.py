@@ -23,12 +23,12 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.models.protocols import TargetModel
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner, Session
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request, generated
@@ -225,7 +225,7 @@ class Deployment:
                 self.kind,  # type: ignore[arg-type]
                 plan.speculative,
                 self.target,
-                places=plan.limits.max_num_reqs,
+                num_states=plan.limits.max_num_reqs,
                 length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
                 seed=self.seed,
             )
@@ -250,7 +250,7 @@ class Deployment:
                 tokens={done.name: done.tokens for done in served},
                 session=runner.session,
                 pool_bytes=sum(pool.memory for pool in pools.values()),
-                ahead=runner.parts.target.ahead,
+                ahead=runner.policy.run_ahead,
                 watching=watching,
             )
 

@@ -19,8 +19,8 @@ from _logits import errors, gap, in_float32
 from capture_planner.modes import Pool, Role
 from capture_planner.records._base import replace
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import without_graphs, without_speculation
 from capture_planner.runtime.models.protocols import TargetModel
+from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 
 TIE = 1e-5
 """Two logits are as likely in float32 where they differ by less than this share of the norm of all."""

@@ -31,10 +31,10 @@ class Watching:
     def __init__(self, runner: Runner) -> None:
         self._kept: list[dict[str, torch.Tensor]] = []
         role, body, kept = runner.parts.roles[Role.TARGET], runner.parts.target, self._kept
-        inner = role.again
+        inner = role.replay_or_run
 
-        def again(answer: Any, entry: Any, extents: Any, started: Any) -> Any:
-            tokens, reqs = extents.tokens, extents.reqs
+        def replay_or_run(step: Any, started: Any) -> Any:
+            tokens, reqs = step.extents.tokens, step.extents.reqs
             rows = {
                 "input_ids": tokens,
                 "positions": tokens,
@@ -44,16 +44,16 @@ class Watching:
             # Before: a graph may end with the fields of the next step.
             now = {name: role.fields[name][:size].clone() for name, size in rows.items()}
             now["answers"] = body.tokens.clone()
-            ran = inner(answer, entry, extents, started)
+            times = inner(step, started)
             kept.append(now | {"hidden": body.hidden[:tokens].clone()})
-            return ran
+            return times
 
-        role.again = again  # type: ignore[method-assign]
+        role.replay_or_run = replay_or_run  # type: ignore[method-assign]
         self._role: RoleRun | None = role
 
     def stop(self) -> None:
         """Watch no longer, and hold nothing of the runner."""
-        del self._role.again  # type: ignore[union-attr]
+        del self._role.replay_or_run  # type: ignore[union-attr]
         self._role = None
 
     def fed(self) -> list[list[int]]:

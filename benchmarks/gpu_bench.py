@@ -22,7 +22,6 @@ from _qwen3 import DRAFT_VOCABULARY, shape, write_config
 from capture_planner.bench import Bench, BenchReport, measure, verdicts
 from capture_planner.bench.measure import default_load
 from capture_planner.bench.record import Throughput
-from capture_planner.bench.rig import Progress
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
@@ -33,6 +32,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.report.bench import bench_data, bench_page, bench_tables
 from capture_planner.runtime.host import this_environment
+from capture_planner.runtime.launch import Progress
 
 MODEL = shape(max_model_len=1024)
 K = 5

@@ -22,11 +22,11 @@ from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import generated
@@ -58,7 +58,7 @@ def serve(plan: Plan, num_reqs: int, steps: int, *, trust: bool = False) -> list
     drafter = None
     if plan.speculative is not None:
         length = plan.model.max_model_len
-        drafter = choose_drafter("random", plan.speculative, model, places=num_reqs, length=length)
+        drafter = choose_drafter("random", plan.speculative, model, num_states=num_reqs, length=length)
     pages = PageFormat(page_size=PAGE_SIZE, num_pages=1 + num_reqs * plan.model.max_model_len // PAGE_SIZE)
     requests = generated(
         num_reqs,

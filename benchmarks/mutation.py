@@ -44,17 +44,27 @@ PACKAGE = "capture_planner"
 TARGET = 0.85
 """The least share of killed mutants in each module."""
 
-_POLICIES = ("sizing/test_policies.py", "property/test_regressions.py", "test_planner.py")
+_PLANNED = ("planning/test_planner.py", "test_locked_plans.py")
+_POLICIES = ("planning/sizing/test_policies.py", "property/test_regressions.py", "planning/test_planner.py")
+_BUDGET = ("planning/sizing/test_budget.py", *_PLANNED)
+_MODES = ("planning/test_resolve.py", "property/test_law6_resolution.py", "planning/test_planner.py")
 TESTS: dict[str, tuple[str, ...]] = {
-    "sizing/minimax": ("sizing/test_minimax.py", "sizing/test_budget.py", *_POLICIES),
-    "sizing/policies": (*_POLICIES, "test_locked_plans.py"),
-    "sizing/budget": ("sizing/test_budget.py", "test_planner.py", "test_locked_plans.py"),
-    "sizing/engines": ("sizing/test_engines.py", "sizing/test_policies.py"),
-    "sizing/ladder": ("sizing/test_budget.py", "test_planner.py", "test_locked_plans.py"),
-    "modes": ("test_modes.py", "test_resolve.py", "property/test_law6_resolution.py", "test_planner.py"),
-    "resolve": ("test_resolve.py", "property/test_law6_resolution.py", "test_planner.py"),
-    "dispatch": (
-        "test_dispatch.py",
+    "planning/sizing/minimax": (
+        "planning/sizing/test_minimax.py",
+        "planning/sizing/test_budget.py",
+        *_POLICIES,
+    ),
+    "planning/sizing/policies": (*_POLICIES, "test_locked_plans.py"),
+    "planning/sizing/budget": _BUDGET,
+    "planning/sizing/engine_lists": (
+        "planning/sizing/test_engine_lists.py",
+        "planning/sizing/test_policies.py",
+    ),
+    "planning/sizing/ladder": _BUDGET,
+    "modes": ("test_modes.py", *_MODES),
+    "planning/resolve": _MODES,
+    "dispatch/dispatcher": (
+        "dispatch/test_dispatcher.py",
         "property/test_regressions.py",
         "property/test_law3_next_fit.py",
         "property/test_law1_coverage.py",
@@ -93,7 +103,7 @@ class Mutant:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What a result says of it."""
+        """The mutant as a result lists it."""
         return attrs.asdict(self, filter=attrs.filters.exclude("module", "source"))
 
 

@@ -321,7 +321,7 @@ def check(task: tuple[int, int, int]) -> Outcome:
         done.counts["with ranks whose own K differs"] += len(ks) > 1
         done.counts["apart, if each rank dispatched alone"] += apart(scanned, vector)
         done.counts["took the next entry, one being lost"] += (
-            agreement.passed_over is not None and agreement.entry is not None
+            agreement.lost_entry is not None and agreement.entry is not None
         )
     return done
 

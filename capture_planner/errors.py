@@ -1,4 +1,4 @@
-"""Every error that a user can see.
+"""Every error that a user can see::
 
     CapturePlannerError
      +- InvalidValue          a value breaks a rule; carries one Problem per broken rule

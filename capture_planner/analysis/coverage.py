@@ -1,8 +1,8 @@
-"""Coverage: the whole admissible space of a plan, in cells that each have one answer.
+"""Coverage: all admissible batches of a plan, in cells of batches with the same answer.
 
-Between two neighbouring sizes, and between two neighbouring adapter cases, every batch has the same
-answer, so a finite walk over the cells proves what holds for all batches: that each has an entry or
-a waiver (law 1), and which entries any batch can reach (law 4).
+Between two adjacent sizes and two adjacent LoRA cases every batch has the same answer. So a finite walk
+over the cells proves for all batches that each has an entry or a waiver (law 1), and which entries are
+reachable (law 4).
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from capture_planner.records.plan import Plan, RolePlan
 class Cell:
     """Batches of one kind with one answer.
 
-    ``first`` to ``last`` are requests of decodes, tokens of mixed batches; the real counts in it
-    may have gaps where a schedule leaves some out. ``min_reqs`` to ``max_reqs`` matter for mixed
-    batches only. ``answer`` is that of the largest batch in the cell.
+    ``first`` to ``last`` are requests of decodes, tokens of mixed batches; a schedule may leave gaps.
+    ``min_reqs`` to ``max_reqs`` matter for mixed batches only. ``answer`` belongs to the largest batch.
     """
 
     role: Role
@@ -51,7 +50,7 @@ class Cell:
 
     @property
     def padded(self) -> float:
-        """The share of the tokens computed that is padding, over the batches of the cell."""
+        """The share of computed tokens that is padding, over the batches of the cell."""
         if self.entry is None:
             return 0.0
         mean = (self.first + self.last) / 2 * (self.query_len or 1)
@@ -76,12 +75,12 @@ class Coverage:
         return tuple(cell for cell in self.cells if cell.answer.reason is Reason.UNCOVERED)
 
     def reached(self, role: Role) -> frozenset[Entry]:
-        """Return the entries of a role that some admissible batch is answered with."""
+        """Return the entries of a role that some admissible batch is dispatched to."""
         return frozenset(cell.entry for cell in self.cells if cell.role is role and cell.entry is not None)
 
 
 def coverage(plan: Plan) -> Coverage:
-    """Walk the admissible space of every role of ``plan``."""
+    """Return the cells of every role of ``plan``."""
     dispatcher = Dispatcher(plan)
     return Coverage(
         plan=plan, cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher))
@@ -145,7 +144,7 @@ def _waiver_stops(role: RolePlan, kind: Kind, query_len: int | None) -> set[int]
 
 
 def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Split a domain after each stop: ``(first, last)`` real counts of each part."""
+    """Split a domain after each stop; yield the first and last real count of each part."""
     first = domain.after(0)
     for stop in sorted({*stops, *(end for _, end in domain.intervals[-1:])}):
         if first is None:
@@ -157,7 +156,7 @@ def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Split the adapter counts where the answer can change; drafters take none."""
+    """Split the LoRA counts where the answer can change; drafters take none."""
     most = most_loras(role.role, plan)
     stops = {entry.active_loras for entry in role.entries} | {most}
     for waiver in role.waivers:
@@ -169,18 +168,18 @@ def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
 
 
 def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
-    """Return the decode batch sizes at which an engine that looks only at the nearest size errs.
+    """Return the decode batch sizes, in requests, that miss a full graph by looking at one size only.
 
-    vLLM 0.33 keeps, for a number of tokens, only the graphs of the *smallest* captured size that
-    holds it; where those have another query length, a full graph a little further on is missed
-    (vllm#53407, #56136). Sizes are counted in requests.
+    For a number of tokens vLLM 0.33 looks only at the graphs of the *smallest* captured size that holds
+    it. Where those have another query length, it misses a full graph of the next size (vllm#53407,
+    #56136).
     """
     by_tokens: dict[int, list[Entry]] = {}
     for entry in plan.role(role).entries:
         if entry.mode is GraphMode.FULL and entry.active_loras == 0:
             by_tokens.setdefault(entry.num_tokens, []).append(entry)
     if len({entry.query_len for entries in by_tokens.values() for entry in entries}) < 2:
-        return ()  # sizes of one kind cannot hide each other
+        return ()  # sizes of one query length cannot hide each other
     sizes, dispatcher = sorted(by_tokens), Dispatcher(plan)
     missed = []
     for family in decode_families(role, plan):

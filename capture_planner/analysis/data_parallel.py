@@ -1,11 +1,9 @@
-"""agree(dispatcher, vector): what every data-parallel rank runs, from what all of them submitted.
+"""agree(dispatcher, vector): what every data-parallel rank runs, given the batches of all ranks.
 
 Ranks that share a layer's collectives (expert or attention parallelism) must run the same shapes: all
-replay the same entry, or all run eager. In each step and for each role a rank submits its batch; the
-gathered submissions are the vector, the same on every rank. ``agree`` takes that vector and the plan
-and nothing else, so that each rank finds the same answer alone. Simulated: nothing here communicates.
-
-Target, draft prefill and draft decode each have a vector of their own. No torch is needed.
+replay the same entry, or all run eager. In each step each rank submits its batch of a role; the
+gathered submissions are the vector. ``agree`` depends on the vector and the plan only, so each rank
+computes the same answer by itself. Simulated: nothing here communicates.
 """
 
 from __future__ import annotations
@@ -24,32 +22,32 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
 MIN_RANKS, MAX_RANKS = 2, 16
-"""How many ranks are simulated; more than the most where a plan has more itself."""
+"""How many ranks are simulated; more where the plan has more."""
 
 
 @attrs.frozen(kw_only=True)
 class Submission:
-    """What one rank puts into the vector for one step of one role.
+    """What one rank submits for one step of one role.
 
-    Raises ``InvalidValue`` for a batch that no scheduler can send: without a request, with fewer
-    tokens than requests, or with a negative number of adapters.
+    Raises ``InvalidValue`` for an impossible batch: without requests, with fewer tokens than requests,
+    or with a negative number of adapters.
     """
 
     batch: Batch | None = None
-    """Its batch, unpadded; None where it is idle."""
+    """Its batch, unpadded; None: the rank is idle."""
     captured: bool = True
-    """False where it uses no graph at all: it skipped capture, or cannot use graphs in this step."""
+    """False: the rank uses no graphs at all, as it skipped capture, or cannot use them in this step."""
     missing: frozenset[Entry] = frozenset()
-    """Entries of the plan that this rank alone did not capture, as when it had less memory left."""
+    """Entries of the plan that this rank did not capture, for lack of memory for example."""
 
     def __attrs_post_init__(self) -> None:
         batch = self.batch
         if batch is None:
             return
         checks = {
-            "num_reqs": (batch.num_reqs < 1, "a batch has a request at least; an idle rank has no batch"),
+            "num_reqs": (batch.num_reqs < 1, "a batch has at least one request; an idle rank has no batch"),
             "num_tokens": (batch.num_tokens < batch.num_reqs, "fewer tokens than requests"),
-            "active_loras": (batch.active_loras < 0, "a count of adapters is not negative"),
+            "active_loras": (batch.active_loras < 0, "the number of adapters is negative"),
         }
         problems = [
             Problem(path=("batch", name), message=f"{message}, got {getattr(batch, name)}")
@@ -60,7 +58,7 @@ class Submission:
             raise InvalidValue(problems)
 
     def lacks(self, entry: Entry) -> bool:
-        """Say whether this rank cannot replay ``entry``."""
+        """Whether this rank cannot replay ``entry``."""
         return not self.captured or entry in self.missing
 
 
@@ -68,7 +66,7 @@ class Submission:
 class Vector:
     """The submissions of all ranks for one step of one role, by rank.
 
-    Raises ``InvalidValue`` where there is no rank, or where a batch is of another role.
+    Raises ``InvalidValue`` without ranks, or for a batch of another role.
     """
 
     role: Role
@@ -85,7 +83,7 @@ class Vector:
             if submitted.batch is not None and submitted.batch.role is not self.role
         ]
         if not self.ranks:
-            problems.append(Problem(path=("ranks",), message="a vector has one rank at least"))
+            problems.append(Problem(path=("ranks",), message="a vector has at least one rank"))
         if problems:
             raise InvalidValue(problems)
 
@@ -94,11 +92,10 @@ class Vector:
         return tuple(rank for rank, submitted in enumerate(self.ranks) if submitted.lacks(entry))
 
     def joint(self) -> Batch | None:
-        """Return the smallest batch whose graph serves every rank; None where all are idle.
+        """Return the smallest batch whose graph serves every rank; None if all are idle.
 
-        Most tokens, most requests and most adapters of any rank. It is a uniform decode only if each
-        rank that has work is one, of the same query length and past its prompt. Idle ranks have no
-        say in it.
+        It has the most tokens, requests and adapters of any rank. It is a uniform decode only if every
+        rank with work has one, of the same query length. Idle ranks do not count.
         """
         batches = [submitted.batch for submitted in self.ranks if submitted.batch is not None]
         if not batches:
@@ -119,22 +116,22 @@ class Answer:
     """What one rank runs."""
 
     batch: Batch | None
-    """Its own batch; of an idle rank the batch that stands in; None where no rank runs anything."""
+    """Its batch; a dummy batch on an idle rank; None if no rank has work."""
     dispatch: Dispatch
     """The entry and the reason, which all ranks share, with the padding of this rank."""
 
 
 @attrs.frozen(kw_only=True)
 class Agreement:
-    """What all ranks run: everything but the padding is the same for each of them."""
+    """What all ranks run: the same for each, except for the padding."""
 
     vector: Vector
     joint: Batch | None
-    """The batch that was dispatched for all; None where all are idle, and no forward runs."""
+    """The batch that was dispatched for all; None if all are idle, and no forward runs."""
     draft_tokens: int | None
-    """Tokens that each rank drafts after this batch: the schedule's for the joint number of requests."""
-    passed_over: Entry | None
-    """The entry that the joint batch would have had, if every rank had captured it."""
+    """Tokens that each rank drafts after this batch, by the schedule for the joint number of requests."""
+    lost_entry: Entry | None
+    """The entry of the joint batch if some rank has not captured it, else None."""
     answers: tuple[Answer, ...]
     """By rank."""
 
@@ -145,17 +142,16 @@ class Agreement:
 
     @property
     def reason(self) -> Reason | None:
-        """Why no rank replays a graph; None where all do."""
+        """Why no rank replays a graph; None if all do."""
         return self.answers[0].dispatch.reason
 
 
 def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
     """Return what each rank runs.
 
-    The joint batch is dispatched as any other. Where a rank lacks its entry, all take the cheapest
-    compatible one that every rank has, and run eager, unpadded, where there is none. The answer
-    depends on the plan and the vector alone, not on the rank, nor on what ``dispatcher`` was asked
-    before. Raises ``DispatchError`` for a role that the plan does not have.
+    The joint batch is dispatched like any other. If a rank has not captured its entry, all ranks take the
+    cheapest compatible entry that every rank has, or run eager and unpadded. The answer depends on the
+    plan and the vector only. Raises ``DispatchError`` for a role that the plan does not have.
     """
     plan, joint = dispatcher.plan, vector.joint()
     if joint is None:
@@ -165,31 +161,32 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
             vector=vector,
             joint=None,
             draft_tokens=None,
-            passed_over=None,
+            lost_entry=None,
             answers=(none,) * len(vector.ranks),
         )
     common = dispatcher.dispatch(joint)
-    passed_over = common.entry if common.entry is not None and vector.lacking(common.entry) else None
-    if passed_over is not None:
+    lost_entry = common.entry if common.entry is not None and vector.lacking(common.entry) else None
+    if lost_entry is not None:
         entry = _next(plan, vector, joint)
         common = Dispatch(entry, reason=Reason.RANK if entry is None else None)
-    idle = _stand_in(plan, joint)
+    idle = _dummy(plan, joint)
     return Agreement(
         vector=vector,
         joint=joint,
         draft_tokens=None if plan.speculative is None else plan.speculative.draft_tokens(joint.num_reqs),
-        passed_over=passed_over,
+        lost_entry=lost_entry,
         answers=tuple(_answer(common, submitted.batch or idle) for submitted in vector.ranks),
     )
 
 
 def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collection[int]) -> Vector:
-    """Return the vector with ranks that lost the very entry that all would have replayed.
+    """Return the vector as if some ranks had not captured the entry that all agree on.
 
-    The same vector where there is none. Raises ``DispatchError`` as ``agree`` does.
+    :param lost: the ranks.
+    :raises DispatchError: the plan does not have the role.
     """
     agreement = agree(dispatcher, vector)
-    entry = agreement.passed_over or agreement.entry
+    entry = agreement.lost_entry or agreement.entry
     if entry is None:
         return vector
     return attrs.evolve(
@@ -202,7 +199,7 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
 
 
 def _next(plan: Plan, vector: Vector, joint: Batch) -> Entry | None:
-    """Return the cheapest compatible entry that every rank has, by a scan: it is seldom needed."""
+    """Return the cheapest compatible entry that every rank has. A scan, as it is seldom needed."""
     steps = draft_steps(joint.role, joint.num_reqs, plan.speculative)
     able = (
         entry
@@ -212,10 +209,10 @@ def _next(plan: Plan, vector: Vector, joint: Batch) -> Entry | None:
     return min(able, key=lambda entry: entry.cost, default=None)
 
 
-def _stand_in(plan: Plan, joint: Batch) -> Batch:
-    """Return what an idle rank runs: one decode of the joint length, else of the scheduled one.
+def _dummy(plan: Plan, joint: Batch) -> Batch:
+    """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length.
 
-    Never more tokens than the joint batch has: an idle rank must not make the others run more.
+    Never more tokens than the joint batch: an idle rank must not make the others run more.
     """
     k = 0
     if plan.speculative is not None and joint.role is not Role.DRAFT_DECODE:
@@ -233,33 +230,33 @@ def _answer(common: Dispatch, batch: Batch) -> Answer:
     return Answer(batch=batch, dispatch=Dispatch(entry, tokens, reqs))
 
 
-# Why -------------------------------------------------------------------------------------------
+# Explanations ----------------------------------------------------------------------------------
 
 
 def explain_rank(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str:
-    """Say in a sentence why this rank runs what it runs, and which other ranks are the cause."""
+    """Explain in a sentence why a rank runs what it runs, and which other ranks are the cause."""
     vector, joint, entry = agreement.vector, agreement.joint, agreement.entry
     if joint is None:
         return "no rank has work: no forward runs"
-    own = vector.ranks[rank].batch
-    answer = agreement.answers[rank]
+    own, answer = vector.ranks[rank].batch, agreement.answers[rank]
     assert answer.batch is not None
-    role = "" if own is not None else f"idle: {_shape(answer.batch)} stands in for its batch; "
-    lacking = () if agreement.passed_over is None else vector.lacking(agreement.passed_over)
+    prefix = "" if own is not None else f"idle, with a dummy batch of {_shape(answer.batch)}; "
+    lacking = () if agreement.lost_entry is None else vector.lacking(agreement.lost_entry)
+    causes = [_missing(agreement, lacking, rank)] if lacking else []
     if entry is None:
-        if agreement.reason is Reason.RANK:
-            return f"{role}all run eager: {_lacks(agreement, lacking, rank)}"
         assert agreement.reason is not None
+        if agreement.reason is Reason.RANK:
+            return f"{prefix}all run eager: {causes[0]}"
         waiver = answer.dispatch.waiver
         detail = f" ({waiver.message})" if waiver is not None else ""
-        why = WHY_NONE[agreement.reason]
-        return f"{role}all run eager: of the joint batch, {_shape(joint)}, {why}{detail}"
-    causes = [_lacks(agreement, lacking, rank)] if lacking else []
+        return f"{prefix}all run eager: joint batch of {_shape(joint)}: {WHY_NONE[agreement.reason]}{detail}"
     if own is None:
-        return role + "; ".join([*causes, "as the others"])
-    if dispatcher.dispatch(own).entry == entry:
-        return "; ".join([*causes, "what it would run alone"])
-    return "; ".join([*causes, *_swayed(vector, joint, own)]) or "what serves every rank"
+        causes.append("same as the other ranks")
+    elif dispatcher.dispatch(own).entry == entry:
+        causes.append("same as it would run alone")
+    else:
+        causes += _larger(vector, joint, own)
+    return prefix + ("; ".join(causes) or "the graph that serves every rank")
 
 
 def _shape(batch: Batch) -> str:
@@ -269,24 +266,22 @@ def _shape(batch: Batch) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    listed = ", ".join(map(str, ranks))
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def _lacks(agreement: Agreement, lacking: tuple[int, ...], rank: int) -> str:
+def _missing(agreement: Agreement, lacking: tuple[int, ...], rank: int) -> str:
+    """Name the ranks that cannot replay the joint batch's entry, seen from ``rank``."""
     others = tuple(other for other in lacking if other != rank)
-    ranks = " and ".join(
-        (*(("this rank",) if rank in lacking else ()), *((_ranks(others),) if others else ()))
-    )
-    have = "has" if len(lacking) == 1 else "have"
+    names = (["this rank"] if rank in lacking else []) + ([_ranks(others)] if others else [])
+    have = f"{' and '.join(names)} {'has' if len(lacking) == 1 else 'have'}"
     if all(not agreement.vector.ranks[other].captured for other in lacking):
-        return f"{ranks} {have} no graphs"
-    return f"{ranks} {have} not captured {agreement.passed_over}"
+        return f"{have} no graphs"
+    return f"{have} not captured {agreement.lost_entry}"
 
 
-def _swayed(vector: Vector, joint: Batch, own: Batch) -> list[str]:
-    """Say on which ranks the joint batch is more than this rank's own."""
-    batches = {r: s.batch for r, s in enumerate(vector.ranks) if s.batch is not None}
+def _larger(vector: Vector, joint: Batch, own: Batch) -> list[str]:
+    """Name the ranks that make the joint batch larger than this rank's own, or mixed."""
+    batches = {rank: each.batch for rank, each in enumerate(vector.ranks) if each.batch is not None}
     causes = []
     length = own.uniform_query_len
     if length is not None and joint.uniform_query_len is None:
@@ -296,6 +291,7 @@ def _swayed(vector: Vector, joint: Batch, own: Batch) -> list[str]:
     more: dict[int, list[str]] = {}
     for name, noun in (("num_reqs", "requests"), ("num_tokens", "tokens"), ("active_loras", "active LoRA")):
         most = getattr(joint, name)
+        # The tokens of a uniform decode follow from its requests.
         if getattr(own, name) < most and not (name == "num_tokens" and joint.query_len is not None):
             rank = next(rank for rank, batch in batches.items() if getattr(batch, name) == most)
             more.setdefault(rank, []).append(f"{most} {noun}")

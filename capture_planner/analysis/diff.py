@@ -12,13 +12,14 @@ import attrs
 from capture_planner.codec import entry_rows as rows
 from capture_planner.codec import format_bytes, label, to_data
 from capture_planner.modes import Role
+from capture_planner.records._base import key_of
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
 
 
 @attrs.frozen(kw_only=True)
 class Change:
-    """One difference, as data and in words. ``role`` is None where it concerns the whole plan."""
+    """One difference, as data and in words. ``role`` is None for the whole plan."""
 
     role: Role | None
     subject: str
@@ -39,25 +40,19 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     )
 
 
+_WHOLE = "model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "environment"
+"""Fields of a plan that concern all roles."""
+
+
 def _whole(old: Plan, new: Plan) -> Iterator[Change]:
-    for name in (
-        "model",
-        "limits",
-        "speculative",
-        "lora",
-        "parallel",
-        "piecewise",
-        "budget",
-        "pool",
-        "environment",
-    ):
+    for name in _WHOLE:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield Change(role=None, subject=name, message=f"{name}: {_fields(before, after)}")
 
 
 def _fields(before: object, after: object) -> str:
-    """Write what differs between two records, field by field: defaults too, and sizes as files have them."""
+    """Describe what differs between two records, field by field, with sizes as files have them."""
     if before is None or after is None:
         return f"{'off' if before is None else 'on'} became {'off' if after is None else 'on'}"
     left, right = (dict((*_leaves(value), *_leaves(to_data(value)))) for value in (before, after))
@@ -68,7 +63,7 @@ def _fields(before: object, after: object) -> str:
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Return every leaf of a record, or of its plain data, under its dotted name."""
+    """Yield every leaf of a record, or of its plain data, with its dotted name."""
     kind: Any = type(value)
     if attrs.has(kind):
         items = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.init}
@@ -94,13 +89,11 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
     after = {role.role: role for role in new.roles}
     for role in Role:
         if role in before and role not in after:
-            yield Change(
-                role=role, subject="role", message=f"{role} is gone, with {_graphs(before[role].entries)}"
-            )
+            message = f"{role} is gone, with {_graphs(before[role].entries)}"
+            yield Change(role=role, subject="role", message=message)
         elif role in after and role not in before:
-            yield Change(
-                role=role, subject="role", message=f"{role} is new, with {_graphs(after[role].entries)}"
-            )
+            message = f"{role} is new, with {_graphs(after[role].entries)}"
+            yield Change(role=role, subject="role", message=message)
         elif role in before:
             yield from _role(before[role], after[role])
 
@@ -108,26 +101,25 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
 def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *_waivers(old, new)]
     if not changes and old != new:
-        message = f"{new.role}: the same graphs, but other {_differing(old, new)}"
+        message = f"{new.role}: the same graphs, but different {_differing(old, new)}"
         changes.append(Change(role=new.role, subject="decision", message=message))
     yield from changes
 
 
 def _differing(old: Any, new: Any) -> str:
-    """Name the fields in which two records differ."""
-    names = [f.name for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name)]
+    """Name the keys that differ between two records."""
+    names = [key_of(f) for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name)]
     return " and ".join(names)
 
 
 def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     role = new.role
     if old.requested is not new.requested:
-        message = f"{role} is to run {new.requested.value}, it was to run {old.requested.value}"
+        message = f"{role}: requested mode {old.requested.value} became {new.requested.value}"
         yield Change(role=role, subject="mode", message=message)
     if old.mode is not new.mode:
-        yield Change(
-            role=role, subject="mode", message=f"{role} runs {new.mode.value}, it ran {old.mode.value}"
-        )
+        message = f"{role}: mode {old.mode.value} became {new.mode.value}"
+        yield Change(role=role, subject="mode", message=message)
     if old.inputs != new.inputs:
         yield Change(role=role, subject="inputs", message=f"{role}: the fields that the runner pads changed")
 
@@ -135,7 +127,7 @@ def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
 def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     before, after = Counter(old.entries), Counter(new.entries)
     for subject, word, entries in (
-        ("added", "captures in addition", after - before),
+        ("added", "also captures", after - before),
         ("gone", "no longer captures", before - after),
     ):
         if entries:
@@ -148,13 +140,12 @@ def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     waived, waives = ({waiver.message for waiver in role.waivers} for role in (old, new))
     for waiver in new.waivers:
         if waiver not in old.waivers:
-            word = "waives otherwise" if waiver.message in waived else "newly waives"
+            word = "waives differently" if waiver.message in waived else "newly waives"
             yield Change(role=new.role, subject="waiver", message=f"{new.role} {word}: {waiver.message}")
     for waiver in old.waivers:
         if waiver.message not in waives:
-            yield Change(
-                role=new.role, subject="waiver", message=f"{new.role} no longer waives: {waiver.message}"
-            )
+            message = f"{new.role} no longer waives: {waiver.message}"
+            yield Change(role=new.role, subject="waiver", message=message)
 
 
 def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -167,7 +158,7 @@ def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
         if left is None or right is None:
             message = f"the attention group {name} is {'new' if left is None else 'gone'}"
         else:
-            words = "; ".join(_group(left, right)) or f"other {_differing(left, right)}"
+            words = "; ".join(_group(left, right)) or f"different {_differing(left, right)}"
             message = f"group {name}: {words}"
         yield Change(role=new.role, subject="backend", message=f"{new.role}: {message}")
 
@@ -186,16 +177,16 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
             yield f"{name} workspace {format_bytes(before)} became {format_bytes(after)}"
     pads, padded = ({field.name: field for field in group.padding.fields} for group in (new, old))
     for word, names in (
-        ("pads in addition", pads.keys() - padded.keys()),
+        ("also pads", pads.keys() - padded.keys()),
         ("no longer pads", padded.keys() - pads.keys()),
-        ("pads otherwise", {name for name in pads.keys() & padded.keys() if pads[name] != padded[name]}),
+        ("pads differently", {name for name in pads.keys() & padded.keys() if pads[name] != padded[name]}),
     ):
         if names:
             yield f"{word} {', '.join(sorted(names))}"
 
 
 def _graphs(entries: tuple[Entry, ...]) -> str:
-    """Write entries compactly: ``3 graphs: FULL decodes of 4 at 16, 8, 1 requests``."""
+    """Describe entries: ``3 graphs: FULL decodes of 4 at 16, 8, 1 requests``."""
     if not entries:
         return "no graphs"
     parts = []

@@ -1,4 +1,4 @@
-"""Why a batch gets the entry that it gets, and what each nearer entry lacked."""
+"""Why a batch gets its entry, and why it does not get a nearer one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
     Rejection.NOT_UNIFORM: lambda e, b: (
         f"is for decodes of {counted(e.query_len or 0, 'token')} each, the batch is mixed"
     ),
-    Rejection.PROMPT: lambda e, b: "is for decodes, and some request still has prompt tokens",
+    Rejection.PROMPT: lambda e, b: "is for decodes, but a request still has prompt tokens",
     Rejection.LORAS: lambda e, b: (
         f"serves up to {e.active_loras} active LoRA, the batch has {b.active_loras}"
     ),
@@ -41,18 +41,18 @@ WHY_NONE = {
     Reason.BACKEND_CAP: "the backend cannot capture that many requests",
     Reason.BUDGET: "its graph was dropped to meet the budget",
     Reason.MEMORY: "its graph ran out of memory when it was captured",
-    Reason.RANK: "some data-parallel rank has no graph for it, so none uses one",
+    Reason.RANK: "a data-parallel rank has no graph for it, so none uses one",
     Reason.IDLE: "no rank has work",
     Reason.NOT_ADMISSIBLE: "the limits or the schedule do not admit such a batch",
-    Reason.SHADOWED: "a captured graph could serve it, but the engine's table does not lead there",
-    Reason.UNCOVERED: "nothing was planned for it, and nothing waives it: run check",
+    Reason.SHADOWED: "a captured graph could serve it, but the engine's dispatcher does not find it",
+    Reason.UNCOVERED: "it has neither a graph nor a waiver: run check",
 }
-"""Each reason in words, about the batch that has no graph."""
+"""Each reason in words; "it" is the batch."""
 
 
 @attrs.frozen(kw_only=True)
 class NearMiss:
-    """An entry that was near, and what it lacked."""
+    """A nearby entry that cannot serve the batch, and why."""
 
     entry: Entry
     rejection: Rejection
@@ -61,7 +61,7 @@ class NearMiss:
 
 @attrs.frozen(kw_only=True)
 class Explanation:
-    """A batch with its answer, and the entries that it did not get."""
+    """The answer for a batch, and nearby entries that cannot serve it."""
 
     batch: Batch
     answer: Dispatch
@@ -114,10 +114,10 @@ def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
 
 
 def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
-    """Return the misses entries as near as the answer: between it and the batch, and by kind.
+    """Return nearby entries that reject the batch, nearest first.
 
-    Of each kind of graph (mode, query length, chain) that is the first one with room for the
-    tokens, and the last one without.
+    For each kind of graph (mode, query length, chain): the largest that is too small, the smallest that
+    is not, and all up to the size of the answer.
     """
     role = plan.role(batch.role)
     if role.role.is_drafter:

@@ -1,7 +1,7 @@
-"""Capture of the whole plan: the runner's against a bare ``torch.cuda.graph`` loop over the same graphs.
+"""Capture of the whole plan, by the runner and by a bare ``torch.cuda.graph`` loop over the same graphs.
 
-The bare loop has the same forwards, warmed up as often, in the same order and in the same pools. It
-checks nothing, and counts memory before the first graph and after the last.
+The bare loop has the same forwards, as many warm-ups, the same order and the same pools. It checks
+nothing, and reads memory only before the first graph and after the last.
 """
 
 from __future__ import annotations
@@ -9,77 +9,58 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 
 import attrs
 import torch
 
-from capture_planner.bench.record import Capturing, Cost
+from capture_planner.bench.record import CaptureCost, CaptureFigure
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
-from capture_planner.modes import Pool as Pooling
+from capture_planner.modes import Pool
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import warm_values
-from capture_planner.runtime.graphs.graph import Pool
-from capture_planner.runtime.ledger import Captured, Reading
+from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.reading import Reading
+from capture_planner.runtime.ledger import Captured
 from capture_planner.runtime.runner import Runner
 
 
-def capture(rig: Rig, advance: Callable[[str], None]) -> Capturing:
-    """Capture all of the plan, first once to load kernels, then by turns. Raises ``Absence`` without graphs."""
+def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
+    """Capture the plan, first once to load kernels, then alternately. Raises ``Absence`` without graphs."""
     if not rig.plan.num_graphs:
         raise Absence("the plan captures nothing")
     first, captured = _ours(rig, advance)
-    if rig.device.type != "cuda":
-        return Capturing(
-            graphs=rig.plan.num_graphs,
-            first_seconds=first.seconds,
-            ours=first,
-            bare=None,
-            captured=captured,
-        )
     ours, bare = [], []
-    for _ in range(rig.effort.runs):
-        found, captured = _ours(rig, advance)
-        ours.append(found)
+    for _ in range(rig.effort.runs if rig.device.type == "cuda" else 0):
+        cost, captured = _ours(rig, advance)
+        ours.append(cost)
         bare.append(_bare(rig, advance))
-    return Capturing(
+    return CaptureFigure(
         graphs=rig.plan.num_graphs,
         first_seconds=first.seconds,
-        ours=_median(ours),
-        bare=_median(bare),
+        ours=_median(ours) if ours else first,
+        bare=_median(bare) if bare else None,
         captured=captured,
     )
 
 
-def _median(costs: Sequence[Cost]) -> Cost:
-    """Return the median of each number by itself."""
-    return Cost(
+def _median(costs: Sequence[CaptureCost]) -> CaptureCost:
+    """Return the median of each number."""
+    return CaptureCost(
         seconds=statistics.median(cost.seconds for cost in costs),
         pool=int(statistics.median(cost.pool for cost in costs)),
         driver=int(statistics.median(cost.driver for cost in costs)),
     )
 
 
-@attrs.frozen
-class _Device:
-    """What the device has left, and what the allocator holds of the rest."""
-
-    free: int
-    reserved: int
-
-    @classmethod
-    def now(cls, rig: Rig) -> _Device:
-        rig.settle()
-        if rig.device.type != "cuda":
-            return cls(0, 0)
-        return cls(torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved())
-
-    def lost_since(self, before: _Device) -> int:
-        """Return the bytes that are gone beside what the allocator holds."""
-        return max(0, before.free - self.free - (self.reserved - before.reserved))
+def _unaccounted(rig: Rig) -> int:
+    """Return the bytes in use on the device that its allocator does not hold; 0 on a CPU."""
+    rig.settle()
+    if rig.device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def pools_of(runner: Runner) -> int:
@@ -89,27 +70,31 @@ def pools_of(runner: Runner) -> int:
 
 
 def refuse_dropped(captured: Sequence[Captured]) -> None:
-    """Raise ``RunError`` where a graph did not fit: what is compared would not be the same."""
+    """Raise ``RunError`` if a graph did not fit, so that captures would not be comparable."""
     dropped = [graph for graph in captured if graph.waiver is not None]
     if dropped:
         raise RunError(
             f"{len(dropped)} of {counted(len(captured), 'graph')} did not fit into memory, so captures "
-            "cannot be compared; give less to the KV cache (--pages)"
+            "cannot be compared; make the KV cache smaller (--pages)"
         )
 
 
-def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[Cost, tuple[Captured, ...]]:
+def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[CaptureCost, tuple[Captured, ...]]:
     with rig.runner(rig.plan) as runner:
-        before = _Device.now(rig)
+        before = _unaccounted(rig)
         runner.capture(progress=lambda done: advance(f"{done.role.value} {done.entry}"))
         captured = tuple(runner.session.captured)
         refuse_dropped(captured)
-        seconds = runner.session.capture_seconds
-        cost = Cost(seconds=seconds, pool=pools_of(runner), driver=_Device.now(rig).lost_since(before))
-    return cost, captured
+        return _cost(rig, runner, runner.session.capture_seconds, before), captured
 
 
-def _bare(rig: Rig, advance: Callable[[str], None]) -> Cost:
+def _cost(rig: Rig, runner: Runner, seconds: float, before: int) -> CaptureCost:
+    """Return the cost of a capture before which ``before`` bytes were unaccounted for."""
+    driver = max(0, _unaccounted(rig) - before)
+    return CaptureCost(seconds=seconds, pool=pools_of(runner), driver=driver)
+
+
+def _bare(rig: Rig, advance: Callable[[str], None]) -> CaptureCost:
     grapher = BareGraphs()
     with rig.runner(rig.plan, grapher=grapher) as runner:
         roles = tuple(runner.parts.roles.values())
@@ -117,24 +102,22 @@ def _bare(rig: Rig, advance: Callable[[str], None]) -> Cost:
             ((role, entry) for role in roles for entry in role.plan.entries),
             key=lambda item: item[1].capture_order,
         )
-        before = _Device.now(rig)
+        before = _unaccounted(rig)
         started = perf_counter()
         shared = grapher.pool()
         for role in roles:
-            role.pool = shared if rig.plan.pool is Pooling.SHARED else grapher.pool()
+            role.begin_capture(shared if rig.plan.pool is Pool.SHARED else grapher.pool())
         with torch.no_grad():
             for role, entry in work:
-                assert role.pool is not None, "each role was given one"
-                role.warm_up(entry, warm_values(role, entry))
-                role.capture(entry, warm_values(role, entry), role.pool)
+                role.warm_up(entry)
+                role.capture(entry)
                 advance(f"bare: {role.role.value} {entry}")
         torch.cuda.synchronize()
-        seconds = perf_counter() - started
-        return Cost(seconds=seconds, pool=pools_of(runner), driver=_Device.now(rig).lost_since(before))
+        return _cost(rig, runner, perf_counter() - started, before)
 
 
 class BarePool:
-    """A pool's handle; what it holds is asked for once, at the end."""
+    """A pool's handle, whose memory is read once, at the end."""
 
     def __init__(self) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
@@ -148,12 +131,12 @@ class BarePool:
         )
 
     def poison(self) -> None:
-        """Nothing: these graphs are never replayed."""
+        """Do nothing: these graphs are never replayed."""
 
 
 @attrs.define(eq=False)
 class BareGraph:
-    """The CUDA graphs of one forward, which are captured and never replayed."""
+    """The CUDA graphs of one forward, which is captured and never replayed."""
 
     parts: list[torch.cuda.CUDAGraph] = attrs.Factory(list)
     memory: int = 0
@@ -161,68 +144,52 @@ class BareGraph:
 
     @property
     def pieces(self) -> int:
-        """How many CUDA graphs it is made of."""
+        """Number of CUDA graphs."""
         return len(self.parts)
 
     def replay(self) -> None:
-        """Nothing replays these; raises ``RunError``."""
-        raise RunError("the graphs of a bare loop are captured to be compared, and never replayed")
+        """Raise ``RunError``."""
+        raise RunError("the graphs of a bare loop are captured for comparison and never replayed")
 
 
 class BareGraphs:
     """Captures with ``torch.cuda.graph`` and nothing else, on the current stream."""
 
-    def __init__(self) -> None:
-        self._open: BareGraph | None = None
-        self._pool: BarePool | None = None
-        self._context: AbstractContextManager[None] | None = None
-
     def reading(self) -> Reading | None:
-        """Nothing is read between captures."""
+        """Read nothing between captures."""
         return None
 
     def pool(self, limit: int | None = None) -> BarePool:
         """Make a pool without a limit."""
         return BarePool()
 
-    def capture(self, forward: Callable[[], object], pool: Pool) -> BareGraph:
-        """Capture ``forward`` as one graph, or as pieces where it splits."""
+    def capture(self, forward: Callable[[], object], pool: GraphPool) -> BareGraph:
+        """Capture ``forward`` as one graph, or as pieces if it splits."""
         assert isinstance(pool, BarePool), "pools are made here"
-        self._open, self._pool = BareGraph(), pool
+        self._graph, self._pool, self._piece = BareGraph(), pool, contextlib.ExitStack()
         self._begin()
         try:
             forward()
         except BaseException:
-            # A capture that is left open would make every later call of the device fail.
+            # An open capture would make every later call of the device fail.
             with contextlib.suppress(RuntimeError):
-                self._end()
+                self._piece.close()
             raise
-        self._end()
-        return self._open
+        self._piece.close()
+        return self._graph
 
     def split(
-        self,
-        between: Callable[..., object],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """End a piece, run ``between``, and begin the next."""
-        self._end()
+        self._piece.close()
         between(*reads, *writes)
         self._begin()
 
     def _begin(self) -> None:
-        assert self._open is not None and self._pool is not None, "a capture is under way"
         graph = torch.cuda.CUDAGraph()
-        self._open.parts.append(graph)
-        self._context = torch.cuda.graph(
-            graph,
-            pool=self._pool.handle,
-            stream=torch.cuda.current_stream(),
-            capture_error_mode="thread_local",
+        self._graph.parts.append(graph)
+        stream = torch.cuda.current_stream()
+        self._piece.enter_context(
+            torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local")
         )
-        self._context.__enter__()
-
-    def _end(self) -> None:
-        assert self._context is not None, "a capture is under way"
-        self._context.__exit__(None, None, None)

@@ -1,64 +1,62 @@
-"""The draft decodes of one step: as one graph, as a graph of one replayed, and eager.
+"""The draft decodes of one step: as one graph, as single-step graphs, and eager.
 
-Only the forwards are timed, on what a real decode staged. What the host does between single steps is
-left out of these times, and stands beside them as the ledger has it: single steps are slower where the
-host takes longer than the forward before it.
+Only the forwards are timed, on the staged values of a real decode. The host's time between single
+steps is reported separately, from the ledger: single steps are slower where the host takes longer than
+the forward before it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
 import attrs
-import torch
 
-from capture_planner.bench.record import Chain
-from capture_planner.bench.rig import Absence, Kept, Rig, trimmed
-from capture_planner.modes import Refresh, Role
+from capture_planner.bench.record import ChainTiming
+from capture_planner.bench.rig import Absence, Rig, trimmed
+from capture_planner.modes import GraphMode, Refresh, Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import without_graphs
-from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.ledger import Forward
+from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 
 MOST = 8
-"""Most requests at which a chain is measured: where forwards are short, launches are what counts."""
+"""Most requests of a measured chain: launches matter where forwards are short."""
 HOST_STEPS = 8
-"""Steps of a decode that the host's time of a single step is the median of."""
+"""Decode steps whose median is the host's time of a single step."""
 
 
 @attrs.frozen
-class _Timed:
-    """Seconds of all draft decodes of a step, and of the host for one of them."""
+class _Timing:
+    """Seconds of all draft decodes of a step, and of the host for a single one."""
 
     seconds: float
     host: float | None
 
 
-def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[Chain, ...]:
+def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[ChainTiming, ...]:
     """Measure at each number of requests up to ``MOST``. Raises ``Absence`` without a chain."""
-    sizes = _sizes(rig.plan)
-    wanted = tuple(n for n in rig.sizes if n in sizes)
-    if not wanted:
+    possible = _sizes(rig.plan)
+    sizes = tuple(size for size in rig.sizes if size in possible)
+    if not sizes:
         measured = ", ".join(map(str, rig.sizes))
         raise Absence(
             f"a chain is measured at up to {MOST} requests, where two or more draft decodes are scheduled, and "
-            f"--requests is {measured}; name one of {', '.join(map(str, sizes))}"
+            f"--requests is {measured}; name one of {', '.join(map(str, possible))}"
         )
-    single = _measured(rig, with_single_steps(rig.plan), wanted, advance)
+    single = _measured(rig, with_single_steps(rig.plan), sizes, advance)
     fused_plan = with_chains(rig.plan, rig.registry)
-    fused = {} if fused_plan is None else _measured(rig, fused_plan, wanted, advance)
-    eager = _measured(rig, without_graphs(rig.plan), wanted, advance)
+    fused = {} if fused_plan is None else _measured(rig, fused_plan, sizes, advance)
+    eager = _measured(rig, without_graphs(rig.plan), sizes, advance)
     assert rig.plan.speculative is not None, "there are draft decodes"
     return tuple(
-        Chain(
+        ChainTiming(
             num_reqs=size,
             steps=rig.plan.speculative.draft_tokens(size) - 1,
             fused=fused[size].seconds if size in fused else None,
@@ -66,7 +64,7 @@ def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[Chain, ...]:
             eager=eager[size].seconds,
             host=single[size].host,
         )
-        for size in wanted
+        for size in sizes
         if size in single and size in eager
     )
 
@@ -76,12 +74,12 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
     if plan.speculative is None:
         raise Absence("the plan has no drafter")
     most = min(MOST, plan.limits.max_num_reqs)
-    found = tuple(n for n in range(1, most + 1) if plan.speculative.draft_tokens(n) > 2)
-    if not found:
+    sizes = tuple(n for n in range(1, most + 1) if plan.speculative.draft_tokens(n) > 2)
+    if not sizes:
         raise Absence("a chain has two or more draft decodes, so it needs a K of at least 3")
     if not plan.role(Role.DRAFT_DECODE).entries:
         raise Absence("the plan has no graph of a draft decode")
-    return found
+    return sizes
 
 
 def with_single_steps(plan: Plan) -> Plan:
@@ -91,9 +89,9 @@ def with_single_steps(plan: Plan) -> Plan:
 
 
 def with_chains(plan: Plan, registry: Registry) -> Plan | None:
-    """Return the plan with its draft decodes as chains, for each length that is scheduled.
+    """Return the plan with its draft decodes as chains, one for each scheduled length.
 
-    None where a backend needs the host between draft steps: then no graph can hold a chain.
+    None if a backend needs the host between draft steps, so that no graph can hold a chain.
     """
     role = plan.role(Role.DRAFT_DECODE)
     for group in role.groups:
@@ -108,76 +106,62 @@ def with_chains(plan: Plan, registry: Registry) -> Plan | None:
     )
 
 
-def _with(plan: Plan, entries: object) -> Plan:
-    kept: tuple[Entry, ...] = tuple(dict.fromkeys(entries))  # type: ignore[call-overload]
+def _with(plan: Plan, entries: Iterable[Entry]) -> Plan:
+    """Return the plan with these draft decodes, each once."""
+    unique = tuple(dict.fromkeys(entries))
     return replace(
         plan,
         roles=tuple(
-            replace(role, entries=kept) if role.role is Role.DRAFT_DECODE else role for role in plan.roles
+            replace(role, entries=unique) if role.role is Role.DRAFT_DECODE else role for role in plan.roles
         ),
     )
 
 
 def _measured(
     rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]
-) -> dict[int, _Timed]:
+) -> dict[int, _Timing]:
     """Return the median times of a chain at each number of requests."""
-    found = {}
+    results = {}
     with rig.runner(trimmed(plan, sizes, (Role.DRAFT_DECODE,))) as runner:
         runner.capture()
         for size in sizes:
-            with rig.trying("chain"):
-                decoding = rig.decoding(runner, size, HOST_STEPS)
-                try:
-                    host = _host(rig, decoding.forwards(HOST_STEPS), size)
-                    found[size] = _Timed(_median(rig, runner, _once(runner, plan, size)), host)
-                finally:
-                    decoding.end()
+            with rig.trying("chain"), rig.decoding(runner, size, HOST_STEPS) as decoding:
+                host = host_seconds(rig, decoding.forwards(HOST_STEPS), size)
+                once = _once(runner, plan, size)
+                # The first one warms up.
+                seconds = [rig.repeated(runner, once) for _ in range(rig.effort.windows + 1)][1:]
+                results[size] = _Timing(statistics.median(seconds), host)
             advance(counted(size, "request"))
-    return found
+    return results
 
 
-def _host(rig: Rig, forwards: Sequence[Forward], size: int) -> float | None:
-    """Return the host's median seconds of one draft decode: preparation and guards, on a GPU the launch too.
+def host_seconds(rig: Rig, forwards: Sequence[Forward], size: int) -> float | None:
+    """Return the host's median seconds of one draft decode: preparation, guards and, on a GPU, the launch.
 
-    On a CPU a replay is the forward itself, so that it is left out. None where no graph was replayed.
+    On a CPU the replay is the forward itself, and does not count. None if no graph was replayed.
     """
-    found = [
+    seconds = [
         (done.seconds if rig.device.type == "cuda" else done.host_seconds) / done.repeats
         for done in forwards
         if done.role is Role.DRAFT_DECODE and done.num_reqs == size and done.entry is not None
     ]
-    return statistics.median(found) if found else None
-
-
-def _median(rig: Rig, runner: Runner, once: Callable[[], object]) -> float:
-    kept = Kept(runner)
-
-    def many() -> None:
-        for _ in range(rig.effort.steps):
-            once()
-
-    found = []
-    with torch.no_grad():
-        for _ in range(rig.effort.windows + 1):
-            found.append(rig.clock.time(many) / rig.effort.steps)
-            kept.restore()
-    return statistics.median(found[1:])
+    return statistics.median(seconds) if seconds else None
 
 
 def _once(runner: Runner, plan: Plan, size: int) -> Callable[[], object]:
-    """Return what runs the draft decodes of one step, on what is staged."""
+    """Return a function that runs the draft decodes of one step, on the staged values."""
     role = runner.parts.roles[Role.DRAFT_DECODE]
     assert plan.speculative is not None, "a draft decode has a drafter"
     steps = plan.speculative.draft_tokens(size) - 1
-    answer = role.dispatcher.dispatch(Batch.decode(Role.DRAFT_DECODE, size, 1))
-    entry = answer.entry
+    batch = Batch.decode(Role.DRAFT_DECODE, size, 1)
+    entry = runner.dispatcher.dispatch(batch).entry
     if entry is None:
-        extents = Extents(tokens=size, reqs=size, pages=role.fields.capacity.pages)
+        shape = Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)
+        step = role.step(batch, None, role.warm_up_inputs(shape))
 
         def eager() -> None:
             for _ in range(steps):
-                role.again(answer, None, extents, perf_counter())
+                role.execute(step, perf_counter())
 
         return eager
     graph = role.graphs[entry]

@@ -1,9 +1,11 @@
-"""Measure: the figures that were asked for, one after the other, into one record."""
+"""Measure the chosen figures of a plan, one after the other, into one report."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,14 @@ import attrs
 import torch
 
 from capture_planner.bench.capturing import capture
-from capture_planner.bench.chain import chain
+from capture_planner.bench.chain import MOST, chain
 from capture_planner.bench.clock import clock_of
 from capture_planner.bench.decode import decode
 from capture_planner.bench.pools import pools
 from capture_planner.bench.preparation import preparation
 from capture_planner.bench.record import FIGURES, Absent, BenchReport
-from capture_planner.bench.refusals import needs, refuse_few_pages
-from capture_planner.bench.rig import QUICK, Effort, Progress, Rig, served_sizes
+from capture_planner.bench.refusals import page_needs, refuse_few_pages
+from capture_planner.bench.rig import QUICK, Effort, Rig, served_sizes
 from capture_planner.bench.throughput import Load, throughput
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
@@ -34,45 +36,40 @@ from capture_planner.runtime.serving.kv import PageFormat
 
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6
-"""Most of a device's free memory that the KV cache takes where nobody says how many pages it has."""
+"""Largest share of a device's free memory for the KV cache, if its pages are not stated."""
 
-PACKAGES = (
-    "capture-planner",
-    "torch",
-    "triton",
-    "transformers",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "flashinfer-python",
-    "numpy",
-)
+PACKAGES = ("capture-planner", "transformers", "numpy", *host.PACKAGES)
 
 
 @attrs.frozen(kw_only=True)
 class Bench:
-    """What a person chooses about a bench."""
+    """The choices of a bench."""
 
     model: Path | None = None
     """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
     seed: int = 0
     requests: tuple[int, ...] | None = None
-    """Numbers of requests, each of which a graph must serve; None: ``rig.REQUESTS``, as far as they are."""
+    """Numbers of requests, each of which a graph must serve; None: the ``rig.REQUESTS`` with a graph."""
     page_size: int | None = None
-    """Tokens a page; None: 64 on a GPU, 16 on a CPU."""
+    """Tokens per KV-cache page; None: 64 on a GPU, 16 on a CPU."""
     pages: int | None = None
-    """Pages of the KV cache, enough for each figure; None: what they need, as far as there is memory."""
+    """Pages of the KV cache, enough for each figure; None: enough for all figures, within memory."""
     load: Load = attrs.Factory(Load)
-    """What is served for a throughput; lengths that nobody named are cut until they fit the model."""
+    """The load of a throughput; lengths that were not stated are shortened to fit the model."""
     only: tuple[str, ...] = FIGURES
     compare: bool = True
-    """Compare the throughput with that of transformers."""
+    """Whether to compare the throughput with transformers."""
     quick: bool = False
-    """Fewer repeats: to see that it works, not to quote."""
+    """Fewer repeats, to try a bench rather than to quote its numbers."""
     any_environment: bool = False
     any_plan: bool = False
     command: str = ""
-    """The command line, for the record."""
+    """The command line, for the report."""
+
+    @property
+    def effort(self) -> Effort:
+        """The numbers of repeats."""
+        return QUICK if self.quick else Effort()
 
 
 def default_load(
@@ -82,67 +79,42 @@ def default_load(
     prompt_tokens: int | None = None,
     output_tokens: int | None = None,
 ) -> Load:
-    """Return what is served where nobody says all of it; the lengths that are given are never cut."""
+    """Return the load with defaults for everything that is None; stated lengths are never shortened."""
     base = QUICK_LOAD if quick else Load()
+    lengths = {"prompt": prompt_tokens, "output": output_tokens}
     return Load(
         requests=load_requests or base.requests,
         prompt=prompt_tokens or base.prompt,
         output=output_tokens or base.output,
-        stated=frozenset(
-            name
-            for name, given in (("prompt", prompt_tokens), ("output", output_tokens))
-            if given is not None
-        ),
+        stated=frozenset(name for name, tokens in lengths.items() if tokens is not None),
     )
 
 
-def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) -> BenchReport:
-    """Measure a plan. A figure that breaks is recorded as such, and the others are measured.
+def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progress) -> BenchReport:
+    """Measure a plan. A figure that fails is recorded as failed, and the others are measured.
 
-    An interruption ends in a record of the figures that were measured before it; of the one under way
-    nothing is kept.
+    An interruption ends in a report of the figures that were measured before it; partial measurements
+    are discarded.
 
-    Raises ``RunError`` or ``BackendError`` where what was chosen cannot be measured, and, but for a model
-    that is not the plan's, before a model is loaded: the plan is for another machine, has errors or a
-    backend that does not run here, has no graph of a decode, or the pages do not do.
+    Raises ``RunError`` or ``BackendError`` if the plan is for another machine, has errors, a backend that
+    does not run here or no graph of a decode, or if the pages are too few; all this before a model is
+    loaded. A model that does not match the plan is rejected after loading.
     """
     refuse_plan(plan, any_environment=bench.any_environment, any_plan=bench.any_plan)
     sizes = served_sizes(plan, bench.requests)
     device = host.device_of(plan.environment)
     page_size = bench.page_size or (64 if device.type == "cuda" else 16)
-    bench = attrs.evolve(
-        bench,
-        load=bench.load.within(plan.model.max_model_len) if "throughput" in bench.only else bench.load,
-    )
+    if "throughput" in bench.only:
+        bench = attrs.evolve(bench, load=bench.load.within(plan.model.max_model_len))
+    needs = tuple(page_needs(plan, bench.effort, sizes, bench.load, bench.only, page_size))
     if bench.pages is not None:
-        refuse_few_pages(_needs(plan, bench, sizes, page_size), bench.pages, page_size)
+        refuse_few_pages(needs, bench.pages, page_size)
     refuse_backends(plan, registry, device, page_size)
     model = launch.model_of(plan, bench.model, device=device, seed=bench.seed)
-    rig = _rig(plan, registry, model, bench, sizes, page_size)
-    found: dict[str, Any] = {}
-    figures: dict[str, Callable[[Callable[[str], None]], Any]] = {
-        "decode": lambda advance: decode(rig, advance),
-        "preparation": lambda advance: preparation(rig, advance),
-        "chain": lambda advance: chain(rig, advance),
-        "throughput": lambda advance: throughput(rig, bench.load, advance, compare=bench.compare),
-        "capture": lambda advance: capture(rig, advance),
-        "pools": lambda advance: pools(rig, advance),
-    }
-    wanted = [name for name in figures if name in bench.only]
-    ended: list[str] = []
-    interrupted = False
-    try:
-        for name in wanted:
-            with rig.trying(name), progress(name, _parts(rig, name)) as advance:
-                found[name] = figures[name](advance)
-            ended.append(name)
-    except KeyboardInterrupt:
-        interrupted = True
-        rig.absent.extend(
-            Absent(figure=name, says="interrupted before it was measured")
-            for name in wanted
-            if name not in ended
-        )
+    longest = max((pages for _, pages in needs), default=0)
+    pages = bench.pages or _pages(plan, model, device, bench.load, page_size, longest)
+    rig = _rig(plan, registry, model, bench, sizes, PageFormat(page_size=page_size, num_pages=1 + pages))
+    results, interrupted = _figures(rig, bench, progress)
     return BenchReport(
         plan=plan,
         model=model.name if rig.drafter is None else f"{model.name}, drafts by {rig.drafter.name}",
@@ -151,24 +123,37 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
         },
         facts=_facts(bench),
         clock=rig.clock.name,
-        page_size=rig.pages.page_size,
+        page_size=page_size,
         absent=tuple(rig.absent),
         interrupted=interrupted,
-        **found,
+        **results,
     )
 
 
-def _parts(rig: Rig, figure: str) -> int:
-    """Return how often a figure reports progress."""
+def _figures(rig: Rig, bench: Bench, progress: launch.Progress) -> tuple[dict[str, Any], bool]:
+    """Measure the chosen figures; return them by name, and whether they were interrupted."""
     sizes, graphs, runs = len(rig.sizes), rig.plan.num_graphs, rig.effort.runs
-    return {
-        "decode": 2 * sizes,
-        "preparation": sizes,
-        "chain": 3 * sum(size <= 8 for size in rig.sizes),
-        "throughput": runs + 2,
-        "capture": graphs * (1 + 2 * runs if rig.device.type == "cuda" else 1),
-        "pools": 2 * graphs,
-    }[figure]
+    captures = 1 + 2 * runs if rig.device.type == "cuda" else 1
+    # Each figure with the number of times that it reports progress.
+    figures: dict[str, tuple[Callable[[Callable[[str], None]], Any], int]] = {
+        "decode": (partial(decode, rig), 2 * sizes),
+        "preparation": (partial(preparation, rig), sizes),
+        "chain": (partial(chain, rig), 3 * sum(size <= MOST for size in rig.sizes)),
+        "throughput": (partial(throughput, rig, bench.load, compare=bench.compare), runs + 2),
+        "capture": (partial(capture, rig), graphs * captures),
+        "pools": (partial(pools, rig), 2 * graphs),
+    }
+    results: dict[str, Any] = {}
+    pending = [name for name in figures if name in bench.only]
+    try:
+        while pending:
+            figure, parts = figures[pending[0]]
+            with rig.trying(pending[0]), progress(pending[0], parts) as advance:
+                results[pending[0]] = figure(advance)
+            del pending[0]
+    except KeyboardInterrupt:
+        rig.absent.extend(Absent(figure=name, says="interrupted before it was measured") for name in pending)
+    return results, bool(pending)
 
 
 def _rig(
@@ -177,83 +162,63 @@ def _rig(
     model: HuggingFaceModel,
     bench: Bench,
     sizes: tuple[int, ...],
-    page_size: int,
+    pages: PageFormat,
 ) -> Rig:
     device = host.device_of(plan.environment)
-    grapher = launch.grapher_for(device)
     drafter = None
     if plan.speculative is not None:
         drafter = choose_drafter(
             "random",
             plan.speculative,
             model,
-            places=plan.limits.max_num_reqs,
+            num_states=plan.limits.max_num_reqs,
             length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
             seed=bench.seed + 1,
         )
-    pages = bench.pages or _pages(plan, model, device, bench, sizes, page_size)
     return Rig(
         plan=plan,
         model=model,
         drafter=drafter,
         registry=registry,
-        grapher=grapher,
+        grapher=launch.grapher_for(device),
         device=device,
-        pages=PageFormat(page_size=page_size, num_pages=1 + pages),
+        pages=pages,
         clock=clock_of(device),
-        effort=_effort(bench),
+        effort=bench.effort,
         sizes=sizes,
     )
 
 
-def _effort(bench: Bench) -> Effort:
-    return QUICK if bench.quick else Effort()
-
-
-def _needs(plan: Plan, bench: Bench, sizes: tuple[int, ...], page_size: int) -> Iterable[tuple[str, int]]:
-    return needs(plan, _effort(bench), sizes, bench.load, bench.only, page_size)
-
-
 def _pages(
-    plan: Plan,
-    model: HuggingFaceModel,
-    device: torch.device,
-    bench: Bench,
-    sizes: tuple[int, ...],
-    size: int,
+    plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int
 ) -> int:
-    """Return the pages that the longest figure takes, as far as there is memory for them."""
-    load = bench.load
-    k = 0 if plan.speculative is None else plan.speculative.num_tokens
+    """Return the pages for the whole load and for the ``longest`` figure, within a GPU's memory."""
+    drafts, layers = 0, model.num_layers
+    if plan.speculative is not None:
+        drafts = plan.speculative.num_tokens
+        layers += plan.speculative.model.num_layers
     served = min(load.requests, plan.limits.max_num_reqs)
-    together = served * -(-(load.prompt + load.output + k) // size)
-    wanted = max(64, together, *(pages for _, pages in _needs(plan, bench, sizes, size)))
+    wanted = max(64, served * -(-(load.prompt + load.output + drafts) // page_size), longest)
     if device.type != "cuda":
         return wanted
     each = Attention.of(plan, Role.TARGET, layers=1, window=None)
-    layers = model.num_layers + (plan.speculative.model.num_layers if plan.speculative else 0)
     width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
-    page = 2 * layers * size * each.num_kv_heads * each.head_dim * width
+    page = 2 * layers * page_size * each.num_kv_heads * each.head_dim * width
     return max(1, min(wanted, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 
 def _facts(bench: Bench) -> dict[str, str]:
     """Return machine, driver, versions, date and command line."""
-    found = host.facts()
-    environment = host.this_environment("here")
-    if environment.driver is not None:
-        found["driver"] = environment.driver
-    if environment.device.capability is not None:
-        found["capability"] = environment.device.capability
+    facts = host.facts()
+    if capability := host.this_environment("here").device.capability:
+        facts["capability"] = capability
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found["seed"] = str(bench.seed)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts[package] = metadata.version(package)
+    facts["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    facts["seed"] = str(bench.seed)
     if bench.quick:
-        found["quick"] = "yes: few repeats, not to be quoted"
+        facts["quick"] = "yes: few repeats, not to be quoted"
     if bench.command:
-        found["command"] = bench.command
-    return found
+        facts["command"] = bench.command
+    return facts

@@ -1,4 +1,4 @@
-"""One memory pool for all roles against one each: bytes, and whether tokens are the same."""
+"""One memory pool for all roles against one per role: bytes, and whether the tokens are equal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REQUESTS, PROMPT, OUTPUT = 16, 48, 24
 
 
 def lengths(plan: Plan) -> tuple[int, int]:
-    """Return prompt and output tokens of the requests that are served with both."""
+    """Return prompt and output tokens of the requests that are served with either kind of pool."""
     third = max(1, plan.model.max_model_len // 3)
     return min(PROMPT, third), min(OUTPUT, third)
 
 
 def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
-    """Capture and serve the same requests with both. Raises ``Absence`` where there is one role."""
+    """Capture and serve the same requests with either kind of pool. Raises ``Absence`` for one role."""
     if len(rig.plan.roles) < 2:
         raise Absence("the plan has no drafter: with one role, both kinds of pool are the same")
     if not rig.plan.num_graphs:
@@ -39,6 +39,6 @@ def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
         per_role=memory[Pool.PER_ROLE],
         requests=len(requests),
         differing=tuple(
-            name for name, said in tokens[Pool.SHARED].items() if said != tokens[Pool.PER_ROLE][name]
+            name for name, output in tokens[Pool.SHARED].items() if output != tokens[Pool.PER_ROLE][name]
         ),
     )

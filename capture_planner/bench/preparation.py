@@ -1,9 +1,8 @@
-"""Host time of preparing a forward: fill, padding and backends, and the library's own call beside it.
+"""Host time of preparing a forward (fill, padding, backends), against the library's own plan call.
 
-First as the runner does it, in a decode that is served. Then each role is staged by itself, as the
-runner stages it where nothing can be taken over from the step before, with the values of a decode that
-grows by a token each time. The device is waited for after each, untimed: what is measured is the host's
-work, not the queue.
+First as the runner does it, in a decode that is served. Then each role is staged by itself, as in a
+step that reuses nothing of the step before, with the values of a decode that grows by a token each time.
+The device is synchronized in between, untimed, so that the host's work is measured and not the queue.
 """
 
 from __future__ import annotations
@@ -12,57 +11,48 @@ import statistics
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
+import attrs
 import numpy as np
 import torch
 
 from capture_planner.bench.record import Preparation
 from capture_planner.bench.rig import Absence, Rig, query_len, serving_entry, trimmed
-from capture_planner.bench.watch import Watch
+from capture_planner.bench.timing import PrepareTimer
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records.batch import Entry
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.text import counted
-from capture_planner.runtime.execution.capture import warm_values
-from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.step import Made
 from capture_planner.runtime.runner import Runner
 
 
 def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, ...]:
-    """Measure each role at each number of requests that a graph of it serves."""
-    watch = Watch()
-    found = []
-    with rig.runner(trimmed(rig.plan, rig.sizes), registry=watch.registry(rig.registry)) as runner:
+    """Measure each role at each number of requests that one of its graphs serves."""
+    timer = PrepareTimer()
+    rows = []
+    longest = rig.plan.model.max_model_len
+    with rig.runner(trimmed(rig.plan, rig.sizes), registry=timer.registry(rig.registry)) as runner:
         runner.capture()
         for size in rig.sizes:
-            steps = min(
-                rig.effort.prepared, rig.plan.model.max_model_len - rig.prompt - query_len(rig.plan, size)
-            )
+            steps = min(rig.effort.prepared, longest - rig.prompt - query_len(rig.plan, size))
             if steps < 1:
-                raise Absence(
-                    f"a model of {counted(rig.plan.model.max_model_len, 'token')} has no room for a decode"
-                )
+                raise Absence(f"a model of {counted(longest, 'token')} has no room for a decode")
             served: Mapping[Role, float] = {}
             with rig.trying("preparation"):
                 served = _served(rig, runner, size, steps)
             for role in runner.parts.roles.values():
-                entry = serving_entry(role.dispatcher, rig.plan, role.role, size)
-                query = 1 if role.role is Role.DRAFT_DECODE else query_len(rig.plan, size)
+                entry = serving_entry(runner.dispatcher, rig.plan, role.role, size)
                 if entry is not None and role.role in served:
                     with rig.trying("preparation"):
-                        step = served[role.role]
-                        found.append(_measured(rig, role, watch, entry, size, query, steps, step))
+                        rows.append(_measured(rig, role, timer, entry, size, steps, served[role.role]))
             advance(counted(size, "request"))
-    return tuple(found)
+    return tuple(rows)
 
 
 def _served(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping[Role, float]:
-    """Return the mean preparation of each role over a decode as it is served."""
-    decoding = rig.decoding(runner, size, steps)
-    try:
+    """Return the mean preparation seconds of each role in a decode that is served."""
+    with rig.decoding(runner, size, steps) as decoding:
         forwards = decoding.forwards(steps)
-    finally:
-        decoding.end()
     spent: dict[Role, list[float]] = {}
     for forward in forwards:
         spent.setdefault(forward.role, []).append(forward.preparation / forward.repeats)
@@ -70,34 +60,31 @@ def _served(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping[Role, fl
 
 
 def _measured(
-    rig: Rig,
-    role: RoleRun,
-    watch: Watch,
-    entry: Entry,
-    size: int,
-    query: int,
-    steps: int,
-    step_seconds: float,
+    rig: Rig, role: RoleRun, timer: PrepareTimer, entry: Entry, size: int, steps: int, step_seconds: float
 ) -> Preparation:
+    query = 1 if role.role is Role.DRAFT_DECODE else query_len(rig.plan, size)
     first = rig.prompt + query
-    real = Extents(tokens=size * query, reqs=size, pages=role.fields.capacity.pages)
+    batch = Batch.decode(role.role, size, query)
     stages: list[float] = []
     prepares: list[float] = []
     stocks: list[float] = []
-    # The step before the first is not counted: it fills what the largest graph left, and a library's own
-    # call allocates and compiles.
+    # Step -1 warms up: it fills the fields that the largest graph left, and a library's own call
+    # allocates and compiles.
     for step in range(-1, steps):
-        made = values_at(rig, role, size, query, first + max(step, 0))
-        watch.clear()
+        inputs = inputs_at(rig, role, size, query, first + max(step, 0))
+        timer.clear()
         _wait(rig)
         started = perf_counter()
-        role.stage(entry, real, made)
+        forward = role.step(batch, entry, inputs)
+        role.stage_inputs(forward)
+        role.prepare_backends(forward)
         ended = perf_counter()
-        stock = watch.stock()
+        stock = timer.stock()
         if step >= 0:
             stages.append(ended - started)
-            prepares.append(watch.prepare)
-            stocks += () if stock is None else (stock,)
+            prepares.append(timer.seconds)
+            if stock is not None:
+                stocks.append(stock)
     _wait(rig)
     return Preparation(
         num_reqs=size,
@@ -116,21 +103,21 @@ def _wait(rig: Rig) -> None:
         torch.cuda.synchronize()
 
 
-def values_at(rig: Rig, role: RoleRun, size: int, query: int, length: int) -> Made:
-    """Return the values of a decode of ``size`` requests of ``query`` tokens, each ``length`` long by then.
+def inputs_at(rig: Rig, role: RoleRun, size: int, query: int, length: int) -> StepInputs:
+    """Return the inputs of a decode: ``size`` requests of ``query`` tokens, ``length`` tokens long.
 
-    Every request has its own pages, as far as there are so many; nothing reads what is in them.
+    Requests share pages if there are too few; nothing reads their contents.
     """
     shape = Entry(mode=GraphMode.FULL, num_tokens=size * query, num_reqs=size, query_len=query)
-    made = warm_values(role, shape)
     pages = rig.pages
     each, width = pages.pages(rig.plan.model.max_model_len), pages.pages(length)
     table = 1 + (np.arange(size)[:, None] * each + np.arange(width)) % (pages.num_pages - 1)
     positions = np.tile(np.arange(length - query, length), size)
     page, offset = np.divmod(positions, pages.page_size)
-    made["positions"] = positions.astype(made["positions"].dtype)
-    made["seq_lens"] = np.full(size, length, dtype=made["seq_lens"].dtype)
-    made["block_table"] = table.astype(made["block_table"].dtype)
-    slots = table[np.repeat(np.arange(size), query), page] * pages.page_size + offset
-    made["slot_mapping"] = slots.astype(made["slot_mapping"].dtype)
-    return made
+    return attrs.evolve(
+        role.warm_up_inputs(shape),
+        positions=positions,
+        seq_lens=np.full(size, length, dtype=np.int32),
+        block_table=table.astype(np.int32),
+        slot_mapping=table[np.repeat(np.arange(size), query), page] * pages.page_size + offset,
+    )

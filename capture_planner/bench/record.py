@@ -1,6 +1,6 @@
-"""The record of a bench: what was measured, and with what. Plain data, no torch.
+"""The report of a bench, as plain data without torch. Times are in seconds, memory in bytes.
 
-Times are in seconds and memory in bytes, each beside what it is compared with in the same run.
+Each number stands next to the one that it is compared with, of the same run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from capture_planner.records.plan import Plan
 from capture_planner.runtime.ledger import Captured
 
 FIGURES = ("decode", "preparation", "chain", "throughput", "capture", "pools")
-"""The figures of a bench, in the order in which they are measured."""
+"""The figures of a bench, in the order of measuring."""
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """Return ``part / whole``; None where one of them was not measured, or there is no whole."""
+    """Return ``part / whole``; None if either was not measured or ``whole`` is 0."""
     return part / whole if part is not None and whole else None
 
 
@@ -36,25 +36,25 @@ class Decode:
 
     num_reqs: int
     graphs: tuple[Replayed, ...]
-    """What a bare replay is: the target's graph, and with a drafter those of its forwards."""
+    """The graphs of the step: the target's and, with a drafter, the drafter's."""
     windows: int
-    """Windows that the medians are of."""
+    """Windows per median."""
     steps: int
-    """Steps a window."""
+    """Steps per window."""
     step: float
     bare: float
     eager: float | None
     host: float
-    """Of a step, what the runner's host did before its replays, as its ledger has it."""
+    """The host's part of a step before its replays, from the ledger."""
 
     @property
     def overhead(self) -> float:
-        """The step by its graphs."""
+        """The step relative to its graphs."""
         return self.step / self.bare
 
     @property
     def gain(self) -> float | None:
-        """The eager step by the bare graphs."""
+        """The eager step relative to the bare graphs."""
         return ratio(self.eager, self.bare)
 
 
@@ -67,147 +67,146 @@ class Preparation:
     backends: tuple[str, ...]
     steps: int
     step: float
-    """As the runner does it, a mean over all steps: values, dispatch, fill, padding and backends. The fields
-    of a drafter are filled together with the target's, and fields that a graph moved on are not filled."""
+    """Mean of the steps of a decode: values, dispatch, fill, padding and backends. A drafter's fields are
+    filled with the target's, and fields that a graph advanced are not filled."""
     stage: float
-    """Where all fields of the role are made anew, a median: derived fields, fill, padding and backends."""
+    """Median of steps that make all fields: derived fields, fill, padding and backends."""
     prepare: float
-    """The preparation of the backends alone, a median of the same."""
+    """Median of the backends' share of ``stage``."""
     stock: float | None = None
-    """The library's own plan call of the same shape, a median; None where the backend has none to compare."""
+    """Median of the library's own plan call of the same shape; None if it has none."""
 
     @property
     def of_stock(self) -> float | None:
-        """A step's preparation by the library's own plan call."""
+        """``step`` relative to the library's own plan call."""
         return ratio(self.step, self.stock)
 
 
 @attrs.frozen(kw_only=True)
-class Chain:
-    """The draft decodes of one step: one graph, single steps replayed, and eager."""
+class ChainTiming:
+    """The draft decodes of one step: as one graph, as single-step graphs, and eager."""
 
     num_reqs: int
     steps: int
-    """Draft decodes of a chain."""
+    """Draft decodes per chain."""
     fused: float | None
-    """None where a backend needs the host between draft steps, so that no graph holds a chain."""
+    """None if a backend needs the host between draft steps, so that no graph holds a chain."""
     single: float
     eager: float
     host: float | None = None
-    """Of one single step as the runner does it: preparation, guards and, on a GPU, the launch. None where it
-    was not measured."""
+    """The host's part of a single step: preparation, guards and, on a GPU, the launch; None: not measured."""
 
     @property
     def one(self) -> float:
-        """One single step, replayed in a row."""
+        """A single step, replayed in a row."""
         return self.single / self.steps
 
     @property
     def over_single(self) -> float | None:
-        """How many times faster one graph is than single steps replayed."""
+        """Speed-up of one graph over single-step graphs."""
         return ratio(self.single, self.fused)
 
     @property
     def over_eager(self) -> float:
-        """How many times faster the best graph is than eager."""
+        """Speed-up of the best graph over eager."""
         return self.eager / (self.fused or self.single)
 
 
 @attrs.frozen(kw_only=True)
 class Throughput:
-    """Tokens per second, end to end, and those of transformers' continuous batching."""
+    """Tokens per second, end to end, of the runner and of transformers' continuous batching."""
 
     num_requests: int
     prompt_tokens: int
     output_tokens: int
     tokens_per_second: float
     other: float | None = None
-    """Of transformers; None where it was not measured."""
+    """Tokens per second of transformers; None if not measured."""
     other_says: str = ""
-    """Its version and attention, or why it was not measured."""
+    """Version and attention of transformers, or the reason why it was not measured."""
 
     @property
     def gain(self) -> float | None:
-        """How many times transformers' throughput."""
+        """Throughput relative to transformers."""
         return ratio(self.tokens_per_second, self.other)
 
 
 @attrs.frozen(kw_only=True)
-class Cost:
-    """What it took to capture all graphs."""
+class CaptureCost:
+    """The cost of capturing all graphs."""
 
     seconds: float
     pool: int
-    """Bytes that the pools hold."""
+    """Bytes of the pools."""
     driver: int
-    """Bytes that the device lost beside what the allocator holds; 0 on a CPU."""
+    """Bytes that the device lost outside of the allocator; 0 on a CPU."""
 
     @property
     def memory(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return self.pool + self.driver
 
 
 @attrs.frozen(kw_only=True)
-class Capturing:
+class CaptureFigure:
     """The capture of the whole plan by the runner, and by a bare loop over the same graphs."""
 
     graphs: int
     first_seconds: float
     """The first capture of the process, which also compiles and loads kernels."""
-    ours: Cost
-    bare: Cost | None
-    """None where there is no CUDA device."""
+    ours: CaptureCost
+    bare: CaptureCost | None
+    """None without a CUDA device."""
     captured: tuple[Captured, ...]
     """Each graph, as the runner captured it."""
 
     @property
     def of_seconds(self) -> float | None:
-        """Our seconds by those of the bare loop."""
+        """Seconds relative to the bare loop."""
         return None if self.bare is None else ratio(self.ours.seconds, self.bare.seconds)
 
     @property
     def of_memory(self) -> float | None:
-        """Our bytes by those of the bare loop."""
+        """Bytes relative to the bare loop."""
         return None if self.bare is None else ratio(self.ours.memory, self.bare.memory)
 
 
 @attrs.frozen(kw_only=True)
 class Pools:
-    """One pool for all roles against one each."""
+    """One pool for all roles, against one per role. Both are bytes."""
 
     shared: int
     per_role: int
     requests: int
     differing: tuple[str, ...]
-    """Requests whose tokens differ between the two; there should be none."""
+    """Requests whose tokens differ between the two: normally none."""
 
     @property
     def saved(self) -> int:
-        """Bytes that sharing saves."""
+        """Bytes saved by sharing."""
         return self.per_role - self.shared
 
 
 @attrs.frozen(kw_only=True)
 class Absent:
-    """A figure that was not measured, and why."""
+    """A figure that was not measured, with the reason."""
 
     figure: str
     says: str
     failed: bool = False
-    """Whether it should have been there: what was tried broke."""
+    """Whether measuring it was tried and failed."""
 
 
 @attrs.frozen(kw_only=True)
-class Verdict:
-    """One target, and what was reached."""
+class TargetVerdict:
+    """A target and the value that was reached."""
 
     figure: str
     what: str
     wanted: float
     reached: float
     at_most: bool
-    """Whether ``wanted`` is the most that is allowed, or the least."""
+    """Whether ``wanted`` is an upper bound, or else a lower one."""
     unit: str = ""
 
     @property
@@ -217,28 +216,28 @@ class Verdict:
 
     @property
     def missed_by(self) -> float:
-        """By which share of the target it is missed; 0 where it is met."""
+        """The distance from the target relative to it; 0 if it is met."""
         return 0.0 if self.holds else abs(self.reached - self.wanted) / self.wanted
 
 
 @attrs.frozen(kw_only=True)
 class BenchReport:
-    """All that was measured of one plan on one machine."""
+    """The figures of one plan on one machine."""
 
     plan: Plan
     model: str
     backends: dict[str, str]
     """Name and version of each backend of the plan."""
     facts: dict[str, str]
-    """Where and with what: device, driver, versions of packages, date, command line."""
+    """Device, driver, versions of packages, date, command line."""
     clock: str
-    """What times are taken with."""
+    """Name of the clock."""
     page_size: int
     decode: tuple[Decode, ...] = ()
     preparation: tuple[Preparation, ...] = ()
-    chain: tuple[Chain, ...] = ()
+    chain: tuple[ChainTiming, ...] = ()
     throughput: Throughput | None = None
-    capture: Capturing | None = None
+    capture: CaptureFigure | None = None
     pools: Pools | None = None
     absent: tuple[Absent, ...] = ()
     interrupted: bool = False
@@ -246,5 +245,5 @@ class BenchReport:
 
     @property
     def failed(self) -> tuple[Absent, ...]:
-        """The figures that broke."""
+        """The figures that failed."""
         return tuple(absent for absent in self.absent if absent.failed)

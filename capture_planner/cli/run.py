@@ -209,8 +209,8 @@ def _plan(file: str, environment: str | None) -> Plan:
 
 
 def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
-    from capture_planner.runtime.execution.role import Options
     from capture_planner.runtime.launch import Choices, launch
+    from capture_planner.runtime.options import Options
 
     prepare_torch(given["threads"])
     source, decode = _workload(given)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -21,16 +20,15 @@ from capture_planner.conformance.machine import play
 from capture_planner.conformance.scene import Arrive, Case, RunBatch, Scene, Shape, dumps
 from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.subject import Subject
-from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Bound
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.execution.fields import Extents, FieldBuffer, poison
+from capture_planner.runtime.execution.fields import FieldBuffer, poison
+from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Write
-from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
 from capture_planner.runtime.runner import Runner
 
 
@@ -245,18 +243,20 @@ def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
     buffer = fields[key]
     match attack:
         case Attack.STALE_TAIL:
-            run.fill = functools.partial(_without_fill, run.fill, buffer)  # type: ignore[method-assign]
+            run.writes = functools.partial(_without_fill, run.writes, buffer)  # type: ignore[method-assign]
         case Attack.OTHER_FILL:
             buffer.constant = _another(runner, buffer)
         case Attack.OTHER_AXIS:
             along = Axis.REQUEST if buffer.field.axis is Axis.TOKEN else Axis.TOKEN
             buffer.field = replace(buffer.field, axis=along)
         case Attack.SHRUNK:
-            run.again = functools.partial(_cut, run.again, run, buffer, runner)  # type: ignore[method-assign]
+            run.replay_or_run = functools.partial(_cut, run.replay_or_run, buffer, runner)  # type: ignore[method-assign]
 
 
-def _without_fill(inner: Callable[[Made], list[Write]], buffer: FieldBuffer, values: Made) -> list[Write]:
-    writes = inner(values)
+def _without_fill(
+    inner: Callable[[StepInputs], list[Write]], buffer: FieldBuffer, inputs: StepInputs
+) -> list[Write]:
+    writes = inner(inputs)
     for write in writes:
         if write.buffer is buffer:
             write.rows = 0 if write.real is None else len(write.real)
@@ -272,20 +272,14 @@ def _another(runner: Runner, buffer: FieldBuffer) -> int:
 
 
 def _cut(
-    inner: Callable[..., Any],
-    role: RoleRun,
+    inner: Callable[..., ForwardTimes],
     buffer: FieldBuffer,
     runner: Runner,
-    answer: Dispatch,
-    entry: Entry | None,
-    extents: Extents,
+    step: ForwardStep,
     started: float,
-) -> Any:
+) -> ForwardTimes:
     """Overwrite what follows the real extent: on a host with anything, on a device within bounds."""
-    real = attrs.evolve(
-        extents, tokens=extents.tokens - answer.padded_tokens, reqs=extents.reqs - answer.padded_reqs
-    )
-    tail = buffer.tensor[real.rows(buffer.field) : extents.rows(buffer.field)]
+    tail = buffer.tensor[step.real.rows(buffer.field) : step.extents.rows(buffer.field)]
     if tail.numel():
         if tail.device.type == "cpu":
             poison(tail)
@@ -295,7 +289,7 @@ def _cut(
             draw = np.random.default_rng(len(tail)).integers(0, below, tuple(tail.shape))
             tail.copy_(torch.from_numpy(draw).to(tail))
         buffer.spoil()
-    return inner(answer, entry, extents, started)
+    return inner(step, started)
 
 
 def _range(runner: Runner, buffer: FieldBuffer) -> int:

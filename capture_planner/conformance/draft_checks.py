@@ -12,17 +12,17 @@ from capture_planner.conformance.target_checks import check_slots, first_wrong_r
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.inputs import StepInputs
 
 
-def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target: Made, k: int) -> None:
+def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target: StepInputs, k: int) -> None:
     """Run the draft prefill and the draft decodes of a batch, eager and from graphs, and check each."""
     parts = stage.runner.parts
     state = parts.state
     assert state is not None, "a drafter has a state"
     made, described = batch.draft_prefill(target), batch.batch(Role.DRAFT_PREFILL)
     given = parts.target.hidden[: len(batch.ids)].clone()
-    places = stage.on_device(target["idx_mapping"]).long()
+    places = stage.on_device(target.idx_mapping).long()
     ends = [start + batch.settled(*row) for start, row in zip(batch.starts[:-1], batch.rows, strict=True)]
     last = torch.tensor(ends, device=places.device) - 1
 

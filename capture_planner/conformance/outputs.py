@@ -21,11 +21,11 @@ class Outputs:
 
     def watch(self, role: RoleRun) -> None:
         """Wrap the attention of a role; call it before the capture."""
-        role._attend_now = functools.partial(self._attend, role, role._attend_now)  # type: ignore[method-assign]
+        role.attention.attend = functools.partial(self._attend, role, role.attention.attend)  # type: ignore[method-assign]
 
     def of(self, role: RoleRun) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield, for each layer that attended, its output ``[rows, width]`` of the last forward."""
-        rows = role.seen_rows()
+        rows = role.attention.seen_rows()
         for (of, layer), copy in self._copies.items():
             if of is role.role:
                 yield layer, copy[:rows]

@@ -170,11 +170,13 @@ class ProbeDrafter(nn.Module):
         times = -(-self.hidden_size // attention.shape[1])
         return (attention.repeat(1, times)[:, : self.hidden_size] + hidden) * 0.5
 
-    def propose(self, hidden: torch.Tensor, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Return the likeliest token of each row, ``int64[N]``."""
         return (hidden @ self.head).argmax(-1)
 
-    def learn(self, place: int, tokens: tuple[int, ...]) -> None:
+    def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """It does not."""
 
     def weights(self) -> Iterator[Weight]:

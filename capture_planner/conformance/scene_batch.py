@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import attrs
 import numpy as np
 
 from capture_planner.conformance.failure import Check
@@ -13,15 +14,11 @@ from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.runtime.execution.step import (
-    Made,
-    draft_decode_values,
-    draft_prefill_values,
-    target_values,
-)
+from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT
+from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Places, Scheduled
+from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 
 Row = tuple[LiveRequest, int, int]
 """A request, its tokens in the batch, and how many of its drafts are accepted."""
@@ -35,7 +32,7 @@ class SceneBatch:
         self.starts = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum([count for _, count, _ in rows], out=self.starts[1:])
         self.ids = np.concatenate([self._fed(live, count, accepted) for live, count, accepted in rows])
-        self.made_by_role: dict[Role, Made] = {}
+        self.inputs_by_role: dict[Role, StepInputs] = {}
 
     @staticmethod
     def _fed(live: LiveRequest, count: int, accepted: int, shift: int = 0) -> np.ndarray:
@@ -79,7 +76,7 @@ class SceneBatch:
             table[row] = live.pages[:width]
         return table
 
-    def target(self) -> Made:
+    def target(self) -> StepInputs:
         """Return the values of the target's fields."""
         world, starts = self._stage.world, self.starts
         positions = np.concatenate(
@@ -95,7 +92,7 @@ class SceneBatch:
         drafts = np.array(
             [count - 1 if live.computed >= live.prompt and count else 0 for live, count, _ in self.rows]
         )
-        made: Made = {
+        made: dict[str, Array] = {
             "input_ids": self.ids.astype(np.int32),
             "positions": positions.astype(np.int64),
             "slot_mapping": slots.astype(np.int64),
@@ -106,21 +103,22 @@ class SceneBatch:
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
             "cu_num_draft_tokens": np.cumsum(drafts, dtype=np.int32),
         }
-        return self._verified(Role.TARGET, made, target_values(self._scheduled, self._places, self._pages))
+        return self._verified(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
-    def draft_prefill(self, target: Made) -> Made:
+    def draft_prefill(self, target: StepInputs) -> StepInputs:
         """Return the draft prefill's values: the same batch, each token shifted by one."""
         ids = np.concatenate([self._fed(live, count, accepted, 1) for live, count, accepted in self.rows])
         accepted = np.array([self.settled(*row) for row in self.rows])
-        made = target | {
+        made = {
+            **target.declared,
             "input_ids": ids.astype(np.int32),
             "last_token_indices": (self.starts[:-1] + accepted - 1).astype(np.int32),
         }
         self._settle()
-        runners = draft_prefill_values(target, self._scheduled, accepted, self._places)
+        runners = draft_prefill_inputs(target, self._scheduled, accepted, self._states)
         return self._verified(Role.DRAFT_PREFILL, made, runners)
 
-    def draft_decode(self) -> Made:
+    def draft_decode(self) -> StepInputs:
         """Return the values of the first draft decode: one token per request, after its final ones."""
         longest, world = self._stage.scene.shape.longest, self._stage.world
         wanted = np.array(
@@ -135,7 +133,7 @@ class SceneBatch:
         )
         reqs, lengths = len(self.rows), (positions + 1).astype(np.int32)
         starts = np.arange(reqs + 1, dtype=np.int32)
-        made: Made = {
+        made: dict[str, Array] = {
             "input_ids": np.zeros(reqs, dtype=np.int32),
             "positions": positions.astype(np.int64),
             "slot_mapping": slots.astype(np.int64),
@@ -145,22 +143,22 @@ class SceneBatch:
             "last_token_indices": starts[:-1],
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
         }
-        runners = draft_decode_values(self._scheduled, wanted, self._places, self._pages)
+        runners = draft_decode_inputs(self._scheduled, wanted, self._states, self._pages)
         return self._verified(Role.DRAFT_DECODE, made, runners)
 
-    def _verified(self, role: Role, own: Made, runners: Made) -> Made:
-        """Return the runner's values, which must equal own."""
+    def _verified(self, role: Role, own: Mapping[str, Array], runners: StepInputs) -> StepInputs:
+        """Return the runner's values, which must equal ours."""
         for name, value in own.items():
-            found = runners[name]
+            found = runners.declared[name]
             if name == "block_table":
                 found = found[:, : value.shape[1]]
             if not all(count for _, count, _ in self.rows) and name == "last_token_indices":
                 # No scheduler hands out a row without a token, so the runner need not clamp this value.
-                runners[name] = found = value
+                runners, found = attrs.evolve(runners, last_token_indices=value), value
             if found.shape != value.shape or (found != value).any():
                 message = f"{name} is {found.tolist()}, expected {value.tolist()}"
                 raise self._stage.violation(Check.MADE, message, batch=self.batch(role))
-        self.made_by_role[role] = runners
+        self.inputs_by_role[role] = runners
         return runners
 
     @functools.cached_property
@@ -168,13 +166,13 @@ class SceneBatch:
         return self._stage.world.pages
 
     @functools.cached_property
-    def _scheduled(self) -> Scheduled:
+    def _scheduled(self) -> ScheduledBatch:
         """The batch in the scheduler's form."""
         decodes = [live.computed >= live.prompt for live, _, _ in self.rows]
         counts = np.array([count for _, count, _ in self.rows], dtype=np.int64)
-        return Scheduled(
+        return ScheduledBatch(
             live=tuple(live for live, _, _ in self.rows),  # type: ignore[misc]
-            places=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
+            state_indices=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
             counts=counts,
             drafts=np.where(decodes, np.maximum(counts - 1, 0), 0),
             prompts=len(decodes) - sum(decodes),
@@ -182,10 +180,10 @@ class SceneBatch:
         )
 
     @functools.cached_property
-    def _places(self) -> Places:
+    def _states(self) -> RequestStates:
         """The scheduler's state of each request, before the step."""
         scene = self._stage.scene
-        found = Places(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
+        found = RequestStates(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
         for live, count, accepted in self.rows:
             row, at = live.place, live.computed
             found.tokens[row, :at] = live.tokens[:at]
@@ -196,8 +194,8 @@ class SceneBatch:
         return found
 
     def _settle(self) -> None:
-        """Update the places with what was accepted, as verification does."""
+        """Update the states with what was accepted, as verification does."""
         for live, count, accepted in self.rows:
             row, at, stays = live.place, live.computed, self.settled(live, count, accepted)
-            self._places.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
-            self._places.computed[row] = at + stays
+            self._states.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
+            self._states.computed[row] = at + stays

@@ -21,8 +21,8 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.execution.chain import run_chain
-from capture_planner.runtime.execution.role import Options
-from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.inputs import StepInputs
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -150,17 +150,12 @@ class Stage:
             if violation.failure.check is Check.EAGER:
                 raise
 
-    def run(self, batch: Batch, made: Made, *, eager: bool, steps: int = 1) -> Entry | None:
+    def run(self, batch: Batch, made: StepInputs, *, eager: bool, steps: int = 1) -> Entry | None:
         """Run one forward of the batch's role, or a chain of them, from a graph or eager."""
-        ran, _ = run_chain(
-            self.runner.parts.roles[batch.role],
-            batch,
-            dict(made),
-            steps,
-            max_model_len=self.scene.shape.longest,
-            answer=EAGER if eager else None,
-        )
-        return ran.dispatch.entry
+        dispatch = EAGER if eager else self.runner.dispatcher.dispatch(batch)
+        run = self.runner.parts.roles[batch.role]
+        run_chain(run, batch, dispatch, made, steps, max_model_len=self.scene.shape.longest)
+        return dispatch.entry
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         """Return an array as a tensor on the device."""

@@ -59,9 +59,9 @@ def is_likeliest(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor,
 
 def check_slots(stage: Stage, batch: SceneBatch, role: Role, entry: Entry | None) -> None:
     """Check that the slots of the batch hold the keys and values of its tokens."""
-    cache, made = stage.world.caches[int(role.is_drafter)], batch.made_by_role[role]
-    ids, positions = stage.on_device(made["input_ids"]).long(), stage.on_device(made["positions"])
-    slots = stage.on_device(made["slot_mapping"])
+    cache, inputs = stage.world.caches[int(role.is_drafter)], batch.inputs_by_role[role].declared
+    ids, positions = stage.on_device(inputs["input_ids"]).long(), stage.on_device(inputs["positions"])
+    slots = stage.on_device(inputs["slot_mapping"])
     real = slots != NULL_SLOT
     for held, want in zip(cache.flat(), cache.expected(ids, positions), strict=True):
         if not torch.allclose(held[slots][real], want[real], rtol=stage.tolerance, atol=stage.tolerance):

@@ -16,14 +16,14 @@ from capture_planner.conformance.outputs import Outputs, bits, mark
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.world import World
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.modes import Reason, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.backend import Fill
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.text import counted
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer, tensor_of
+from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import out_of_bounds
-from capture_planner.runtime.execution.role import Ran, RoleRun
-from capture_planner.runtime.execution.step import Made
+from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
 from capture_planner.runtime.execution.updates import LENGTHS
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.runner import Runner
@@ -52,11 +52,10 @@ class Watch:
         self.largest = (0, 0)
         """The most requests and the most tokens of a batch; not always of the same."""
         self.batch: Batch | None = None
-        self._values: Made = {}
         self._filled = False
         for role in runner.parts.roles.values():
             role.run = functools.partial(self._run, role, role.run)  # type: ignore[method-assign]
-            role.again = functools.partial(self._again, role, role.again)  # type: ignore[method-assign]
+            role.replay_or_run = functools.partial(self._forward, role, role.replay_or_run)  # type: ignore[method-assign]
         self._persistent = self._where()
 
     def sources(self) -> tuple[str, ...]:
@@ -69,60 +68,55 @@ class Watch:
     def _run(
         self,
         role: RoleRun,
-        inner: Callable[..., Ran],
+        inner: Callable[..., ForwardTimes],
         batch: Batch,
-        values: Made,
+        dispatch: Dispatch,
+        inputs: StepInputs,
         started: float,
         *,
         filled: bool = False,
-        answer: Dispatch | None = None,
-    ) -> Ran:
-        self.batch, self._values, self._filled = batch, values, filled
+    ) -> ForwardTimes:
+        self.batch, self._filled = batch, filled
         self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
         self._garbage.before(role, filled=filled)
         try:
-            ran = inner(batch, values, started, filled=filled, answer=answer)
+            times = inner(batch, dispatch, inputs, started, filled=filled)
         except Violation:
             raise
         except Exception as error:
-            entry = (answer or role.dispatch(batch)).entry
-            where = {"role": role.role, "entry": entry, "batch": describe_batch(batch)}
+            where = {"role": role.role, "entry": dispatch.entry, "batch": describe_batch(batch)}
             raise Violation.of(error, **where) from error
-        if answer is None:
-            self._check_dispatch(role, batch, ran.dispatch)
-        return ran
+        if dispatch is not EAGER:
+            self._check_dispatch(role, batch, dispatch)
+        return times
 
-    def _again(
-        self,
-        role: RoleRun,
-        inner: Callable[..., Ran],
-        answer: Dispatch,
-        entry: Entry | None,
-        extents: Extents,
-        started: float,
-    ) -> Ran:
-        self.ran[f"{role.role.value} {answer.mode.value}"] += 1
+    def _forward(
+        self, role: RoleRun, inner: Callable[..., ForwardTimes], step: ForwardStep, started: float
+    ) -> ForwardTimes:
+        entry, extents = step.entry, step.extents
+        mode = GraphMode.NONE if entry is None else entry.mode
+        self.ran[f"{role.role.value} {mode.value}"] += 1
         if not self._trusting:
             held = {buffer.key: buffer.view(extents).cpu().numpy() for buffer in role.fields}
-            self._check_fields(role, entry, extents, held)
-            self._check_placed(role, entry, extents, answer, held)
+            self._check_fields(role, entry, extents, step.inputs, held)
+            self._check_placed(role, step, held)
         self._garbage.beyond(role, extents)
-        mine = self._own_slots(role, entry)
+        mine = self._own_slots(role, step)
         caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
         state = self._state()
-        ran = inner(answer, entry, extents, started)
+        times = inner(step, started)
         if not self._trusting:
-            self._check_moved(role, entry, extents)
+            self._check_moved(role, entry, extents, step.inputs)
         self._check_written(role, entry)
         self._check_untouched(role, entry, mine, caches)
-        self._check_state(role, entry, state)
+        self._check_state(role, step, state)
         self._check_pointers(role, entry)
-        return ran
+        return times
 
     # Checks before.
 
     def _check_dispatch(self, role: RoleRun, batch: Batch, answer: Dispatch) -> None:
-        expected = cheapest(role.dispatcher.plan, batch)
+        expected = cheapest(self.runner.dispatcher.plan, batch)
         if answer.entry != expected:
             self._refuse(
                 Check.DISPATCHED,
@@ -134,18 +128,23 @@ class Watch:
         if expected is None and answer.reason in (None, Reason.UNCOVERED):
             self._refuse(Check.DISPATCHED, "the batch runs eager without a reason", role, None)
 
-    def _check_fields(self, role: RoleRun, entry: Entry | None, extents: Extents, held: FieldValues) -> None:
-        values, batch = self._values, self.batch
+    def _check_fields(
+        self, role: RoleRun, entry: Entry | None, extents: Extents, inputs: StepInputs, held: FieldValues
+    ) -> None:
+        values, batch = inputs.declared, self.batch
         assert batch is not None, "a forward belongs to a batch"
         for buffer in role.fields:
             real = values.get(buffer.field.name)
+            if real is None and buffer.field.fill is not Fill.REPEAT_LAST:
+                # A graph that filled its own fields: derived ones are as the last step of the host left them.
+                real = inputs.array(buffer.field.name)
             if real is not None and not buffer.is_frozen:
                 self._check_fill(role, entry, held[buffer.key], buffer, real, batch)
         for buffer in role.fields:
-            is_answer = buffer.field.name == "input_ids" and self.runner.parts.target.ahead
+            is_answer = buffer.field.name == "input_ids" and self.runner.policy.run_ahead
             if buffer.field.indexes is not None and not (buffer.is_frozen or is_answer):
                 real = values.get(buffer.field.name)
-                wrong = out_of_bounds(buffer, held[buffer.key], real, extents, role._bounds)
+                wrong = out_of_bounds(buffer, held[buffer.key], real, extents, role.bounds)
                 if wrong is not None:
                     axis = buffer.field.axis.value
                     self._refuse(Check.BOUNDED, str(wrong), role, entry, field=buffer.key, axis=axis)
@@ -178,11 +177,9 @@ class Watch:
                 axis=field.axis.value,
             )
 
-    def _check_placed(
-        self, role: RoleRun, entry: Entry | None, extents: Extents, answer: Dispatch, held: FieldValues
-    ) -> None:
+    def _check_placed(self, role: RoleRun, step: ForwardStep, held: FieldValues) -> None:
         """Compare slots with positions and pages, and pages with those that the scheduler assigned."""
-        tokens, reqs = extents.tokens - answer.padded_tokens, extents.reqs - answer.padded_reqs
+        entry, tokens, reqs = step.entry, step.real.tokens, step.real.reqs
         names = ("query_start_loc", "block_table", "positions", "slot_mapping", "idx_mapping")
         starts, table, positions, slots, places = (held[name] for name in names)
         owner = np.searchsorted(starts[1 : reqs + 1], np.arange(tokens), side="right")
@@ -217,15 +214,15 @@ class Watch:
         serving = self.runner._serving
         if serving is None or serving.done or serving.is_over:
             return None
-        return serving.scheduler.places.table
+        return serving.scheduler.states.table
 
     # Checks after.
 
-    def _check_moved(self, role: RoleRun, entry: Entry | None, extents: Extents) -> None:
+    def _check_moved(self, role: RoleRun, entry: Entry | None, extents: Extents, inputs: StepInputs) -> None:
         """Check after a replay the padding of fields that graphs advance: it must still be the fill."""
         assert self.batch is not None, "a forward belongs to a batch"
         for buffer in role.fields:
-            real = self._values.get(buffer.field.name)
+            real = inputs.array(buffer.field.name)
             if buffer.field.name in _MOVED and real is not None and not buffer.is_frozen:
                 held = buffer.view(extents).cpu().numpy()
                 self._check_fill(role, entry, held, buffer, real, self.batch)
@@ -242,11 +239,11 @@ class Watch:
                     entry,
                 )
 
-    def _own_slots(self, role: RoleRun, entry: Entry | None) -> Slots:
+    def _own_slots(self, role: RoleRun, step: ForwardStep) -> Slots:
         """Return the slots that the batch may write: those of its tokens, and the null page."""
-        values = self._values
-        mine = set(values["slot_mapping"].tolist()) if "slot_mapping" in values else None
-        table, positions = values["block_table"], values["positions"]
+        entry, inputs = step.entry, step.inputs
+        mine = None if inputs.slot_mapping is None else set(inputs.slot_mapping.tolist())
+        table, positions = inputs.block_table, inputs.positions
         if mine is None or role.role is Role.DRAFT_DECODE:
             # Slots that only the graph computes follow from positions and pages: of this step and, in a chain,
             # of the later ones. If drafts were verified on the device, the host knows an upper bound of positions.
@@ -285,11 +282,11 @@ class Watch:
         state = self.runner.parts.state
         return {} if state is None else {name: getattr(state, name).clone() for name in _STATE}
 
-    def _check_state(self, role: RoleRun, entry: Entry | None, before: Mapping[str, torch.Tensor]) -> None:
+    def _check_state(self, role: RoleRun, step: ForwardStep, before: Mapping[str, torch.Tensor]) -> None:
         state = self.runner.parts.state
         if state is None:
             return
-        mine = set() if role.role is Role.TARGET else {*self._values["idx_mapping"].tolist(), state.padding}
+        mine = set() if role.role is Role.TARGET else {*step.inputs.idx_mapping.tolist(), state.padding}
         others = [row for row in range(state.padding) if row not in mine]
         for name, then in before.items():
             if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
@@ -297,7 +294,7 @@ class Watch:
                     Check.STATE,
                     f"the draft state ({name}) of a request outside the batch changed",
                     role,
-                    entry,
+                    step.entry,
                 )
 
     def _where(self) -> list[tuple[str, int]]:

@@ -39,7 +39,7 @@ class Dispatch:
 
 
 _CACHE_SIZE = 1 << 16
-"""Most answers kept at a time, over all roles."""
+"""Most cached answers, over all roles."""
 
 
 class Dispatcher:
@@ -159,14 +159,14 @@ class _RoleTables:
         if case == len(self._cases) or batch.active_loras < 0:
             return None
         loras, query_len = self._cases[case], batch.uniform_query_len
-        found: list[Entry | None] = []
+        fits: list[Entry | None] = []
         steps = draft_steps(self._role.role, batch.num_reqs, self._plan.speculative)
         if query_len is not None:
-            found.append(self._decode_fit(query_len, steps, loras).at(batch.num_reqs))
+            fits.append(self._decode_fit(query_len, steps, loras).at(batch.num_reqs))
         level = bisect_left(self._levels, batch.num_reqs)
         bound = self._levels[level] if level < len(self._levels) else None
-        found.append(self._mixed_fit(bound, steps, loras).at(batch.num_tokens))
-        return min((entry for entry in found if entry), key=lambda entry: entry.cost, default=None)
+        fits.append(self._mixed_fit(bound, steps, loras).at(batch.num_tokens))
+        return min((entry for entry in fits if entry), key=lambda entry: entry.cost, default=None)
 
     def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest uniform entries, by requests."""

@@ -63,9 +63,7 @@ def groups_of(spec: Spec, role: Role) -> tuple[GroupSpec, ...]:
     """Return the attention groups of a role: the spec's, or one group of all layers."""
     if groups := spec.roles.of(role).groups:
         return groups
-    drafts = spec.speculative is not None and role.is_drafter
-    layers = spec.speculative.model.num_layers if spec.speculative and drafts else spec.model.num_layers
-    return (GroupSpec(name="all", layers=layers),)
+    return (GroupSpec(name="all", layers=spec.num_layers(role)),)
 
 
 def attentions(spec: Spec) -> Iterator[tuple[Role, str, Attention]]:

@@ -11,7 +11,12 @@ from collections.abc import Iterator, Sequence
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.resolve import Resolution, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.planning.resolve import (
+    ResolvedMode,
+    resolve,
+    resolve_draft_decode,
+    resolve_draft_prefill,
+)
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
@@ -62,7 +67,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
 
 def _resolve(
     spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
-) -> tuple[GraphMode, Resolution]:
+) -> tuple[GraphMode, ResolvedMode]:
     """Return the requested mode of a role (a drafter's is its target's), and its resolution."""
     supports = [group.for_resolution for group in groups]
     wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
@@ -134,7 +139,7 @@ def _entries(ladder: Ladder) -> Iterator[Entry]:
 
 
 def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) -> GroupPlan:
-    backend, asked = group.registered, (working.role, group.attention, working.environment)
+    backend, context = group.registered, (working.role, group.attention, working.environment)
     return GroupPlan(
         name=group.spec.name,
         layers=group.spec.layers,
@@ -143,6 +148,6 @@ def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) ->
         distribution=backend.distribution,
         version=backend.version,
         support=group.support,
-        padding=backend.padding(*asked),
-        workspace=backend.workspace(*asked, entries, working.spec.limits),
+        padding=backend.padding(*context),
+        workspace=backend.workspace(*context, entries, working.spec.limits),
     )

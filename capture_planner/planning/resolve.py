@@ -30,7 +30,7 @@ class GroupSupport:
 
 
 @attrs.frozen(kw_only=True)
-class Resolution:
+class ResolvedMode:
     """A resolved mode, and the downgrades that led to it."""
 
     mode: GraphMode
@@ -75,7 +75,7 @@ def resolve(
     *,
     max_query_len: int,
     piecewise: Piecewise,
-) -> Resolution:
+) -> ResolvedMode:
     """Lower ``requested`` to what the weakest of ``groups`` can run. Idempotent.
 
     :param max_query_len: the longest uniform decode of the role, in tokens.
@@ -110,7 +110,7 @@ def resolve(
             "the spec says that the model cannot be captured between attention layers",
             backend=False,
         )
-    return Resolution(mode=ladder.mode, decisions=tuple(ladder.decisions))
+    return ResolvedMode(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
 def resolve_draft_prefill(
@@ -120,19 +120,19 @@ def resolve_draft_prefill(
     *,
     max_query_len: int,
     piecewise: Piecewise,
-) -> Resolution:
+) -> ResolvedMode:
     """Resolve draft position 0: from the target's *resolved* mode, by its own backend's support.
 
     :param wanted: the mode that the spec requests for this role; it can lower the start, not raise it.
     """
     start, lowered = _lowered(Role.DRAFT_PREFILL, target, wanted)
     resolved = resolve(Role.DRAFT_PREFILL, start, groups, max_query_len=max_query_len, piecewise=piecewise)
-    return Resolution(mode=resolved.mode, decisions=lowered + resolved.decisions)
+    return ResolvedMode(mode=resolved.mode, decisions=lowered + resolved.decisions)
 
 
 def resolve_draft_decode(
     target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]
-) -> Resolution:
+) -> ResolvedMode:
     """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE.
 
     PIECEWISE pads tokens but not requests, so a backend that indexes by request would read entries
@@ -153,7 +153,7 @@ def resolve_draft_decode(
     if cause.support.level is GraphSupport.NEVER:
         message = f"full graphs are not possible: {cause.backend} declares NEVER: {cause.support.reason}"
         ladder.step("decode-full-unsupported", _NONE, message)
-    return Resolution(mode=ladder.mode, decisions=tuple(ladder.decisions))
+    return ResolvedMode(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
 def _lowered(

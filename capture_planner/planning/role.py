@@ -8,7 +8,7 @@ import attrs
 
 from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
 from capture_planner.planning.groups import Group
-from capture_planner.planning.resolve import Resolution
+from capture_planner.planning.resolve import ResolvedMode
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
 from capture_planner.planning.sizing.policies import Choice
 from capture_planner.records.batch import Kind
@@ -36,7 +36,7 @@ class RoleInProgress:
     role: Role
     groups: tuple[Group, ...]
     requested: GraphMode
-    resolved: Resolution
+    resolved: ResolvedMode
     families: tuple[DecodeFamily, ...] = ()
     ladders: tuple[Ladder, ...] = ()
     decisions: list[Decision] = attrs.field(init=False)
@@ -97,44 +97,29 @@ class RoleInProgress:
         if speculative is not None and self.role is Role.TARGET:
             clamped = sorted({k for *_, k in speculative.schedule if k > speculative.num_tokens})
             if clamped:
-                self.decide(
-                    "schedule-clamped",
-                    max(clamped),
-                    speculative.num_tokens,
-                    f"the schedule has up to {max(clamped)} draft tokens, but num_tokens is {speculative.num_tokens}",
-                )
+                most, k = max(clamped), speculative.num_tokens
+                message = f"the schedule has up to {most} draft tokens, but num_tokens is {k}"
+                self.decide("schedule-clamped", most, k, message)
         if self.role is Role.DRAFT_DECODE and not self.families:
-            self.decide(
-                "draft-decode-never-runs",
-                self.mode.value,
-                "no graphs",
-                "the draft prefill makes the only draft token, so no draft decode follows",
-            )
+            message = "the draft prefill makes the only draft token, so no draft decode follows"
+            self.decide("draft-decode-never-runs", self.mode.value, "no graphs", message)
         for _, last, k in () if self.role is Role.DRAFT_DECODE else decode_tiers(spec):
             fits = limits.max_num_tokens // (1 + k)
             if fits < last:
-                self.decide(
-                    "tokens-limit-requests",
-                    last,
-                    fits,
-                    f"max_num_tokens {limits.max_num_tokens} holds {counted(fits, 'request')} of "
-                    f"{counted(1 + k, 'token')}, so no decode of {last} can be scheduled",
-                )
+                room = f"{counted(fits, 'request')} of {counted(1 + k, 'token')}"
+                message = f"max_num_tokens {limits.max_num_tokens} holds {room}: decodes of {last} are never scheduled"
+                self.decide("tokens-limit-requests", last, fits, message)
         if step > 1:
-            self.decide(
-                "sequence-parallel-alignment",
-                1,
-                step,
-                f"sequence parallelism splits tokens over the ranks, so padded tokens are multiples of {step}",
+            message = (
+                f"sequence parallelism splits tokens over the ranks, so padded tokens are multiples of {step}"
             )
+            self.decide("sequence-parallel-alignment", 1, step, message)
         if spec.parallel.data > 1 and self.role is Role.TARGET:
-            self.decide(
-                "data-parallel-largest",
-                1,
-                spec.parallel.data,
+            message = (
                 f"all {spec.parallel.data} data-parallel ranks, idle ones included, run the shape of the largest "
-                "batch; if one rank runs eager, all do",
+                "batch; if one rank runs eager, all do"
             )
+            self.decide("data-parallel-largest", 1, spec.parallel.data, message)
 
     def _captured_families(self) -> tuple[DecodeFamily, ...]:
         """Return the decodes to capture: draft chains by their length, or single draft steps."""
@@ -142,15 +127,12 @@ class RoleInProgress:
             return self.families
         longest = max(family.draft_steps or 0 for family in self.families)
         single = self.spec.speculative is not None and self.spec.speculative.chain is Chain.SINGLE
-        by_host = (
-            []
-            if single
-            else [
-                group.registered.name
-                for group in self.groups
-                if group.registered.refresh(self.role, group.attention, self.environment) is Refresh.HOST
-            ]
-        )
+        # With single steps the backends' answers would change nothing.
+        by_host = [
+            group.registered.name
+            for group in (() if single else self.groups)
+            if group.registered.refresh(self.role, group.attention, self.environment) is Refresh.HOST
+        ]
         if single or by_host or longest == 1:
             if longest > 1 and single:
                 message = "speculative.chain requests single steps, so a single-step graph is replayed"
@@ -164,13 +146,11 @@ class RoleInProgress:
             intervals = sorted(interval for f in self.families for interval in f.requests.intervals)
             domain = Domain(tuple(intervals), self.families[0].requests.step)
             return (DecodeFamily(query_len=1, draft_steps=None, requests=domain),)
-        self.decide(
-            "draft-chain",
-            1,
-            longest,
+        message = (
             "every draft backend refreshes its metadata inside the graph, so the draft decodes of a step are one "
-            "graph for each scheduled length",
+            "graph for each scheduled length"
         )
+        self.decide("draft-chain", 1, longest, message)
         return tuple(
             attrs.evolve(family, draft_steps=None) if family.draft_steps == 1 else family
             for family in self.families
@@ -221,9 +201,8 @@ class RoleInProgress:
     def _note_choice(self, ladder: Ladder, choice: Choice, sizes: Sizes, domain: Domain) -> None:
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
-        self.decide(
-            f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}"
-        )
+        chosen = counted(len(choice.sizes), "size")
+        self.decide(f"sizes-{policy}", f"1..{last}", chosen, f"{ladder}: {choice.message}")
 
     def fit_backend(self) -> None:
         """Drop full graphs beyond what the backends can hold."""
@@ -238,12 +217,8 @@ class RoleInProgress:
         name = group.registered.name
         why = f"{name} can hold {allowed} full graphs"
         fitted = iter(fit(full, allowed, Reason.BACKEND_CAP))
-        self.refit(
-            [next(fitted) if ladder.mode is GraphMode.FULL else ladder for ladder in self.ladders],
-            "backend-max-graphs",
-            why,
-            name,
-        )
+        ladders = [next(fitted) if ladder.mode is GraphMode.FULL else ladder for ladder in self.ladders]
+        self.refit(ladders, "backend-max-graphs", why, name)
 
     def refit(self, fitted: Sequence[Ladder], rule: str, why: str, backend: str | None = None) -> None:
         """Replace the ladders, with a decision for each that changed.
@@ -257,11 +232,6 @@ class RoleInProgress:
                 padding = f"worst padding {float(before.worst - 1):.1%} becomes {float(after.worst - 1):.1%}"
             else:
                 padding = "no size is left"
-            self.decide(
-                rule,
-                counted(before.num_graphs, "graph"),
-                counted(after.num_graphs, "graph"),
-                f"{before}: {why}; {padding}",
-                backend,
-            )
+            was, left = counted(before.num_graphs, "graph"), counted(after.num_graphs, "graph")
+            self.decide(rule, was, left, f"{before}: {why}; {padding}", backend)
         self.ladders = tuple(fitted)

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar, cast
 
 import attrs
@@ -159,6 +159,17 @@ def _enforce(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attrib
             raise InvalidValue([problem])
 
     return [f.evolve(validator=check) for f in fields]
+
+
+def raise_any(problems: Iterable[Problem]) -> None:
+    """Raise ``InvalidValue`` with the problems, if there are any."""
+    if found := list(problems):
+        raise InvalidValue(found)
+
+
+def duplicates(values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield index and value of each value that occurs earlier in the sequence."""
+    return ((index, value) for index, value in enumerate(values) if value in values[:index])
 
 
 def field(doc: str, *, key: str | None = None, **options: Any) -> Any:

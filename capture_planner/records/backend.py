@@ -9,9 +9,18 @@ import enum
 from collections.abc import Sequence
 from typing import Annotated, Protocol, runtime_checkable
 
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.errors import Problem
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records._base import ByteCount, Count, Interval, Pattern, field, record
+from capture_planner.records._base import (
+    ByteCount,
+    Count,
+    Interval,
+    Pattern,
+    duplicates,
+    field,
+    raise_any,
+    record,
+)
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import Deployment, max_query_len
 from capture_planner.records.environment import Environment
@@ -107,25 +116,17 @@ class MetadataField:
     def __attrs_post_init__(self) -> None:
         problems = []
         if (self.fill is Fill.CONSTANT) != (self.value is not None):
-            problems.append(
-                Problem(path=("value",), message="a value goes with the fill constant, and only with it")
-            )
+            problems.append(Problem(path=("value",), message="needed for the fill constant, and only for it"))
         most = {"uint8": 255, "bool": 1}.get(self.dtype)
         if most is not None and self.value is not None and not 0 <= self.value <= most:
-            problems.append(
-                Problem(path=("value",), message=f"{self.dtype} holds 0 to {most}, not {self.value}")
-            )
+            message = f"{self.dtype} holds 0 to {most}, not {self.value}"
+            problems.append(Problem(path=("value",), message=message))
         counts = self.fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
         if counts and (self.inner is not None or self.dtype not in ("int32", "int64")):
-            problems.append(
-                Problem(
-                    path=("fill",),
-                    message=f"{self.fill.value} fills vectors of int32 or int64",
-                    remedy="a table, or another dtype, is filled with a constant",
-                )
-            )
-        if problems:
-            raise InvalidValue(problems)
+            message = f"{self.fill.value} is for vectors of int32 or int64"
+            remedy = "fill tables and other dtypes with a constant"
+            problems.append(Problem(path=("fill",), message=message, remedy=remedy))
+        raise_any(problems)
 
 
 @record
@@ -135,12 +136,10 @@ class PaddingContract:
     fields: tuple[MetadataField, ...] = field("metadata fields", default=())
 
     def __attrs_post_init__(self) -> None:
-        names = [f.name for f in self.fields]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise InvalidValue(
-                    [Problem(path=("fields", index, "name"), message=f"{name!r} is declared twice")]
-                )
+        raise_any(
+            Problem(path=("fields", index, "name"), message=f"{name!r} is declared twice")
+            for index, name in duplicates([f.name for f in self.fields])
+        )
 
     def __getitem__(self, name: str) -> MetadataField:
         return next(f for f in self.fields if f.name == name)

@@ -214,7 +214,8 @@ def batches(
     :param upto: above this many tokens, the smallest batch of a range represents the range.
     """
     decodes = decode_families(role, deployment) if families is None else tuple(families)
-    for loras in range(most_loras(role, deployment) + 1):
+    # A request has at most one adapter, so no batch has more adapters than requests.
+    for loras in range(min(most_loras(role, deployment), deployment.limits.max_num_reqs) + 1):
         for family in decodes:
             query_len = family.query_len
             for num_reqs, last in family.requests.counts(loras, None if upto is None else upto // query_len):

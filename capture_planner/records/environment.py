@@ -32,7 +32,9 @@ class Device:
     def __attrs_post_init__(self) -> None:
         missing = [n for n in ("capability", "multiprocessors") if getattr(self, n) is None]
         if self.kind is DeviceKind.CUDA and missing:
-            raise InvalidValue(Problem(path=(name,), message="a cuda device needs it") for name in missing)
+            raise InvalidValue(
+                Problem(path=(name,), message="required for a cuda device") for name in missing
+            )
 
     @property
     def sm(self) -> tuple[int, int]:

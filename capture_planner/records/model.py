@@ -70,11 +70,9 @@ class Model:
 
     def __attrs_post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise refuse(
-                "num_heads",
-                message=f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads",
-                remedy="each KV head serves the same number of query heads",
-            )
+            message = f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads"
+            remedy = "each KV head serves the same number of query heads"
+            raise refuse("num_heads", message=message, remedy=remedy)
 
 
 @record
@@ -111,27 +109,19 @@ class Speculative:
 
     def __attrs_post_init__(self) -> None:
         if len(self.schedule) > MAX_TIERS:
-            raise refuse(
-                "schedule", message=f"{len(self.schedule)} ranges, and at most {MAX_TIERS} are allowed"
-            )
+            raise refuse("schedule", message=f"{len(self.schedule)} ranges, at most {MAX_TIERS} are allowed")
         previous = 0
         for index, (first, last, _) in enumerate(self.schedule):
             if first > last:
                 raise refuse("schedule", index, message=f"the range {first} to {last} is empty")
             if first <= previous:
-                raise refuse(
-                    "schedule",
-                    index,
-                    message=f"starts at {first}, but the range before it ends at {previous}",
-                    remedy="list the ranges by batch size, without overlap",
-                )
+                message = f"starts at {first}, but the range before it ends at {previous}"
+                remedy = "list the ranges by batch size, without overlap"
+                raise refuse("schedule", index, message=message, remedy=remedy)
             if index == 0 and first != 1:
-                raise refuse(
-                    "schedule",
-                    index,
-                    message=f"the first range must start at 1, got {first}",
-                    remedy="every batch size needs a number of draft tokens",
-                )
+                message = f"the first range must start at 1, got {first}"
+                remedy = "every batch size needs a number of draft tokens"
+                raise refuse("schedule", index, message=message, remedy=remedy)
             previous = last
 
     def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:

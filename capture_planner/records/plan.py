@@ -6,9 +6,9 @@ Nothing downstream decides again.
 
 from typing import Annotated
 
-from capture_planner.errors import DispatchError, InvalidValue, Problem
+from capture_planner.errors import DispatchError, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.records._base import Name, NonNegative, Pattern, field, record
+from capture_planner.records._base import Name, NonNegative, Pattern, duplicates, field, raise_any, record
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
@@ -96,8 +96,8 @@ class RolePlan:
     """What was decided for one role."""
 
     role: Role = field("the role")
-    requested: GraphMode = field("the mode that was wanted")
-    mode: GraphMode = field("the mode that was resolved")
+    requested: GraphMode = field("the requested mode")
+    mode: GraphMode = field("the resolved mode")
     groups: tuple[GroupPlan, ...] = field("attention groups")
     decisions: tuple[Decision, ...] = field("how it came about, in order", default=())
     entries: tuple[Entry, ...] = field("graphs, in capture order", default=(), converter=_in_capture_order)
@@ -110,8 +110,8 @@ class Plan:
     """Every graph of a deployment, and every decision that led to it."""
 
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
-    spec_digest: Digest = field("digest of the spec that it was made from", key="spec")
-    environment: Environment = field("the machine that it was made for")
+    spec_digest: Digest = field("digest of its spec", key="spec")
+    environment: Environment = field("the machine that it is for")
     model: Model = field("the served model")
     limits: Limits = field("the scheduler's limits")
     speculative: Speculative | None = field("speculative decoding; None: off", default=None)
@@ -123,14 +123,10 @@ class Plan:
     roles: tuple[RolePlan, ...] = field("the roles, target first")
 
     def __attrs_post_init__(self) -> None:
-        seen = [role.role for role in self.roles]
-        problems = [
-            Problem(path=("roles", index, "role"), message=f"the role {role.value} is planned twice")
-            for index, role in enumerate(seen)
-            if role in seen[:index]
-        ]
-        if problems:
-            raise InvalidValue(problems)
+        raise_any(
+            Problem(path=("roles", index, "role"), message=f"the role {role} is planned twice")
+            for index, role in duplicates(self.planned)
+        )
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""

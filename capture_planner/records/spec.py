@@ -3,10 +3,20 @@
 import enum
 from typing import Annotated
 
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Pool, Role
-from capture_planner.records._base import ByteCount, Count, Interval, Name, Seconds, field, record
-from capture_planner.records.model import Model, Speculative, refuse
+from capture_planner.records._base import (
+    ByteCount,
+    Count,
+    Interval,
+    Name,
+    Seconds,
+    duplicates,
+    field,
+    raise_any,
+    record,
+)
+from capture_planner.records.model import Model, Speculative
 
 SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
@@ -80,15 +90,9 @@ class Sizes:
         if self.policy is Policy.MINIMAX and self.graphs is None:
             problems.append(Problem(path=("graphs",), message="the policy minimax needs a number of graphs"))
         if self.policy is Policy.EXPLICIT and not (self.num_tokens or self.num_reqs):
-            problems.append(
-                Problem(
-                    path=(),
-                    message="the policy explicit needs sizes",
-                    remedy="give num_tokens, num_reqs or both",
-                )
-            )
-        if problems:
-            raise InvalidValue(problems)
+            remedy = "give num_tokens, num_reqs or both"
+            problems.append(Problem(message="the policy explicit needs sizes", remedy=remedy))
+        raise_any(problems)
 
 
 @record
@@ -111,10 +115,10 @@ class RoleSpec:
     groups: tuple[GroupSpec, ...] = field("attention groups; empty: one, of all layers", default=())
 
     def __attrs_post_init__(self) -> None:
-        names = [group.name for group in self.groups]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise refuse("groups", index, "name", message=f"a second group is named {name!r}")
+        raise_any(
+            Problem(path=("groups", index, "name"), message=f"a second group is named {name!r}")
+            for index, name in duplicates([group.name for group in self.groups])
+        )
 
 
 @record
@@ -127,8 +131,8 @@ class Roles:
 
     def of(self, role: Role) -> RoleSpec:
         """Return the differences of one role."""
-        found: RoleSpec = getattr(self, role.value)
-        return found
+        wanted: RoleSpec = getattr(self, role.value)
+        return wanted
 
 
 @record
@@ -214,48 +218,35 @@ class Spec:
 
     def __attrs_post_init__(self) -> None:
         problems = []
-        tensor = self.parallel.tensor
-        if self.model.num_heads % tensor:
-            problems.append(
-                Problem(
-                    path=("parallel", "tensor"),
-                    message=f"{self.model.num_heads} query heads do not divide over {tensor} ranks",
-                )
-            )
-        kv_heads = self.model.num_kv_heads
+        tensor, heads, kv_heads = self.parallel.tensor, self.model.num_heads, self.model.num_kv_heads
+        if heads % tensor:
+            message = f"{heads} query heads do not divide over {tensor} ranks"
+            problems.append(Problem(path=("parallel", "tensor"), message=message))
         if kv_heads % tensor and tensor % kv_heads:
-            problems.append(
-                Problem(
-                    path=("parallel", "tensor"),
-                    message=f"{kv_heads} KV heads neither divide over {tensor} ranks nor repeat on them evenly",
-                )
-            )
+            message = f"{kv_heads} KV heads neither divide over {tensor} ranks nor repeat on them evenly"
+            problems.append(Problem(path=("parallel", "tensor"), message=message))
         if self.speculative is None:
             problems += [
                 Problem(
                     path=("roles", role.value),
                     message="the spec has no speculative decoding, so this role never runs",
-                    remedy="add speculative, or remove this",
+                    remedy="add speculative or remove this",
                 )
                 for role in Role
                 if role.is_drafter and self.roles.of(role) != RoleSpec()
             ]
         for role in Role:
             groups = self.roles.of(role).groups
-            layers = (
-                self.speculative.model.num_layers
-                if self.speculative and role.is_drafter
-                else self.model.num_layers
-            )
-            if groups and sum(group.layers for group in groups) != layers:
-                problems.append(
-                    Problem(
-                        path=("roles", role.value, "groups"),
-                        message=f"the groups have {sum(g.layers for g in groups)} layers, the model {layers}",
-                    )
-                )
-        if problems:
-            raise InvalidValue(problems)
+            grouped, layers = sum(group.layers for group in groups), self.num_layers(role)
+            if groups and grouped != layers:
+                message = f"the groups have {grouped} layers, the model {layers}"
+                problems.append(Problem(path=("roles", role.value, "groups"), message=message))
+        raise_any(problems)
+
+    def num_layers(self, role: Role) -> int:
+        """Return how many layers a role runs."""
+        drafter = self.speculative if role.is_drafter else None
+        return self.model.num_layers if drafter is None else drafter.model.num_layers
 
     @property
     def active_roles(self) -> tuple[Role, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.console import RenderableType
 
-from capture_planner.bench.record import BenchReport, Capturing, Chain, Throughput, Verdict
+from capture_planner.bench.record import BenchReport, CaptureFigure, ChainTiming, TargetVerdict, Throughput
 from capture_planner.bench.targets import verdicts
 from capture_planner.records.batch import Entry
 from capture_planner.records.text import counted
@@ -131,7 +131,7 @@ def _optional(value: float | None) -> str:
     return NONE if value is None else seconds(value)
 
 
-def verdict_text(verdict: Verdict) -> str:
+def verdict_text(verdict: TargetVerdict) -> str:
     """Say whether a target is met, or by how much it is missed."""
     return "met" if verdict.holds else f"missed by {verdict.missed_by:.0%}"
 
@@ -255,7 +255,7 @@ def _chain(report: BenchReport) -> Section:
     return _section(report, "chain", "Draft chain", columns, rows, notes=notes)
 
 
-def _bound(row: Chain) -> str:
+def _bound(row: ChainTiming) -> str:
     """Say what bounds the gain over single steps."""
     says = f"Of {counted(row.num_reqs, 'request')} a single step takes the device {seconds(row.one)}"
     if row.host is None:
@@ -306,7 +306,7 @@ def _capture(report: BenchReport) -> Section:
     return _section(report, "capture", "Capture", columns, rows, text=1, notes=notes)
 
 
-def _capture_notes(found: Capturing) -> Iterator[str]:
+def _capture_notes(found: CaptureFigure) -> Iterator[str]:
     if found.bare is None:
         yield "no bare loop: torch.cuda.graph needs a GPU"
     else:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
 
-from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registered, Registry
 from capture_planner.records.backend import Attention
 from capture_planner.records.model import DataType
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
-from capture_planner.runtime.eager_check.record import Comparing
-from capture_planner.runtime.eager_check.role import ComparedRole
+from capture_planner.runtime.eager_check.check import EagerCheck
+from capture_planner.runtime.eager_check.record import ComparisonLog
 from capture_planner.runtime.execution import padding
+from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
-from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields, tensor_of
+from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
-from capture_planner.runtime.execution.role import GroupRun, Options, RoleRun
-from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Updates
+from capture_planner.runtime.execution.role import ExecutionContext, RoleRun
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, TorchUpdates, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, Runnable
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.serving import kv
+from capture_planner.runtime.serving.parts import Parts
 
 DTYPES = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -38,38 +39,13 @@ DTYPES = {
 """The element types that the runner computes and caches in."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Parts:
-    """What a plan is executed with."""
+@attrs.frozen
+class LayerShape:
+    """What is known of a model's layers without the model."""
 
-    roles: Mapping[Role, RoleRun]
-    target: TargetBody
-    state: DraftState | None
-    apply: Callable[[Sequence[Write]], None]
-    """Brings buffers of any number of roles up to date."""
-    updates: Updates
-    moving: Mapping[Role, Moving]
-    """Each role's fields that go on by a token."""
-    drafts_on_device: bool
-    """Whether verification and the drafter's fields are worked out where the target's answers are."""
-    kv_cache: int
-    """Bytes of the KV cache, over all layers of target and drafter."""
-    findings: Comparing | None
-    """What graphs are compared with eager forwards for; None: they are not."""
-
-    @property
-    def buffers(self) -> int:
-        """Bytes of fields, outputs and workspaces, each counted once."""
-        seen: dict[int, int] = {}
-        for role in self.roles.values():
-            caches = {
-                t.data_ptr() for g in role.groups for c in g.caches.values() for t in (c.keys, c.values)
-            }
-            for held in role.persistent():
-                tensor = tensor_of(held)
-                if tensor.data_ptr() not in caches:
-                    seen[tensor.data_ptr()] = tensor.nbytes
-        return sum(seen.values())
+    num_layers: int
+    windows: tuple[int | None, ...]
+    """Each layer's sliding window in tokens; None: full attention."""
 
 
 def dtype_of(kind: DataType) -> torch.dtype:
@@ -95,106 +71,114 @@ def assemble(
 
     Raises ``RunError`` where the plan, the model and the installed backends do not belong together.
     """
-    dispatcher = Dispatcher(plan)
-    dtype = dtype_of(plan.model.dtype)
-    capacity = capacity_of(plan, pages)
-    bounds = Bounds(
-        reqs=plan.limits.max_num_reqs,
-        pages=pages.num_pages,
-        slots=pages.slots,
-        positions=plan.model.max_model_len,
-        vocabulary=model.vocab_size,
-        workspace=max((group.workspace.device for role in plan.roles for group in role.groups), default=0),
-    )
-    fields = {
-        role.role: Fields(role, capacity, device, SAMPLED_FIELDS if role.role is Role.TARGET else ())
-        for role in plan.roles
-    }
-
-    def zeros(width: int) -> torch.Tensor:
-        return torch.zeros(capacity.tokens, width, dtype=dtype, device=device)
-
+    refuse_planning_backends(plan, registry)
+    policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
+    fields = _fields(plan, pages, device)
     apply, updates = _operations(device, list(fields.values()))
-    moving = {
-        role: Moving.of(found, pages.page_size, plan.model.max_model_len) for role, found in fields.items()
+    token_fields = {
+        role: TokenFields.of(each, pages.page_size, plan.model.max_model_len) for role, each in fields.items()
     }
-    aux_layers = () if drafter is None else drafter.aux_layers
-    target = TargetBody(
-        model=model,
-        fields=fields[Role.TARGET],
-        hidden=zeros(model.hidden_size),
-        aux=zeros(len(aux_layers) * model.hidden_size) if aux_layers else None,
-        tokens=torch.zeros(capacity.tokens, dtype=torch.int64, device=device),
-        updates=updates,
-        moving=moving[Role.TARGET],
-        aux_layers=aux_layers,
-        embeddings=zeros(model.hidden_size) if plan.model.embeddings else None,
-    )
-    bodies: dict[Role, Body] = {Role.TARGET: target}
     state = None
     if drafter is not None and plan.speculative is not None:
-        state = DraftState.make(
-            plan.limits.max_num_reqs, plan.speculative.num_tokens, drafter.hidden_size, dtype, device
-        )
-        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(
-            drafter, fields[Role.DRAFT_PREFILL], target, zeros(drafter.hidden_size), state, updates
-        )
-        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(
-            drafter, fields[Role.DRAFT_DECODE], state, updates, moving[Role.DRAFT_DECODE]
-        )
-    for role in plan.roles:
-        for group in role.groups:
-            refuse_backend(plan, role, group, registry[group.backend])
-    caches = caches_of(plan, model, drafter, pages, device)
-    reserved: dict[Role, list[GroupRun]] = {}
-    try:
-        for role in plan.roles:
-            mine = reserved.setdefault(role.role, [])
-            mine.extend(
-                reserved_groups(plan, role, model, caches, fields[role.role], registry, pages, device)
-            )
-    except BaseException:
-        for group_run in itertools.chain.from_iterable(reserved.values()):
-            group_run.executor.release()
-        raise
-    findings = Comparing() if options.compare else None
-    make = RoleRun if findings is None else functools.partial(ComparedRole, findings=findings)
-    roles = {
-        role.role: make(
-            role,
-            bodies[role.role],
-            fields[role.role],
-            reserved[role.role],
-            dispatcher=dispatcher,
-            grapher=grapher,
-            page_size=pages.page_size,
-            bounds=bounds,
-            options=options,
-            apply=apply,
-            updates=updates,
-        )
-        for role in plan.roles
-    }
-    if drafter is None and target.embeddings is None:
-        target.ahead = device.type == "cuda" if options.run_ahead is None else options.run_ahead
-        target.ahead &= not options.debug
-        target.goes_on = (
-            roles[Role.TARGET].goes_on_alone
-            and not (options.debug or options.poison)
-            and not plan.model.mrope
-        )
+        most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
+        state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
+    target = _target_body(
+        plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET]
+    )
+    bodies: dict[Role, Body] = {Role.TARGET: target}
+    if drafter is not None and state is not None:
+        prefill = fields[Role.DRAFT_PREFILL]
+        hidden = _zeros(plan, prefill, drafter.hidden_size)
+        decode, advancing = fields[Role.DRAFT_DECODE], token_fields[Role.DRAFT_DECODE]
+        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(drafter, prefill, target, hidden, state, updates)
+        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, advancing)
+    shapes = {False: LayerShape(model.num_layers, tuple(model.windows))}
+    if drafter is not None:
+        shapes[True] = LayerShape(drafter.num_layers, (None,) * drafter.num_layers)
+    caches = caches_of(plan, shapes, pages, device)
+    reserved = reserve_all(plan, shapes, caches, fields, registry, pages, device)
+    context = ExecutionContext(
+        grapher=grapher,
+        policy=policy,
+        bounds=bounds_of(plan, pages, model.vocab_size),
+        page_size=pages.page_size,
+        apply=apply,
+    )
+    comparison = ComparisonLog() if policy.compare else None
+
+    def role_run(role: RolePlan) -> RoleRun:
+        mine = fields[role.role]
+        longest = plan.model.max_model_len
+        attention = RoleAttention(role.role, reserved[role.role], mine, updates, longest)
+        largest = max((entry.num_tokens for entry in role.entries), default=0)
+        observer = None if comparison is None else EagerCheck(comparison, largest)
+        return RoleRun(role, bodies[role.role], mine, attention, context, observer)
+
     return Parts(
-        roles=roles,
+        policy=policy,
+        roles={role.role: role_run(role) for role in plan.roles},
         target=target,
         state=state,
         apply=apply,
         updates=updates,
-        moving=moving,
-        drafts_on_device=device.type == "cuda"
-        if options.drafts_on_device is None
-        else options.drafts_on_device,
-        findings=findings,
-        kv_cache=sum(c.keys.nbytes + c.values.nbytes for found in caches.values() for c in found),
+        token_fields=token_fields,
+        comparison=comparison,
+        kv_cache=sum(c.keys.nbytes + c.values.nbytes for each in caches.values() for c in each),
+    )
+
+
+def _fields(plan: Plan, pages: kv.PageFormat, device: torch.device) -> dict[Role, Fields]:
+    """Allocate the fields of each role; of the target, also those that the runner alone reads."""
+    capacity = capacity_of(plan, pages)
+    return {
+        role.role: Fields(role, capacity, device, SAMPLED_FIELDS if role.role is Role.TARGET else ())
+        for role in plan.roles
+    }
+
+
+def _zeros(plan: Plan, fields: Fields, width: int) -> torch.Tensor:
+    """Allocate ``[max tokens, width]`` in the model's dtype, where the fields are."""
+    device = fields["positions"].device
+    return torch.zeros(fields.capacity.tokens, width, dtype=dtype_of(plan.model.dtype), device=device)
+
+
+def _target_body(
+    plan: Plan,
+    model: TargetModel,
+    drafter: Drafter | None,
+    policy: ExecutionPolicy,
+    fields: Fields,
+    updates: Updates,
+    token_fields: TokenFields,
+) -> TargetBody:
+    """Allocate the target's outputs, and its inputs other than fields."""
+    aux_layers = () if drafter is None else drafter.aux_layers
+    width = model.hidden_size
+    tokens = torch.zeros(fields.capacity.tokens, dtype=torch.int64, device=fields["positions"].device)
+    return TargetBody(
+        model=model,
+        fields=fields,
+        hidden=_zeros(plan, fields, width),
+        aux=_zeros(plan, fields, len(aux_layers) * width) if aux_layers else None,
+        tokens=tokens,
+        updates=updates,
+        token_fields=token_fields,
+        aux_layers=aux_layers,
+        embeddings=_zeros(plan, fields, width) if plan.model.embeddings else None,
+        ahead=policy.run_ahead,
+        advances=policy.advance_in_graph,
+    )
+
+
+def bounds_of(plan: Plan, pages: kv.PageFormat, vocab_size: int) -> Bounds:
+    """Return what index fields may hold."""
+    return Bounds(
+        reqs=plan.limits.max_num_reqs,
+        pages=pages.num_pages,
+        slots=pages.slots,
+        positions=plan.model.max_model_len,
+        vocabulary=vocab_size,
+        workspace=max((group.workspace.device for role in plan.roles for group in role.groups), default=0),
     )
 
 
@@ -222,82 +206,93 @@ def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:
 
 
 def caches_of(
-    plan: Plan, model: TargetModel, drafter: Drafter | None, pages: kv.PageFormat, device: torch.device
+    plan: Plan, shapes: Mapping[bool, LayerShape], pages: kv.PageFormat, device: torch.device
 ) -> dict[bool, tuple[LayerCache, ...]]:
-    """Make the cache of each layer, of the target and (key True) of the drafter, which both its
-    roles share.
-    """
+    """Make the cache of each layer, of the target and (key True) of the drafter, whose roles share it."""
     dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
-    made = {}
-    for role, layers in (
-        (Role.TARGET, model.num_layers),
-        (Role.DRAFT_DECODE, drafter and drafter.num_layers),
-    ):
-        shape = Attention.of(plan, role, layers=layers or 1, window=None)
-        made[role.is_drafter] = tuple(kv.layer_cache(shape, pages, dtype, device) for _ in range(layers or 0))
-    return made
+    caches = {}
+    for is_drafter, shape in shapes.items():
+        role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
+        attention = Attention.of(plan, role, layers=shape.num_layers, window=None)
+        caches[is_drafter] = tuple(
+            kv.layer_cache(attention, pages, dtype, device) for _ in range(shape.num_layers)
+        )
+    return caches
 
 
-def reserved_groups(
+def reserve_all(
+    plan: Plan,
+    shapes: Mapping[bool, LayerShape],
+    caches: Mapping[bool, Sequence[LayerCache]],
+    fields: Mapping[Role, Fields],
+    registry: Registry,
+    pages: kv.PageFormat,
+    device: torch.device,
+) -> dict[Role, list[GroupRun]]:
+    """Reserve the backend of each group of each role; where one refuses, release those before it."""
+    reserved: dict[Role, list[GroupRun]] = {role.role: [] for role in plan.roles}
+    try:
+        for role in plan.roles:
+            shape, mine = shapes[role.role.is_drafter], caches[role.role.is_drafter]
+            for group, layers in zip(role.groups, layers_of(role, shape.windows), strict=True):
+                of_group = {layer: mine[layer] for layer in layers}
+                reserved[role.role].append(
+                    _reserved(plan, role, group, of_group, fields[role.role], registry, pages, device)
+                )
+    except BaseException:
+        for group_run in itertools.chain.from_iterable(reserved.values()):
+            group_run.executor.release()
+        raise
+    return reserved
+
+
+def _reserved(
     plan: Plan,
     role: RolePlan,
-    model: TargetModel,
-    caches: Mapping[bool, Sequence[LayerCache]],
+    group: GroupPlan,
+    caches: Mapping[int, LayerCache],
     fields: Fields,
     registry: Registry,
     pages: kv.PageFormat,
     device: torch.device,
-) -> Iterator[GroupRun]:
-    """Reserve the backend of each group of a role."""
-    of_role = caches[role.role.is_drafter]
-    windows = (None,) * len(of_role) if role.role.is_drafter else model.windows
-    for group, layers in zip(role.groups, layers_of(role, windows), strict=True):
-        registered = registry[group.backend]
-        backend, who = registered.backend, _who(registered)
-        assert isinstance(backend, Runnable), "what does not execute was refused before"
-        size = group.workspace.device
-        workspace = kv.allocated((size,), torch.uint8, device, f"the workspace that {who} declares")
-        mine = {layer: of_role[layer] for layer in layers}
-        reservation = Reservation(
-            role=role.role,
-            group=group.name,
-            attention=Attention.of(plan, role.role, layers=group.layers, window=group.window),
-            environment=plan.environment,
-            entries=role.entries,
-            limits=plan.limits,
-            caches=mine,
-            page_size=pages.page_size,
-            fields={name: buffer.tensor for name, buffer in fields.by_group[group.name].items()},
-            workspace=workspace,
-            pinned=torch.zeros(group.workspace.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda"),
-            device=device,
+) -> GroupRun:
+    """Reserve the backend of one group. Raises ``BackendError`` with its name where it breaks."""
+    registered = registry[group.backend]
+    backend, label = registered.backend, _label(registered)
+    assert isinstance(backend, Runnable), "refuse_planning_backends comes first"
+    size = group.workspace.device
+    workspace = kv.allocated((size,), torch.uint8, device, f"the workspace that {label} declares")
+    reservation = Reservation(
+        role=role.role,
+        group=group.name,
+        attention=Attention.of(plan, role.role, layers=group.layers, window=group.window),
+        environment=plan.environment,
+        entries=role.entries,
+        limits=plan.limits,
+        caches=caches,
+        page_size=pages.page_size,
+        fields={name: buffer.tensor for name, buffer in fields.by_group[group.name].items()},
+        workspace=workspace,
+        pinned=torch.zeros(group.workspace.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda"),
+        device=device,
+    )
+    where = f"reserve ({role.role.value}, group {group.name})"
+    try:
+        executor = backend.reserve(reservation)
+    except BackendError:
+        raise
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BackendError(f"{label} broke in {where}: {message}; tell its authors") from error
+    missing = [call for call in ("prepare", "attend", "layout", "release") if not hasattr(executor, call)]
+    if missing:
+        raise BackendError(
+            f"{label} returned {executor!r} from {where}, which has no {', '.join(missing)}; tell its authors"
         )
-        try:
-            executor = backend.reserve(reservation)
-        except BackendError:
-            raise
-        except Exception as error:
-            says = " ".join(f"{type(error).__name__}: {error}".split())
-            raise BackendError(
-                f"{who} broke in reserve ({role.role.value}, group {group.name}): {says}; tell its authors"
-            ) from error
-        missing = [call for call in ("prepare", "attend", "layout", "release") if not hasattr(executor, call)]
-        if missing:
-            raise BackendError(
-                f"{who} returned {executor!r} from reserve ({role.role.value}, group {group.name}), which has "
-                f"no {', '.join(missing)}; tell its authors"
-            )
-        yield GroupRun(
-            plan=group,
-            executor=executor,
-            caches=mine,
-            workspace=workspace,
-            who=who,
-            refresh=registered.refresh(role.role, reservation.attention, plan.environment),
-        )
+    return GroupRun(plan=group, executor=executor, caches=caches, workspace=workspace, label=label)
 
 
-def _who(registered: Registered) -> str:
+def _label(registered: Registered) -> str:
     return f"the backend {registered.name!r} ({registered.distribution} {registered.version})"
 
 
@@ -321,11 +316,17 @@ def layers_of(role: RolePlan, windows: Sequence[int | None]) -> list[list[int]]:
     return found
 
 
-def refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
+def refuse_planning_backends(plan: Plan, registry: Registry) -> None:
     """Refuse a backend that executes nothing, or declares other fields than when the plan was made."""
+    for role in plan.roles:
+        for group in role.groups:
+            _refuse_backend(plan, role, group, registry[group.backend])
+
+
+def _refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
     if not isinstance(registered.backend, Runnable):
         raise RunError(
-            f"{_who(registered)} plans and does not execute: it has no reserve; see docs/backends.md"
+            f"{_label(registered)} plans and does not execute: it has no reserve; see docs/backends.md"
         )
     attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
     now = registered.padding(role.role, attention, plan.environment)

@@ -19,9 +19,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
-from capture_planner.runtime.execution.capture import without_graphs, without_speculation
 from capture_planner.runtime.execution.fields import tensor_of
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.ledger import RunReport, Served
@@ -29,6 +27,8 @@ from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.runtime.models.huggingface import differences as model_differences
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -59,7 +59,7 @@ class Choices:
     seed: int = 0
     page_size: int = 16
     pages: int | None = None
-    """Pages of the KV cache; None: for all places at full length, within ``CACHE_MEMORY``."""
+    """Pages of the KV cache; None: for ``max_num_reqs`` requests of full length, within ``CACHE_MEMORY``."""
     graph_memory: int | None = None
     """Bytes that a pool of graphs may hold; None: the plan's budget, if it has one."""
     step_seconds: float = 0.01
@@ -201,7 +201,7 @@ class _Run:
     grapher: Grapher
 
     def pages(self) -> PageFormat:
-        """Return the KV cache's pages: as chosen, or for every place at full length if that fits."""
+        """Return the KV cache's pages: as chosen, or for every request at full length if that fits."""
         plan, size = self.plan, self.choices.page_size
         lookahead = plan.speculative.num_tokens if plan.speculative else 0
         longest = max(self.requests, key=lambda request: request.length)
@@ -229,7 +229,7 @@ class _Run:
             choices.drafter,
             plan.speculative,
             self.model,
-            places=plan.limits.max_num_reqs,
+            num_states=plan.limits.max_num_reqs,
             length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
             chance=choices.chance,
             seed=choices.seed + 1,
@@ -324,5 +324,5 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
-            comparison=runner.parts.findings.report() if runner.parts.findings is not None else None,
+            comparison=runner.parts.comparison.report() if runner.parts.comparison is not None else None,
         )

@@ -10,21 +10,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan, Waiver
 from capture_planner.runtime.eager_check.record import Comparison
-
-
-@attrs.frozen(kw_only=True)
-class Reading:
-    """What a device says of its memory at one moment, when nothing runs and no freed block is kept."""
-
-    used: int
-    """Bytes that are gone, as the device reports it: taken by anybody, for anything."""
-    held: int
-    """Bytes of all segments of the caching allocator, in pools of graphs and outside."""
-
-    @property
-    def beside(self) -> int:
-        """Bytes that the allocator knows nothing of: modules, handles, executable graphs, others' memory."""
-        return self.used - self.held
+from capture_planner.runtime.graphs.reading import Reading
 
 
 @attrs.frozen(kw_only=True)
@@ -54,7 +40,7 @@ class Captured:
         if self.readings is None:
             return 0
         _, warm, after = self.readings
-        return after.beside - warm.beside
+        return after.outside - warm.outside
 
 
 @attrs.frozen(kw_only=True)
@@ -107,7 +93,7 @@ class Accounts:
             dropped=sum(graph.memory for graph, _ in read if graph.waiver is not None),
             driver=sum(graph.driver for graph, _ in read),
             warm_up=last.held - first.held - sum(graph.memory for graph, _ in read),
-            modules=sum(warm.beside - before.beside for _, (before, warm, _) in read),
+            modules=sum(warm.outside - before.outside for _, (before, warm, _) in read),
             device=last.used - first.used,
         )
 
@@ -157,7 +143,7 @@ class Step:
     accepted: int
     seconds: float
     waiting: int
-    """Requests that wait for a place."""
+    """Requests that have arrived and are not admitted."""
 
 
 @attrs.frozen(kw_only=True)
@@ -175,6 +161,19 @@ class Served:
     """What was generated."""
     text: str | None = None
     """The same as text, where a tokenizer was given."""
+
+
+@attrs.define(eq=False)
+class Session:
+    """What has happened so far; complete at every moment, so that an interruption loses nothing."""
+
+    captured: list[Captured] = attrs.Factory(list)
+    forwards: list[Forward] = attrs.Factory(list)
+    steps: list[Step] = attrs.Factory(list)
+    served: list[Served] = attrs.Factory(list)
+    capture_seconds: float = 0.0
+    serve_seconds: float = 0.0
+    interrupted: bool = False
 
 
 @attrs.frozen(kw_only=True)

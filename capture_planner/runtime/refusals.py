@@ -6,8 +6,6 @@ A large model takes minutes to make, and whoever typed the wrong thing should kn
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
-from typing import cast
 
 import torch
 
@@ -17,9 +15,14 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.environment import DeviceKind
 from capture_planner.records.plan import Plan
 from capture_planner.runtime import host
-from capture_planner.runtime.assembly import caches_of, capacity_of, refuse_backend, reserved_groups
+from capture_planner.runtime.assembly import (
+    LayerShape,
+    caches_of,
+    capacity_of,
+    refuse_planning_backends,
+    reserve_all,
+)
 from capture_planner.runtime.execution.fields import Fields
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.serving.kv import PageFormat
 
 
@@ -65,19 +68,16 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
 
 
 def _reserve_all(plan: Plan, registry: Registry, device: torch.device, pages: PageFormat) -> None:
+    refuse_planning_backends(plan, registry)
     shapes = {
-        role.role.is_drafter: SimpleNamespace(
-            num_layers=sum(group.layers for group in role.groups),
-            windows=[group.window for group in role.groups for _ in range(group.layers)],
+        role.role.is_drafter: LayerShape(
+            sum(group.layers for group in role.groups),
+            tuple(group.window for group in role.groups for _ in range(group.layers)),
         )
         for role in plan.roles
     }
-    model = cast(TargetModel, shapes[False])
-    for role in plan.roles:
-        for group in role.groups:
-            refuse_backend(plan, role, group, registry[group.backend])
-    caches = caches_of(plan, model, cast("Drafter | None", shapes.get(True)), pages, device)
-    for role in plan.roles:
-        fields = Fields(role, capacity_of(plan, pages), device)
-        for group_run in reserved_groups(plan, role, model, caches, fields, registry, pages, device):
-            group_run.executor.release()
+    fields = {role.role: Fields(role, capacity_of(plan, pages), device) for role in plan.roles}
+    caches = caches_of(plan, shapes, pages, device)
+    for groups in reserve_all(plan, shapes, caches, fields, registry, pages, device).values():
+        for group in groups:
+            group.executor.release()

@@ -9,37 +9,23 @@ import contextlib
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-import attrs
 import torch
 
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.assembly import Parts, assemble
-from capture_planner.runtime.eager_check.role import comparing
-from capture_planner.runtime.execution.capture import as_captured, capture_all, without_graphs
-from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.assembly import assemble
+from capture_planner.runtime.capture import capture_all
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import Captured, Forward, Served, Step
+from capture_planner.runtime.ledger import Captured, Served, Session
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.options import ExecutionPolicy, Options
+from capture_planner.runtime.plan_variants import as_captured, without_graphs
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.serving import Answers, Serving
 from capture_planner.runtime.serving.workload import Request
-
-
-@attrs.define(eq=False)
-class Session:
-    """What has happened so far; complete at every moment, so that an interruption loses nothing."""
-
-    captured: list[Captured] = attrs.Factory(list)
-    forwards: list[Forward] = attrs.Factory(list)
-    steps: list[Step] = attrs.Factory(list)
-    served: list[Served] = attrs.Factory(list)
-    capture_seconds: float = 0.0
-    serve_seconds: float = 0.0
-    interrupted: bool = False
 
 
 class Runner:
@@ -64,11 +50,10 @@ class Runner:
                 else "a drafter was given, and the plan has none"
             )
         self.plan, self.model, self.drafter = plan, model, drafter
-        options = options or Options()
-        self.pages, self.options = pages, comparing(options) if options.compare else options
+        self.pages = pages
+        self.device = device or torch.device("cpu")
         self.session = Session()
-        self._grapher, self.device = grapher, device or torch.device("cpu")
-        self.parts: Parts = assemble(
+        self.parts = assemble(
             plan,
             model,
             drafter,
@@ -76,10 +61,17 @@ class Runner:
             grapher,
             pages=pages,
             device=self.device,
-            options=self.options,
+            options=options or Options(),
         )
+        self.dispatcher = Dispatcher(without_graphs(plan))
+        """Says which graph serves a batch: none before ``capture``."""
+        self._grapher = grapher
         self._serving: Serving | None = None
-        self._dispatch_by(without_graphs(plan))
+
+    @property
+    def policy(self) -> ExecutionPolicy:
+        """What was decided for all steps before anything was built."""
+        return self.parts.policy
 
     def __enter__(self) -> Runner:
         return self
@@ -98,8 +90,8 @@ class Runner:
         ``RunError`` while requests are served: captures write the fields that their steps go on from.
         """
         self._refuse_while_serving("capture")
-        if not self.options.replay:
-            self._dispatch_by(self.plan)
+        if not self.policy.replay:
+            self.dispatcher = Dispatcher(self.plan)
             return
         started = perf_counter()
         try:
@@ -108,7 +100,7 @@ class Runner:
                     self.plan,
                     tuple(self.parts.roles.values()),
                     self._grapher,
-                    self.options,
+                    strict=self.policy.strict,
                     memory=memory,
                 ):
                     self.session.captured.append(done)
@@ -116,12 +108,7 @@ class Runner:
                         progress(done)
         finally:
             self.session.capture_seconds = perf_counter() - started
-        self._dispatch_by(as_captured(self.plan, self.session.captured))
-
-    def _dispatch_by(self, plan: Plan) -> None:
-        dispatcher = Dispatcher(plan)
-        for role in self.parts.roles.values():
-            role.dispatcher = dispatcher
+        self.dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
 
     def serve(
         self,
@@ -160,7 +147,7 @@ class Runner:
         answers: Answers | None = None,
         progress: Callable[[Served], None] | None = None,
     ) -> Serving:
-        """Begin to serve, for whoever steps by hand; ``serve`` does it to the end.
+        """Begin to serve, for callers that step by hand; ``serve`` does it to the end.
 
         Raises ``RunError`` while others are served (there is one KV cache), and for a request that
         cannot be: without a prompt, longer than the model, or than all pages together.
@@ -173,8 +160,17 @@ class Runner:
             pages=self.pages,
             max_model_len=self.plan.model.max_model_len,
         )
-        self._serving = serving = Serving(self, scheduler, answers or {}, progress)
-        return serving
+        self._serving = Serving(
+            scheduler,
+            self.parts,
+            self.dispatcher,
+            pages=self.pages,
+            drafter=self.drafter,
+            session=self.session,
+            answers=answers or {},
+            progress=progress,
+        )
+        return self._serving
 
     def _refuse_while_serving(self, what: str) -> None:
         if self._serving is not None and not (self._serving.done or self._serving.is_over):

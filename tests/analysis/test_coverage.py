@@ -11,7 +11,7 @@ ANY_PLAN = plans(max_reqs=64) | arbitrary_plans()
 
 
 @given(ANY_PLAN)
-def test_padding_of_a_cell_is_that_of_its_batches(plan):
+def test_cell_padding_is_the_padding_of_its_batches(plan):
     """The worst is at its first batch, and the share is between none and all."""
     for cell in coverage(plan).cells:
         assert cell.first <= cell.last
@@ -27,7 +27,7 @@ def test_padding_of_a_cell_is_that_of_its_batches(plan):
 
 
 @given(ANY_PLAN)
-def test_cells_of_a_kind_do_not_overlap(plan):
+def test_coverage_cells_do_not_overlap(plan):
     """No batch is in two cells of one query length and chain."""
     seen = set()
     for cell in coverage(plan).cells:
@@ -37,14 +37,14 @@ def test_cells_of_a_kind_do_not_overlap(plan):
 
 
 @given(plans(max_reqs=64), st.sampled_from(Role))
-def test_a_target_without_speculation_has_no_nearest_size_to_miss(plan, role):
+def test_nearest_group_misses_nothing_without_speculation(plan, role):
     """With one query length, the nearest size is the right one."""
     if role in {r.role for r in plan.roles} and plan.speculative is None and plan.lora is None:
         assert nearest_group_misses(plan, role) == ()
 
 
 @given(ANY_PLAN)
-def test_missed_sizes_have_a_full_graph(plan):
+def test_nearest_group_misses_have_a_full_graph(plan):
     """What another engine misses is there to be found."""
     for role in plan.roles:
         if nearest_group_misses(plan, role.role):

@@ -70,7 +70,7 @@ def asked(plan, *ranks):
     return agreement, [explain_rank(dispatcher, agreement, rank) for rank in range(len(ranks))]
 
 
-def test_unequal_decodes_take_the_graph_of_the_largest():
+def test_agree_on_the_graph_of_the_largest_decode():
     """Each rank with its own padding, and a sentence that names who has more."""
     agreement, told = asked(plan_of(uniform(4), uniform(8), uniform(16)), decode(1), decode(7), Submission())
     assert agreement.entry == uniform(8)
@@ -78,12 +78,12 @@ def test_unequal_decodes_take_the_graph_of_the_largest():
     assert padded == [(7, 7), (1, 1), (7, 7)]
     assert told == [
         "rank 1 has 7 requests",
-        "what it would run alone",
-        "idle: 1 request of 1 token stands in for its batch; as the others",
+        "same as it would run alone",
+        "idle, with a dummy batch of 1 request of 1 token; same as the other ranks",
     ]
 
 
-def test_one_prompt_makes_all_mixed():
+def test_agree_on_a_mixed_graph_for_one_prompt():
     """Uniform graphs are for vectors of decodes alone."""
     plan = plan_of(uniform(8), piecewise(16), piecewise(64))
     agreement, told = asked(plan, decode(8), mixed(2, 40), decode(4))
@@ -91,10 +91,10 @@ def test_one_prompt_makes_all_mixed():
     assert [answer.dispatch.padded_tokens for answer in agreement.answers] == [56, 24, 60]
     assert not agreement.joint.past_prompt
     assert told[0] == "rank 1 has no decodes of 1 token; rank 1 has 40 tokens"
-    assert told[1] == "what it would run alone"
+    assert told[1] == "same as it would run alone"
 
 
-def test_decodes_of_two_lengths_are_mixed():
+def test_agree_on_a_mixed_graph_for_two_query_lengths():
     """K differs by rank where the schedule gives it by batch size: no uniform graph serves both."""
     schedule = ((1, 4, 3), (5, 64, 1))
     speculative = Speculative(method=Method.EAGLE3, num_tokens=3, schedule=schedule)
@@ -111,28 +111,28 @@ def test_decodes_of_two_lengths_are_mixed():
     assert (once.entry, once.draft_tokens, once.answers[2].batch.num_tokens) == (uniform(4, 4), 3, 4)
 
 
-def test_the_most_adapters_count():
+def test_agree_on_the_most_loras():
     """An entry for fewer would compute another rank wrongly."""
     plan = plan_of(uniform(8), uniform(8, active_loras=2), lora=Lora(max_active=2))
     agreement, told = asked(plan, decode(8), decode(8, active_loras=2))
     assert agreement.entry == uniform(8, active_loras=2)
-    assert told == ["rank 1 has 2 active LoRA", "what it would run alone"]
+    assert told == ["rank 1 has 2 active LoRA", "same as it would run alone"]
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_a_rank_without_graphs_makes_all_eager(idle):
+def test_agree_on_eager_for_a_rank_without_graphs(idle):
     """The reason is on each rank, and its sentence names the cause."""
     plan = plan_of(uniform(8))
     without = Submission(captured=False) if idle else decode(3, captured=False)
     agreement, told = asked(plan, decode(8), without, decode(1))
     assert {a.dispatch.reason for a in agreement.answers} == {Reason.RANK}
-    assert agreement.passed_over == uniform(8)
+    assert agreement.lost_entry == uniform(8)
     assert told[0] == told[2] == "all run eager: rank 1 has no graphs"
     assert told[1].endswith("all run eager: this rank has no graphs")
-    assert told[1].startswith("idle: ") == idle
+    assert told[1].startswith("idle, ") == idle
 
 
-def test_two_ranks_without_graphs_are_both_named():
+def test_explain_rank_names_all_ranks_without_graphs():
     """Seen from each of them, and from the third."""
     told = asked(plan_of(uniform(8)), decode(8, captured=False), decode(8), decode(8, captured=False))[1]
     assert told == [
@@ -142,12 +142,12 @@ def test_two_ranks_without_graphs_are_both_named():
     ]
 
 
-def test_a_graph_that_one_rank_lost_is_passed_over_by_all():
+def test_agree_skips_a_graph_that_one_rank_lost():
     """The next that all have is taken; without one, all run eager."""
     plan = plan_of(uniform(8), uniform(16))
     lost = frozenset({uniform(8)})
     agreement, told = asked(plan, decode(8), decode(2, missing=lost))
-    assert (agreement.entry, agreement.passed_over) == (uniform(16), uniform(8))
+    assert (agreement.entry, agreement.lost_entry) == (uniform(16), uniform(8))
     assert told == [
         f"rank 1 has not captured {uniform(8)}",
         f"this rank has not captured {uniform(8)}; rank 0 has 8 requests",
@@ -157,7 +157,7 @@ def test_a_graph_that_one_rank_lost_is_passed_over_by_all():
     assert told[0] == f"all run eager: rank 1 has not captured {uniform(8)}"
 
 
-def test_a_lost_chain_gives_way_to_a_chain_of_the_same_length():
+def test_agree_replaces_a_lost_chain_by_one_of_the_same_length():
     """The scan knows the schedule: a chain serves its own length, and a drafter counts no adapters."""
     chains = [uniform(size, draft_steps=steps) for size in (4, 8) for steps in (1, 2)]
     speculative = Speculative(method=Method.EAGLE3, num_tokens=3)
@@ -165,34 +165,34 @@ def test_a_lost_chain_gives_way_to_a_chain_of_the_same_length():
     lost = frozenset({uniform(4, draft_steps=2)})
     ranks = decode(3, role=Role.DRAFT_DECODE, active_loras=2), Submission(missing=lost)
     agreement = asked(plan, *ranks)[0]
-    assert agreement.passed_over == uniform(4, draft_steps=2)
+    assert agreement.lost_entry == uniform(4, draft_steps=2)
     assert agreement.entry == uniform(8, draft_steps=2)
     assert agreement.joint.active_loras == 0
 
 
-def test_what_serves_no_rank_has_the_reason_of_the_joint_batch():
+def test_agree_has_the_reason_of_the_joint_batch():
     """With the waiver that it comes from; that a rank lacks graphs, too, changes nothing."""
     waiver = Waiver(kind=Kind.MIXED, first=17, last=256, reason=Reason.SIZES, message="up to 16")
     plan = plan_of(uniform(8), piecewise(16), waivers=(waiver,))
     for captured in (True, False):
         agreement, told = asked(plan, decode(2, captured=captured), mixed(1, 100), Submission())
-        assert (agreement.reason, agreement.passed_over) == (Reason.SIZES, None)
+        assert (agreement.reason, agreement.lost_entry) == (Reason.SIZES, None)
         assert {answer.dispatch.waiver for answer in agreement.answers} == {waiver}
         assert told[0] == (
-            "all run eager: of the joint batch, 2 requests, 100 tokens, mixed, "
+            "all run eager: joint batch of 2 requests, 100 tokens, mixed: "
             f"{WHY_NONE[Reason.SIZES]} (up to 16)"
         )
-        assert told[2] == f"idle: 1 request of 1 token stands in for its batch; {told[0]}"
+        assert told[2] == f"idle, with a dummy batch of 1 request of 1 token; {told[0]}"
 
 
-def test_a_prompt_of_decode_shape_keeps_all_from_the_decode_graph():
+def test_agree_treats_a_prompt_of_decode_shape_as_mixed():
     """Law 5, over ranks; with nothing planned for mixed batches, that is a hole."""
     agreement, told = asked(plan_of(uniform(8)), decode(8), decode(8, past_prompt=False))
     assert (agreement.entry, agreement.reason) == (None, Reason.UNCOVERED)
     assert WHY_NONE[Reason.UNCOVERED] in told[0]
 
 
-def test_an_idle_rank_brings_no_more_tokens_than_there_are():
+def test_dummy_batch_has_no_more_tokens_than_the_joint_batch():
     """A prompt's last token is 1 token: an idle rank with 1 + K would make the batch larger."""
     plan = plan_of(piecewise(1), piecewise(8), speculative=Speculative(method=Method.EAGLE3, num_tokens=3))
     agreement = asked(plan, mixed(1, 1), Submission())[0]
@@ -201,7 +201,7 @@ def test_an_idle_rank_brings_no_more_tokens_than_there_are():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 16])
-def test_where_all_are_idle_nothing_runs(num_ranks):
+def test_agree_on_nothing_if_all_are_idle(num_ranks):
     """No forward, and no batch that stands in, whether or not graphs were captured."""
     for captured in (True, False):
         agreement, told = asked(plan_of(uniform(8)), *[Submission(captured=captured)] * num_ranks)
@@ -212,8 +212,8 @@ def test_where_all_are_idle_nothing_runs(num_ranks):
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_role_that_is_not_planned_is_an_error(idle):
-    """Also where nobody has work: the question is wrong on every rank."""
+def test_agree_rejects_unplanned_roles(idle):
+    """Also where no rank has work."""
     ranks = (Submission(),) if idle else (decode(1, role=Role.DRAFT_DECODE),)
     with pytest.raises(DispatchError, match="no role draft_decode"):
         agree(Dispatcher(plan_of(uniform(8))), Vector(role=Role.DRAFT_DECODE, ranks=ranks))
@@ -227,16 +227,16 @@ def test_a_role_that_is_not_planned_is_an_error(idle):
         (Batch(role=Role.TARGET, num_reqs=4, num_tokens=4, active_loras=-1), "active_loras"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused(batch, name):
+def test_submission_rejects_impossible_batches(batch, name):
     """One wrong rank would be hidden behind the largest of the others."""
     with pytest.raises(InvalidValue) as error:
         Submission(batch=batch)
     assert [problem.path for problem in error.value.problems] == [("batch", name)]
 
 
-def test_a_vector_has_one_role_and_a_rank():
+def test_vector_rejects_other_roles_and_no_ranks():
     """Target and drafters agree separately."""
-    with pytest.raises(InvalidValue, match="one rank at least"):
+    with pytest.raises(InvalidValue, match="at least one rank"):
         Vector(role=Role.TARGET, ranks=())
     ranks = (Submission(), decode(1), decode(1, role=Role.DRAFT_DECODE))
     with pytest.raises(InvalidValue) as error:
@@ -245,7 +245,7 @@ def test_a_vector_has_one_role_and_a_rank():
 
 
 @given(arbitrary_plans(), st.data())
-def test_every_rank_has_a_sentence(plan, data):
+def test_explain_rank_has_a_sentence_for_every_rank(plan, data):
     """Whatever is asked, each rank is told why, in a sentence without an empty part."""
     vector = data.draw(vectors(plan))
     dispatcher = Dispatcher(plan)
@@ -257,9 +257,9 @@ def test_every_rank_has_a_sentence(plan, data):
 
 
 @given(plans(max_reqs=64), st.integers(2, 16), st.sampled_from(Role))
-def test_the_cases_shown_are_of_the_plan(plan, num_ranks, role):
+def test_cases_are_admissible(plan, num_ranks, role):
     """Each is admissible on every rank, of as many ranks as asked, and can be shown."""
-    assume(role in [planned.role for planned in plan.roles])
+    assume(role in plan.planned)
     dispatcher = Dispatcher(plan)
     shown = cases(plan, role, num_ranks)
     assert len({case.title for case in shown}) == len(shown)
@@ -271,7 +271,7 @@ def test_the_cases_shown_are_of_the_plan(plan, num_ranks, role):
     cases_table(dispatcher, shown, role)
 
 
-def test_the_cases_of_a_schedule_have_ranks_whose_k_differs():
+def test_cases_of_a_schedule_have_different_k():
     """And of a plan with adapters, a rank that has some."""
     speculative = Speculative(method=Method.EAGLE3, num_tokens=3, schedule=((1, 4, 3), (5, 64, 1)))
     plan = plan_of(uniform(8), speculative=speculative, lora=Lora(max_active=2))
@@ -283,7 +283,7 @@ def test_the_cases_of_a_schedule_have_ranks_whose_k_differs():
 
 
 @pytest.mark.parametrize("path", sorted(LOCKED.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_plans_leave_no_hole_over_ranks(path):
+def test_locked_plans_cover_all_cases_of_ranks(path):
     """Every case of every role has an entry, or a reason other than a hole."""
     plan = codec.load_plan(path)
     for role in plan.roles:

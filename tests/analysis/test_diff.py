@@ -11,13 +11,13 @@ from capture_planner.testing import arbitrary_plans, plans
 
 
 @given(plans() | arbitrary_plans())
-def test_a_plan_does_not_differ_from_itself(plan):
+def test_diff_of_equal_plans_is_empty(plan):
     """Equal plans have no differences."""
     assert diff(plan, attrs.evolve(plan)) == ()
 
 
 @given(arbitrary_plans(), arbitrary_plans())
-def test_plans_that_differ_have_a_difference(old, new):
+def test_diff_of_different_plans_is_not_empty(old, new):
     """And the same number of words in neither direction is needed: each way says something."""
     assert bool(diff(old, new)) == bool(diff(new, old)) == (old != new)
 
@@ -49,7 +49,7 @@ def changed(draw):
 
 
 @given(changed())
-def test_one_changed_field_is_a_difference(pair):
+def test_diff_finds_one_changed_field(pair):
     """A shifted waiver, another reason, another request, a graph listed twice: each is said."""
     old, new = pair
     changes = diff(old, new)

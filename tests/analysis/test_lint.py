@@ -1,4 +1,4 @@
-"""The lint: for each rule a plan that has its bug, and the smallest mend that removes it."""
+"""The lint: for each rule a plan that has its bug, and the smallest fix that removes it."""
 
 import re
 
@@ -65,7 +65,7 @@ def on_groups(whole, index=0, **changes):
     return with_role(whole, index, groups=(replace(group, support=replace(group.support, **changes)),))
 
 
-# code: (a plan that has the finding, the least mend of it that has not)
+# code: (a plan that has the finding, its smallest fix, which has not)
 CASES = {
     "CP001": (with_role(PLAIN, entries=()), PLAIN),
     "CP002": (made(sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=(4,), num_tokens=(16,))), PLAIN),
@@ -123,20 +123,20 @@ def codes(whole):
     return {finding.rule.code for finding in lint(whole)}
 
 
-def test_every_rule_has_a_case():
-    """A new rule comes with its bug and its mend."""
+def test_lint_rules_all_have_a_case():
+    """A new rule comes with its bug and the fix."""
     assert set(CASES) == set(RULES)
 
 
 @pytest.mark.parametrize("code", sorted(CASES))
-def test_a_rule_finds_its_bug_and_accepts_its_mend(code):
+def test_lint_rule_finds_its_bug_and_accepts_the_fix(code):
     """Found before, not found after."""
-    broken, mended = CASES[code]
+    broken, fixed = CASES[code]
     assert code in codes(broken)
-    assert code not in codes(mended)
+    assert code not in codes(fixed)
 
 
-def test_a_chain_that_was_not_asked_for_is_an_error():
+def test_lint_reports_chains_that_were_not_requested():
     """More than was asked is CP031, as a higher mode is."""
     assert any(entry.draft_steps for entry in FUSED.role(Role.DRAFT_DECODE).entries)
     single = replace(FUSED, speculative=replace(EAGLE, chain=Chain.SINGLE))
@@ -144,7 +144,7 @@ def test_a_chain_that_was_not_asked_for_is_an_error():
     assert "CP031" not in codes(FUSED)
 
 
-def test_coarse_sizes_are_said_only_where_there_is_room_for_more():
+def test_lint_reports_coarse_sizes_only_with_room_for_more():
     """CP045 asks for graphs, so it is silent where budget or backend allow none."""
     broken, _ = CASES["CP045"]
     for graphs, found in ((broken.num_graphs, False), (broken.num_graphs + 1, True)):
@@ -155,7 +155,7 @@ def test_coarse_sizes_are_said_only_where_there_is_room_for_more():
 
 
 @pytest.mark.parametrize("broken", [case[0] for case in CASES.values()], ids=list(CASES))
-def test_a_finding_says_what_where_and_what_to_do(broken):
+def test_lint_finding_has_message_path_and_remedy(broken):
     """Every finding has a sentence, a remedy, and a path that leads into the plan."""
     for finding in lint(broken):
         assert finding.diagnostic.message
@@ -167,7 +167,7 @@ def test_a_finding_says_what_where_and_what_to_do(broken):
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-def test_a_rule_explains_itself(rule):
+def test_lint_rule_has_an_explanation(rule):
     """A stable code, a name, an explanation, and threads in which the bug was seen."""
     assert re.fullmatch(r"CP0\d\d", rule.code)
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name)
@@ -177,14 +177,14 @@ def test_a_rule_explains_itself(rule):
     assert all(part in {f.name for f in attrs.fields(Spec)} for part in rule.spec_path[:1])
 
 
-def test_codes_and_names_are_unique():
+def test_lint_codes_and_names_are_unique():
     """Neither is given twice."""
     assert len({rule.name for rule in RULES.values()}) == len(RULES)
     assert [rule.code for rule in RULES.values()] == list(RULES)
 
 
 @given(plans(max_reqs=64))
-def test_a_planned_plan_has_no_error(whole):
+def test_lint_has_no_error_for_a_new_plan(whole):
     """What the planner makes is never wrong by its own lint, and has neither idle graphs nor waivers."""
     errors = [
         str(finding)

@@ -1,7 +1,4 @@
-"""Machines, layers and stand-ins that the backends' tests share.
-
-The modules beside them and ``flashinfer_rig`` of tests/gpu are importable under importlib import mode.
-"""
+"""Fixtures of the backends' tests: machines, layers, entries, and a fake FlashInfer."""
 
 import subprocess
 import sys

@@ -17,18 +17,18 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
-from capture_planner_flash_attention import FlashAttention, backend
-from capture_planner_flash_attention.executor import num_splits
+from capture_planner_flash_attention import FlashAttention, libraries
+from capture_planner_flash_attention.libraries import num_splits
 from capture_planner_reference import Reference
 from support.flash_attention_standin import installed
 
 LAYER = 3
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "torch": "2.13.0"}
-LIBRARIES = st.sampled_from(backend.LIBRARIES)
+LIBRARIES = st.sampled_from(libraries.LIBRARIES)
 MAX_LEN = 600
 
 
-def environment(library: backend.Library, multiprocessors: int = 132) -> Environment:
+def environment(library: libraries.Library, multiprocessors: int = 132) -> Environment:
     """Make an H100 with one library."""
     h100 = {"kind": DeviceKind.CUDA, "name": "H100", "capability": "9.0", "memory": 1}
     device = Device(**h100, multiprocessors=multiprocessors)
@@ -39,7 +39,7 @@ def environment(library: backend.Library, multiprocessors: int = 132) -> Environ
 class World:
     """One group on one library: caches, and the fields of a role at full capacity."""
 
-    library: backend.Library
+    library: libraries.Library
     entry: Entry
     attention: Attention
     page_size: int
@@ -61,7 +61,7 @@ class World:
             "seq_lens": torch.zeros(reqs, dtype=torch.int32),
             "block_table": torch.zeros(reqs, pages, dtype=torch.int32),
         }
-        if self.library is backend.FA3 and self.role is not Role.DRAFT_DECODE:
+        if self.library is libraries.FA3 and self.role is not Role.DRAFT_DECODE:
             fields["scheduler_metadata"] = torch.zeros(1 + 4 * -(-reqs // 4) * 4, dtype=torch.int32)
         rows = (self.entry.num_tokens, self.attention.num_heads, self.attention.head_dim)
         self.query = torch.randn(rows, generator=made).bfloat16()
@@ -124,14 +124,14 @@ class World:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, libraries: st.SearchStrategy[backend.Library] = LIBRARIES) -> World:
+def worlds(draw: st.DrawFn, choices: st.SearchStrategy[libraries.Library] = LIBRARIES) -> World:
     """Draw a group: any library, heads, mask and scoring that it takes, and one graph."""
-    library = draw(libraries)
+    library = draw(choices)
     query_len = draw(st.sampled_from([None, 1, 2, 4]))
     reqs, kv_heads = draw(st.integers(1, 6)), draw(st.integers(1, 2))
     heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
     tokens = reqs * query_len if query_len else reqs + draw(st.integers(0, 12))
-    mixes = library in (backend.FA3, backend.FA4)
+    mixes = library in (libraries.FA3, libraries.FA4)
     return World(
         library=library,
         entry=Entry(mode=GraphMode.FULL, num_tokens=tokens, num_reqs=reqs, query_len=query_len),
@@ -149,7 +149,7 @@ def worlds(draw: st.DrawFn, libraries: st.SearchStrategy[backend.Library] = LIBR
         page_size=draw(st.sampled_from([16, 64, 128])) if mixes else 256,
         scoring=Scoring(
             scale=draw(st.sampled_from([0.35, 1.0])),
-            softcap=draw(st.sampled_from([None, 3.0])) if library is not backend.TORCH else None,
+            softcap=draw(st.sampled_from([None, 3.0])) if library is not libraries.TORCH else None,
             sinks=draw(st.none() | st.just(torch.linspace(1, 6, heads))) if mixes else None,
         ),
         role=draw(st.sampled_from([Role.TARGET, Role.DRAFT_DECODE])),
@@ -176,7 +176,7 @@ def batches(world: World) -> st.SearchStrategy[tuple[list[int], list[int], int]]
 
 
 @given(st.data(), worlds(), st.booleans())
-def test_every_library_computes_what_the_reference_does(data, world, full):
+def test_every_library_equals_the_reference(data, world, full):
     """Each library, uniform and mixed, padded and not; rows of padding become exact zeros."""
     queries, lengths, seed = data.draw(batches(world))
     metadata = world.step(queries, lengths, seed, full=full)
@@ -189,7 +189,7 @@ def test_every_library_computes_what_the_reference_does(data, world, full):
 
 @settings(max_examples=max(settings.default.max_examples // 2, 5))
 @given(st.data(), worlds(), st.lists(st.booleans(), min_size=2, max_size=3))
-def test_rows_of_an_earlier_batch_are_no_longer_owned(data, world, kinds):
+def test_rows_of_an_earlier_batch_become_padding(data, world, kinds):
     """Larger and smaller batches after one another: the mask of real rows is that of the last."""
     with installed():
         runs = FlashAttention().reserve(world.reservation)
@@ -204,50 +204,50 @@ def test_rows_of_an_earlier_batch_are_no_longer_owned(data, world, kinds):
 
 @settings(max_examples=max(settings.default.max_examples // 2, 5))
 @given(st.data(), worlds())
-def test_the_mask_of_real_rows_is_written_where_their_number_changed(data, world):
+def test_prepare_writes_no_mask_if_the_number_of_tokens_is_unchanged(data, world):
     """Other lengths of as many tokens launch nothing; torch counts what is written to a tensor."""
     with installed():
         runs = FlashAttention().reserve(world.reservation)
         queries, lengths, seed = data.draw(batches(world))
         runs.prepare(world.step(queries, lengths, seed, full=True))
-        before = runs._owned._version
+        before = runs._is_real._version
         runs.prepare(world.step(queries, [length + 1 for length in lengths], seed, full=True))
-        assert runs._owned._version == before
+        assert runs._is_real._version == before
 
 
 @given(st.data(), worlds())
-def test_what_a_graph_bakes_in_does_not_depend_on_the_batch(data, world):
+def test_baked_in_numbers_do_not_depend_on_the_batch(data, world):
     """Two batches of one entry: equal host numbers, an equal layout, and the schedule in one place."""
     seen = []
-    with installed() as libraries:
+    with installed() as stub:
         runs = FlashAttention().reserve(world.reservation)
         for _ in range(2):
             queries, lengths, seed = data.draw(batches(world))
             world.run(runs, world.step(queries, lengths, seed, full=True))
-            seen.append((libraries.calls[-1], runs.layout()))
+            seen.append((stub.calls[-1], runs.layout()))
     assert seen[0] == seen[1]
-    held = world.reservation.fields.get("scheduler_metadata")
-    if held is not None and world.scoring.softcap is None:
-        assert seen[0][0]["schedule"] == held.data_ptr()
+    field = world.reservation.fields.get("scheduler_metadata")
+    if field is not None and world.scoring.softcap is None:
+        assert seen[0][0]["schedule"] == field.data_ptr()
 
 
-@given(st.data(), worlds(st.just(backend.FA3)))
-def test_the_tail_of_a_schedule_is_zero(data, world):
+@given(st.data(), worlds(st.just(libraries.FA3)))
+def test_prepare_zeroes_the_tail_of_a_schedule(data, world):
     """What was there before is gone, past the length that the library asked for."""
-    with installed() as libraries:
+    with installed() as stub:
         runs = FlashAttention().reserve(world.reservation)
         queries, lengths, seed = data.draw(batches(world))
         world.run(runs, world.step(queries, lengths, seed, full=True))
-    held, layout = world.reservation.fields.get("scheduler_metadata"), runs.layout()
-    if held is None:
-        assert libraries.schedules == 0
+    field, layout = world.reservation.fields.get("scheduler_metadata"), runs.layout()
+    if field is None:
+        assert stub.schedules == 0
     else:
-        assert (held[: layout[1]] == libraries.schedules).all()
-        assert not held[layout[1] :].any()
+        assert (field[: layout[1]] == stub.schedules).all()
+        assert not field[layout[1] :].any()
 
 
 @given(LIBRARIES, st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64), st.integers(1, 200))
-def test_splits_are_bounded_and_never_left_to_the_library(library, reqs, query_len, kv_heads, sms):
+def test_splits_are_bounded_and_never_automatic(library, reqs, query_len, kv_heads, sms):
     """From 1 to the bound; what they need in the pool stays below what the workspace's formula says."""
     tokens = reqs * query_len
     entry = Entry(mode=GraphMode.FULL, num_tokens=tokens, num_reqs=reqs, query_len=query_len)
@@ -255,9 +255,9 @@ def test_splits_are_bounded_and_never_left_to_the_library(library, reqs, query_l
         num_layers=1, num_heads=64, num_kv_heads=kv_heads, head_dim=64, max_model_len=64, max_query_len=1
     )
     splits = num_splits(library, entry, attention, environment(library, sms))
-    assert 1 <= splits <= backend.MAX_SPLITS
+    assert 1 <= splits <= libraries.MAX_SPLITS
     assert splits == 1 or library.splits
-    if library is backend.FA3:
-        assert splits == 1 or splits * tokens <= backend.MAX_SPLITS * backend.SPLIT_TOKENS
-    if library is backend.FA2:
+    if library is libraries.FA3:
+        assert splits == 1 or splits * tokens <= libraries.MAX_SPLITS * libraries.SPLIT_TOKENS
+    if library is libraries.FA2:
         assert splits == 1 or splits * reqs * kv_heads <= sms

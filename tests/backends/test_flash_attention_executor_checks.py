@@ -22,7 +22,7 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
-from capture_planner_flash_attention import FlashAttention, backend
+from capture_planner_flash_attention import FlashAttention, libraries
 
 LAYER, REQS, HEADS, HEAD_DIM = 3, 4, 2, 8
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "torch": "2.13.0"}
@@ -60,7 +60,7 @@ def installed(**changes: dict[str, Any] | None) -> Iterator[None]:
         yield
 
 
-def reserved(library: backend.Library, page_size: int | None = None, **changes: Any) -> Reservation:
+def reserved(library: libraries.Library, page_size: int | None = None, **changes: Any) -> Reservation:
     """Make the reservation of a small group on a library: four decodes of one token."""
     size = page_size or max(64, library.page_multiple)
     keys, values = (torch.zeros(3, size, 1, HEAD_DIM, dtype=torch.bfloat16) for _ in "kv")
@@ -105,46 +105,48 @@ def step(reservation: Reservation) -> Metadata:
 
 
 @given(
-    st.sampled_from(backend.LIBRARIES), st.integers(1, 600) | st.sampled_from([16, 64, 128, 256, 512, 768])
+    st.sampled_from(libraries.LIBRARIES), st.integers(1, 600) | st.sampled_from([16, 64, 128, 256, 512, 768])
 )
-def test_pages_that_a_library_does_not_take_are_refused(library, page_size):
+def test_reserve_rejects_unsupported_page_sizes(library, page_size):
     """Refused in reserve exactly where the kernel would refuse, with what it takes."""
     reservation = reserved(library, page_size)
     with installed():
-        if library in (backend.FA3, backend.FA4) or page_size % 256 == 0:
+        if library in (libraries.FA3, libraries.FA4) or page_size % 256 == 0:
             FlashAttention().reserve(reservation)
         else:
-            with pytest.raises(BackendError, match=rf"multiple of 256 tokens, not {page_size}; run with"):
+            with pytest.raises(
+                BackendError, match=rf"multiples of 256 tokens, not {page_size}; set the page size"
+            ):
                 FlashAttention().reserve(reservation)
 
 
-@pytest.mark.parametrize("library", backend.LIBRARIES, ids=lambda library: library.package)
-def test_a_missing_library_is_named(library):
+@pytest.mark.parametrize("library", libraries.LIBRARIES, ids=lambda library: library.package)
+def test_reserve_names_a_missing_library(library):
     """Imported in reserve, not before; the message says what to install."""
     with installed(**{library.module: None}), pytest.raises(BackendError) as caught:
         FlashAttention().reserve(reserved(library))
     planned = f"{library.title} ({library.package} {VERSIONS[library.package]})"
-    assert f"target, group all: the plan counts on {planned}" in str(caught.value)
+    assert f"target, group all: the plan needs {planned}" in str(caught.value)
     assert f"install {library.package}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("library", "functions", "says"),
     [
-        (backend.TORCH, {"varlen_attn_out": lambda out, query, key, value: None}, "takes no block_table"),
-        (backend.TORCH, {"varlen_attn": never}, "varlen_attn_out"),
-        (backend.FA2, {}, "flash_attn_with_kvcache"),
+        (libraries.TORCH, {"varlen_attn_out": lambda out, query, key, value: None}, "takes no block_table"),
+        (libraries.TORCH, {"varlen_attn": never}, "varlen_attn_out"),
+        (libraries.FA2, {}, "flash_attn_with_kvcache"),
     ],
 )
-def test_a_library_without_the_calls_is_named(library, functions, says):
+def test_reserve_rejects_libraries_without_the_calls(library, functions, says):
     """An older torch has the module and no block tables; flash_attn may be another's namespace."""
     with installed(**{library.module: functions}), pytest.raises(BackendError, match=says):
         FlashAttention().reserve(reserved(library))
 
 
-def test_no_library_at_all_is_refused_with_a_reason():
+def test_reserve_rejects_environments_without_a_library():
     """An environment that plans NEVER does not execute."""
-    made = reserved(backend.FA4)
+    made = reserved(libraries.FA4)
     bare = attrs.evolve(made, environment=attrs.evolve(made.environment, packages={}))
     with pytest.raises(BackendError, match=r"No flash-attention library is installed; install flash-attn-4"):
         FlashAttention().reserve(bare)
@@ -153,14 +155,14 @@ def test_no_library_at_all_is_refused_with_a_reason():
 @pytest.mark.parametrize(
     ("library", "changes", "says"),
     [
-        (backend.FA3, {"latent": Latent(kv_lora_rank=8, rope_head_dim=8)}, "not execute latent attention"),
-        (backend.FA3, {"kv_dtype": DataType.FP8}, "an FP8 cache, which needs scales"),
-        (backend.FA4, {"decode_context": 2}, "not execute decode context parallelism"),
-        (backend.FA4, {"head_dim": 16}, r"bfloat16 \[3, 64, 1, 8\], expected .* \[num_pages, 64, 1, 16\]"),
-        (backend.FA4, {"dtype": DataType.FLOAT16}, r"keys are torch.bfloat16 .*, expected torch.float16"),
+        (libraries.FA3, {"latent": Latent(kv_lora_rank=8, rope_head_dim=8)}, "not execute latent attention"),
+        (libraries.FA3, {"kv_dtype": DataType.FP8}, "an FP8 cache, which needs scales"),
+        (libraries.FA4, {"decode_context": 2}, "not execute decode context parallelism"),
+        (libraries.FA4, {"head_dim": 16}, r"bfloat16 \[3, 64, 1, 8\], expected .* \[num_pages, 64, 1, 16\]"),
+        (libraries.FA4, {"dtype": DataType.FLOAT16}, r"keys are torch.bfloat16 .*, expected torch.float16"),
     ],
 )
-def test_what_is_planned_and_not_executed_is_refused(library, changes, says):
+def test_reserve_rejects_layers_that_are_only_planned(library, changes, says):
     """In reserve, before anything is captured."""
     with installed(), pytest.raises(BackendError, match=says):
         FlashAttention().reserve(reserved(library, **changes))
@@ -169,12 +171,12 @@ def test_what_is_planned_and_not_executed_is_refused(library, changes, says):
 @pytest.mark.parametrize(
     ("library", "scoring", "says"),
     [
-        (backend.TORCH, Scoring(scale=1.0, softcap=2.0), "takes no softcap"),
-        (backend.TORCH, Scoring(scale=1.0, sinks=torch.zeros(HEADS)), "takes no attention sinks"),
-        (backend.FA2, Scoring(scale=1.0, sinks=torch.zeros(HEADS)), "takes no attention sinks"),
+        (libraries.TORCH, Scoring(scale=1.0, softcap=2.0), "takes no softcap"),
+        (libraries.TORCH, Scoring(scale=1.0, sinks=torch.zeros(HEADS)), "takes no attention sinks"),
+        (libraries.FA2, Scoring(scale=1.0, sinks=torch.zeros(HEADS)), "takes no attention sinks"),
     ],
 )
-def test_scoring_that_a_library_lacks_is_refused(library, scoring, says):
+def test_attend_rejects_unsupported_scoring(library, scoring, says):
     """In attend, which is where it is known: nothing is left out of the scores in silence."""
     reservation = reserved(library)
     query = torch.zeros(REQS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -185,30 +187,30 @@ def test_scoring_that_a_library_lacks_is_refused(library, scoring, says):
             runs.attend(LAYER, query, torch.empty_like(query), scoring, step(reservation))
 
 
-def test_a_flash_attention_3_without_sinks_is_refused_for_layers_with_them():
+def test_reserve_rejects_sinks_on_upstream_flash_attention_3():
     """Upstream's call has no parameter for them; vLLM's has."""
     upstream = {"flash_attn_with_kvcache": lambda q: None, "get_scheduler_metadata": never}
     with installed():
-        FlashAttention().reserve(reserved(backend.FA3, sinks=True))
+        FlashAttention().reserve(reserved(libraries.FA3, sinks=True))
     with (
         installed(flash_attn_interface=upstream),
-        pytest.raises(BackendError, match="no attention sinks as it is installed here; install a build"),
+        pytest.raises(BackendError, match="takes no attention sinks; install a build"),
     ):
-        FlashAttention().reserve(reserved(backend.FA3, sinks=True))
+        FlashAttention().reserve(reserved(libraries.FA3, sinks=True))
 
 
 @pytest.mark.parametrize(("length", "fits"), [(1, True), (17, True), (18, False), (999, False)])
-def test_a_schedule_longer_than_its_field_is_refused(length, fits):
+def test_prepare_rejects_a_schedule_longer_than_its_field(length, fits):
     """Nothing is cut off: another release may lay it out in another way."""
     made = FUNCTIONS["flash_attn_interface"] | {
         "get_scheduler_metadata": lambda *_, **__: torch.ones(length, dtype=torch.int32)
     }
-    reservation = reserved(backend.FA3)
+    reservation = reserved(libraries.FA3)
     with installed(flash_attn_interface=made):
         runs = FlashAttention().reserve(reservation)
         if fits:
             runs.prepare(step(reservation))
-            assert runs.layout() == (backend.MAX_SPLITS, length)
+            assert runs.layout() == (libraries.MAX_SPLITS, length)
         else:
             with pytest.raises(BackendError, match=f"scheduled {length} numbers, expected 1 to 17"):
                 runs.prepare(step(reservation))

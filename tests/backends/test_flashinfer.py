@@ -1,17 +1,20 @@
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.plugins import registry
 from capture_planner.records.backend import Axis, Bound, Fill, Lifetime, PaddingContract, Where
 from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
 from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.backend import parts
-from capture_planner_flashinfer.workspace import INT_WORKSPACE, cta_tile_q, eager, tensor_core
+from capture_planner_flashinfer.workspace import (
+    INT_WORKSPACE,
+    cta_tile_q,
+    eager,
+    tensor_core,
+    workspace_parts,
+)
 
 BACKEND = FlashInfer()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
@@ -34,7 +37,7 @@ CAPABILITIES = ["7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1"]
         ("cpu", NEVER, "the CPU x86-64"),
     ],
 )
-def test_support_on_the_committed_environments(committed, layers, name, level, says):
+def test_support_on_shipped_environments(committed, layers, name, level, says):
     support = BACKEND.support(Role.TARGET, layers(), committed(name))
     assert support.level is level
     assert says in support.reason
@@ -77,7 +80,7 @@ def test_support_by_hardware_and_shape(machine, layers, capability, changes, lev
     ("packages", "says"),
     [({}, "flashinfer-python is not installed"), ({"flashinfer-python": "0.6.15"}, "flashinfer#3620")],
 )
-def test_the_version_decides(machine, layers, packages, says):
+def test_support_by_version(machine, layers, packages, says):
     support = BACKEND.support(Role.TARGET, layers(**FP16), machine("7.5", packages))
     assert support.level is NEVER
     assert says in support.reason
@@ -92,7 +95,7 @@ def test_the_version_decides(machine, layers, packages, says):
     decode_context=st.sampled_from([1, 2, 8]),
     latent=st.sampled_from([None, LATENT]),
 )
-def test_it_never_holds_mixed_batches(
+def test_support_never_includes_mixed_batches(
     machine, layers, role, capability, causal, heads, head_dim, decode_context, latent
 ):
     model = layers(
@@ -105,20 +108,6 @@ def test_it_never_holds_mixed_batches(
     )
     support = BACKEND.support(role, model, machine(capability))
     assert support.level <= (UNIFORM if decode_context == 1 else SINGLE)
-
-
-@given(
-    role=st.sampled_from(list(Role)),
-    head_dim=st.sampled_from([64, 128, 256]),
-    kv_heads=st.sampled_from([1, 2, 8, 32]),
-)
-def test_a_newer_gpu_never_lowers_support(machine, layers, role, head_dim, kv_heads):
-    model = layers(head_dim=head_dim, num_kv_heads=kv_heads, **FP16)
-    levels = [
-        BACKEND.support(role, model, machine(capability)).level
-        for capability in (None, "7.0", "7.5", "8.0", "8.9", "9.0", "10.0")
-    ]
-    assert levels == sorted(levels)
 
 
 PAGES = ["paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"]
@@ -138,12 +127,12 @@ PAGES = ["paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"]
         ("7.0", {}, []),
     ],
 )
-def test_fields_by_path(machine, layers, capability, changes, names):
+def test_fields_by_kernel_family(machine, layers, capability, changes, names):
     contract = BACKEND.padding(Role.TARGET, layers(**changes), machine(capability))
     assert [field.name for field in contract.fields] == names
 
 
-def test_an_empty_row_has_no_pages_on_host_and_device(machine, layers):
+def test_padded_rows_have_no_pages_on_host_and_device(machine, layers):
     contract = BACKEND.padding(Role.TARGET, layers(), machine("8.0"))
     offsets, pages, last = (contract[name] for name in PAGES)
     assert (offsets.axis, offsets.fill, offsets.where) == (
@@ -155,7 +144,7 @@ def test_an_empty_row_has_no_pages_on_host_and_device(machine, layers):
     assert (last.axis, last.value, last.where) == (Axis.REQUEST, 0, Where.BOTH)
 
 
-def test_a_decode_wrapper_keeps_its_ramp_and_a_prefill_wrapper_the_real_total(machine, layers):
+def test_query_offsets_are_frozen_for_decode_wrappers_only(machine, layers):
     ramp = BACKEND.padding(Role.TARGET, layers(), machine("8.0"))["qo_indptr"]
     ragged = BACKEND.padding(Role.TARGET, layers(max_query_len=4), machine("8.0"))["qo_indptr"]
     assert (ramp.fill, ramp.lifetime) == (Fill.WORST_CASE, Lifetime.FROZEN)
@@ -165,13 +154,13 @@ def test_a_decode_wrapper_keeps_its_ramp_and_a_prefill_wrapper_the_real_total(ma
 @pytest.mark.parametrize(
     ("changes", "numbers"), [({"num_kv_heads": 32}, 10), ({}, 15), ({"max_query_len": 2}, 15)]
 )
-def test_the_plan_is_frozen(machine, layers, changes, numbers):
+def test_plan_info_is_frozen(machine, layers, changes, numbers):
     plan = BACKEND.padding(Role.TARGET, layers(**changes), machine("8.0"))["plan_info"]
     assert (plan.axis, plan.scale, plan.dtype) == (Axis.SCALAR, numbers, "int64")
     assert (plan.lifetime, plan.where) == (Lifetime.FROZEN, Where.HOST)
 
 
-def test_a_padded_row_is_as_long_as_its_query(machine, layers):
+def test_padded_sequences_are_as_long_as_their_query(machine, layers):
     field = BACKEND.padding(Role.TARGET, layers(max_query_len=4), machine("9.0"))["seq_lens"]
     assert (field.fill, field.value) == (Fill.CONSTANT, 4)
 
@@ -181,7 +170,7 @@ def test_a_padded_row_is_as_long_as_its_query(machine, layers):
     query_len=st.sampled_from([1, 4]),
     kv_heads=st.sampled_from([8, 32]),
 )
-def test_only_prefill_wrappers_cap_requests(machine, layers, capability, query_len, kv_heads):
+def test_prefill_wrappers_alone_limit_requests(machine, layers, capability, query_len, kv_heads):
     model = layers(max_query_len=query_len, num_kv_heads=kv_heads, **FP16)
     support = BACKEND.support(Role.TARGET, model, machine(capability))
     has_buffer = any(
@@ -203,18 +192,18 @@ def test_only_prefill_wrappers_cap_requests(machine, layers, capability, query_l
         (None, {}, Refresh.HOST),
     ],
 )
-def test_refresh(machine, layers, capability, changes, refresh):
+def test_refresh_by_hardware(machine, layers, capability, changes, refresh):
     assert BACKEND.refresh(Role.DRAFT_DECODE, layers(**changes), machine(capability)) is refresh
 
 
-def test_the_overflow_of_vllm_40023_to_the_byte(machine, layers, graph):
+def test_workspace_covers_vllm_40023_to_the_byte(machine, layers, graph):
     model = layers(num_heads=32, num_kv_heads=2, head_dim=256)
     old = machine("10.3", {"flashinfer-python": "0.6.9"})
     sums = 32 * 1023 * 16 * 4
     assert tensor_core(model, old, graph(512)) == 536346624 + sums
 
 
-def test_since_0_7_1_the_query_group_shares_a_row(machine, layers, graph):
+def test_workspace_rows_are_shared_by_a_query_group_since_0_7_1(machine, layers, graph):
     model, entry = layers(num_kv_heads=8), graph(256, 4)
     old, new = (machine("8.0", {"flashinfer-python": version}) for version in ("0.6.9", "0.7.1"))
     assert tensor_core(model, old, entry) == 4 * tensor_core(model, new, entry)
@@ -232,26 +221,26 @@ def test_since_0_7_1_the_query_group_shares_a_row(machine, layers, graph):
         (8, 512, 9, 16),
     ],
 )
-def test_query_tile(packed, head_dim, major, tile):
+def test_query_tile_sizes(packed, head_dim, major, tile):
     assert cta_tile_q(packed, head_dim, major) == tile
 
 
-def test_one_wrapper_for_each_batch_shape(machine, layers, graph):
+def test_workspace_has_a_wrapper_for_each_batch_shape(machine, layers, graph):
     entries = [graph(8), graph(16), graph(16, active_loras=3), graph(16, draft_steps=2), graph(8, 4)]
     need = BACKEND.workspace(Role.TARGET, layers(), machine("8.0"), entries, LIMITS)
-    assert need.pinned == (3 + 1) * INT_WORKSPACE, "one more plans eager steps"
+    assert need.pinned == (3 + 1) * INT_WORKSPACE, "one more is for eager steps"
     assert need.device > need.pinned
     assert "ceil(tokens * group / cta_tile_q) + reqs - 1" in need.formula
 
 
 @pytest.mark.parametrize("changes", [{}, {"latent": LATENT}])
-def test_kernels_without_a_plan_need_the_eager_wrapper_alone(machine, layers, graph, changes):
+def test_kernels_without_a_plan_need_only_the_eager_wrapper(machine, layers, graph, changes):
     need = BACKEND.workspace(Role.TARGET, layers(**changes), machine("10.0"), [graph(8)], LIMITS)
     assert need.pinned == INT_WORKSPACE
     assert "trtllm-gen" in need.formula
 
 
-def test_merging_ranks_costs_sums(machine, layers, graph):
+def test_decode_context_ranks_need_softmax_sums(machine, layers, graph):
     one, two = (
         BACKEND.workspace(
             Role.TARGET, layers(latent=LATENT, decode_context=n), machine("10.0"), [graph(256)], LIMITS
@@ -261,7 +250,7 @@ def test_merging_ranks_costs_sums(machine, layers, graph):
     assert two >= one + 256 * 64 * 256 * 8
 
 
-def test_eager_steps_need_a_wrapper_where_it_runs_at_all(machine, layers, graph):
+def test_eager_steps_need_a_wrapper_on_supported_devices(machine, layers, graph):
     piecewise = [Entry(mode=GraphMode.PIECEWISE, num_tokens=512)]
     for entries in (piecewise, []):
         need = BACKEND.workspace(Role.TARGET, layers(), machine("8.0"), entries, LIMITS)
@@ -271,16 +260,16 @@ def test_eager_steps_need_a_wrapper_where_it_runs_at_all(machine, layers, graph)
 
 
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
-def test_no_launch_shares_the_counters(machine, layers, graph, capability):
+def test_counters_are_shared_with_no_other_launch(machine, layers, graph, capability):
     """XQA and trtllm-gen find their counters zero, whatever an eager plan wrote between."""
     model, where = layers(max_query_len=4), machine(capability)
-    cut = parts(model, where, [graph(256, 4)])
+    cut = workspace_parts(model, where, [graph(256, 4)])
     assert cut.counters >= 256 * 32 * 4
     assert cut.floats >= eager(model, where)
     assert cut.device == INT_WORKSPACE + cut.counters + cut.floats
 
 
-def test_xqa_has_one_window_for_a_query_before_0_7_1(machine, layers):
+def test_xqa_takes_no_window_with_several_tokens_before_0_7_1(machine, layers):
     for version, level in (("0.6.9", SINGLE), ("0.7.1", UNIFORM)):
         where = machine("9.0", {"flashinfer-python": version})
         support = BACKEND.support(Role.TARGET, layers(window=128, max_query_len=4), where)
@@ -312,29 +301,5 @@ def test_workspace_grows_with_entries_and_batches(
     assert larger.device >= fewer.device
 
 
-def test_no_contract_where_it_cannot_run(machine, layers):
+def test_padding_declares_nothing_on_a_cpu(machine, layers):
     assert BACKEND.padding(Role.TARGET, layers(), machine(None)) == PaddingContract()
-
-
-@given(
-    capability=st.sampled_from([None, "7.5", "8.0", "9.0", "10.0", "12.0", "99.0"]),
-    packages=st.sampled_from([{}, {"torch": "2.12.0"}, None]),
-    head_dim=st.sampled_from([100, 128, 512, 1024]),
-    kv_dtype=st.sampled_from(list(DataType)),
-    latent=st.sampled_from([None, LATENT]),
-)
-def test_every_machine_gets_a_reason(machine, layers, capability, packages, head_dim, kv_dtype, latent):
-    where = machine(capability) if packages is None else machine(capability, packages)
-    where = attrs.evolve(where, device=attrs.evolve(where.device, name="G" * 128))
-    model = layers(head_dim=head_dim, kv_dtype=kv_dtype, latent=latent)
-    support = BACKEND.support(Role.TARGET, model, where)
-    assert "G" * 128 in support.reason
-    assert BACKEND.padding(Role.TARGET, model, where).fields or support.level is NEVER
-
-
-def test_the_distribution_registers_it():
-    assert registry.load_backends()["flashinfer"].distribution == "capture-planner-flashinfer"
-
-
-def test_it_imports_without_torch_or_flashinfer(imports):
-    assert not imports("capture_planner_flashinfer") & {"torch", "flashinfer"}

@@ -21,10 +21,10 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner_flashinfer import FlashInfer, kernels, wrappers
-from capture_planner_flashinfer.backend import PACKAGE, Path, parts, splits
-from capture_planner_flashinfer.workspace import INT_WORKSPACE
+from capture_planner_flashinfer.selection import PACKAGE, KernelFamily, xqa_splits
+from capture_planner_flashinfer.workspace import INT_WORKSPACE, workspace_parts
 from support import flashinfer_rig as checks
-from support.flashinfer_cases import SETTINGS, SMALL, each_path, reservation_of, rig_of
+from support.flashinfer_cases import SETTINGS, SMALL, each_family, reservation_of, rig_of
 from support.flashinfer_standin import graphs_of, new_kernel, standin
 
 pytestmark = pytest.mark.usefixtures("one_thread", "library")
@@ -32,34 +32,34 @@ pytestmark = pytest.mark.usefixtures("one_thread", "library")
 few = settings(max_examples=6)
 
 
-@each_path
-def test_each_setting_takes_its_path(chosen: Path) -> None:
+@each_family
+def test_each_setting_takes_its_kernel_family(family: KernelFamily) -> None:
     """The five settings reach the five paths, so that what follows is about all of them."""
-    assert rig_of(SETTINGS[chosen]).path is chosen
+    assert rig_of(SETTINGS[family]).family is family
 
 
-@each_path
+@each_family
 @few
 @given(steps=checks.changes())
-def test_replays_equal_dense_attention(chosen: Path, steps: Any) -> None:
+def test_replays_equal_dense_attention(family: KernelFamily, steps: Any) -> None:
     """A graph gives the right rows whatever batch came before, and its plan is never stale."""
-    checks.check_replays(rig_of(SETTINGS[chosen]), steps, tail=float("nan"))
+    checks.check_replays(rig_of(SETTINGS[family]), steps, tail=float("nan"))
 
 
-@each_path
+@each_family
 @few
 @given(steps=checks.changes())
-def test_replays_depend_on_nothing_that_is_poisoned(chosen: Path, steps: Any) -> None:
+def test_replays_ignore_poisoned_memory(family: KernelFamily, steps: Any) -> None:
     """Plans are made again and counters zeroed when the workspace was overwritten."""
-    checks.check_poisoned(rig_of(SETTINGS[chosen]), steps[:2])
+    checks.check_poisoned(rig_of(SETTINGS[family]), steps[:2])
 
 
-@each_path
+@each_family
 @few
 @given(requests=checks.mixed, seed=checks.seeds)
-def test_eager_steps_equal_dense_attention(chosen: Path, requests: Any, seed: int) -> None:
+def test_eager_steps_equal_dense_attention(family: KernelFamily, requests: Any, seed: int) -> None:
     """Mixed batches run on real extents; their partial results spare plans and counters."""
-    checks.check_eager(rig_of(SETTINGS[chosen]), requests, seed)
+    checks.check_eager(rig_of(SETTINGS[family]), requests, seed)
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
@@ -75,17 +75,17 @@ def test_trtllm_gen_takes_its_counters_as_an_argument_since_0_7(
     checks.check_poisoned(rig, [([9, 100], 5), ([640], 6)])
 
 
-@pytest.mark.parametrize("chosen", [Path.CUDA_CORE, Path.TENSOR_CORE, Path.PREFILL])
-def test_wrappers_share_the_fields_and_one_float_workspace(chosen: Path) -> None:
+@pytest.mark.parametrize("family", [KernelFamily.CUDA_CORE, KernelFamily.TENSOR_CORE, KernelFamily.PREFILL])
+def test_wrappers_share_the_fields_and_one_float_workspace(family: KernelFamily) -> None:
     """Registered buffers are the role's fields, and every byte lies in the reserved workspace."""
-    rig = rig_of(SETTINGS[chosen])
+    rig = rig_of(SETTINGS[family])
     found = [*graphs_of(rig).values(), rig.executor._wrappers[None]._wrapper]
     fields = rig.fields.by_group[checks.GROUP]
     for wrapper in found[:-1]:
         assert wrapper.indptr.data_ptr() == fields["paged_kv_indptr"].tensor.data_ptr()
         assert wrapper.indices.data_ptr() == fields["paged_kv_indices"].tensor.data_ptr()
         assert wrapper.last.data_ptr() == fields["paged_kv_last_page_len"].tensor.data_ptr()
-        if chosen is Path.PREFILL:
+        if family is KernelFamily.PREFILL:
             assert wrapper.starts.data_ptr() == fields["qo_indptr"].tensor.data_ptr()
     first, last = rig.workspace.data_ptr(), rig.workspace.data_ptr() + rig.workspace.numel()
     taken = sorted((w.ints.data_ptr(), w.ints.data_ptr() + w.ints.numel()) for w in found)
@@ -100,16 +100,16 @@ def test_wrappers_share_the_fields_and_one_float_workspace(chosen: Path) -> None
     assert staged == [i * INT_WORKSPACE for i in range(len(found))]
 
 
-def test_the_first_eager_step_has_the_softcap_of_its_layer() -> None:
+def test_first_eager_step_has_the_softcap_of_its_layer() -> None:
     """The plan before the first layer attends cannot know the softcap, and is made again."""
-    rig = rig_of(SETTINGS[Path.PREFILL])
+    rig = rig_of(SETTINGS[KernelFamily.PREFILL])
     rig.executor = FlashInfer().reserve(reservation_of(rig))
     rig.eager(rig.batch([40, 5], [7, 1], 1, 0.0))
 
 
 def test_counters_are_zeroed_once_for_each_write_to_the_workspace() -> None:
     """A step after which nobody wrote to the workspace does not write to it either."""
-    rig = rig_of(SETTINGS[Path.XQA])
+    rig = rig_of(SETTINGS[KernelFamily.XQA])
     batch = rig.batch([40, 5], [4, 4], 1, 0.0)
     rig.poison()
     rig.replay(rig.entries[0], batch)
@@ -120,7 +120,7 @@ def test_counters_are_zeroed_once_for_each_write_to_the_workspace() -> None:
 
 def test_kernels_without_a_plan_get_dense_queries() -> None:
     """They know no strides of a query, and rotary embedding may leave some."""
-    rig = rig_of(SETTINGS[Path.XQA])
+    rig = rig_of(SETTINGS[KernelFamily.XQA])
     entry = rig.entries[0]
     batch = rig.batch([40] * 8, [4] * 8, 1, 0.0)
     query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
@@ -132,11 +132,11 @@ def test_kernels_without_a_plan_get_dense_queries() -> None:
 PIECEWISE = Entry(mode=GraphMode.PIECEWISE, num_tokens=64)
 
 
-def test_without_full_graphs_there_is_the_eager_wrapper_alone() -> None:
+def test_reserve_without_full_graphs_makes_only_the_eager_wrapper() -> None:
     """A PIECEWISE plan needs, and gets, memory for one wrapper."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     asked = reservation_of(rig, entries=(PIECEWISE,))
-    cut = parts(asked.attention, asked.environment, (PIECEWISE,))
+    cut = workspace_parts(asked.attention, asked.environment, (PIECEWISE,))
     need = FlashInfer().workspace(Role.TARGET, asked.attention, asked.environment, (PIECEWISE,), asked.limits)
     assert (cut.plans, need.pinned, need.device) == (1, INT_WORKSPACE, cut.device)
     small = torch.zeros(need.device, dtype=torch.uint8)
@@ -144,9 +144,9 @@ def test_without_full_graphs_there_is_the_eager_wrapper_alone() -> None:
     rig.eager(rig.batch([40, 7], [3, 7], 3, 0.0))
 
 
-def test_release_lets_go_of_everything() -> None:
+def test_release_drops_everything() -> None:
     """After release nothing keeps a wrapper or a cache alive."""
-    rig = rig_of(SETTINGS[Path.PREFILL])
+    rig = rig_of(SETTINGS[KernelFamily.PREFILL])
     rig.executor.release()
     held = {name: value for name, value in vars(rig.executor).items() if isinstance(value, dict)}
     assert not any(held.values())
@@ -171,7 +171,7 @@ def test_masks_are_causal_in_words_of_32_bits(query_len: int, reqs: int) -> None
     rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 4)), min_size=1, max_size=6),
     page_size=st.integers(1, 20),
 )
-def test_page_lists_of_an_eager_step(rows: Any, page_size: int) -> None:
+def test_page_lists_match_the_common_fields(rows: Any, page_size: int) -> None:
     """The lists name the pages of each request in order, and give back its length."""
     lengths = np.array([length for length, _ in rows], dtype=np.int32)
     counts = -(-lengths // page_size)
@@ -188,7 +188,7 @@ def test_page_lists_of_an_eager_step(rows: Any, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("already", [None, "3"])
-def test_a_sequence_has_one_block_where_several_would_all_write(
+def test_xqa_has_one_block_per_sequence_before_0_7_1(
     monkeypatch: pytest.MonkeyPatch, library: Any, already: str | None
 ) -> None:
     """Before 0.7.1, and for the launch alone: what the user set is there again after it."""
@@ -202,15 +202,15 @@ def test_a_sequence_has_one_block_where_several_would_all_write(
         launch(**options)
 
     library.decode.trtllm_batch_decode_with_kv_cache = watched
-    rig = rig_of(SETTINGS[Path.XQA])
+    rig = rig_of(SETTINGS[KernelFamily.XQA])
     rig.replay(rig.entries[0], rig.batch([40, 5], [4, 4], 1, 0.0))
     assert set(seen) == {"1"}
     assert os.environ.get("XQA_NB_SUB_SEQ") == already
 
 
-def test_xqa_may_split_sequences_since_it_merges_them_safely() -> None:
+def test_xqa_may_split_sequences_since_0_7_1() -> None:
     """From 0.7.1 on the last block alone writes; a version that is not known is taken for an old one."""
     device = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=1 << 36, multiprocessors=132)
     for version, expected in (("0.6.9", False), ("0.7.0.post1", False), ("0.7.1", True), ("0.7.2", True)):
-        assert splits(Environment(name="e", device=device, packages={PACKAGE: version})) is expected
-    assert not splits(Environment(name="e", device=device))
+        assert xqa_splits(Environment(name="e", device=device, packages={PACKAGE: version})) is expected
+    assert not xqa_splits(Environment(name="e", device=device))

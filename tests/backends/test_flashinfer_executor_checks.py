@@ -15,16 +15,16 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType, Latent
 from capture_planner.runtime.executor import LayerCache, Scoring
 from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.backend import Path
+from capture_planner_flashinfer.selection import KernelFamily
 from support import flashinfer_rig as checks
-from support.flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_path, reservation_of, rig_of
+from support.flashinfer_cases import SETTINGS, SMALL, WRAPPERS, each_family, reservation_of, rig_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "library")
 
 
-def test_scale_is_that_of_each_layer_and_softcap_that_of_the_group() -> None:
+def test_attend_uses_the_scale_of_a_layer_and_the_softcap_of_the_group() -> None:
     """One plan serves layers of any scale, and refuses a second softcap."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     batch = rig.batch([40, 5], [1, 1], 3, 0.0)
     metadata = rig.stage(None, batch.values)
     out = torch.empty_like(batch.query)
@@ -45,36 +45,36 @@ class TreeScoring(Scoring):
     mask: torch.Tensor
 
 
-@each_path
-def test_a_mask_of_its_own_is_refused_with_its_reason(chosen: Path) -> None:
+@each_family
+def test_attend_rejects_custom_masks(family: KernelFamily) -> None:
     """In a graph and in an eager step, before anything is launched: it is never left out in silence."""
-    rig = rig_of(SETTINGS[chosen])
+    rig = rig_of(SETTINGS[family])
     query_len = rig.setting.query_len
     batch = rig.batch([40] * checks.REQS, [query_len] * checks.REQS, 3, 0.0)
     scoring = TreeScoring(scale=1.0, mask=torch.ones(query_len, query_len, dtype=torch.bool))
     for entry in (rig.entries[0], None):
         metadata = rig.stage(entry, batch.values)
-        with pytest.raises(BackendError, match=r"layer 3: a mask of its own.*is not run.*drafts as chains"):
+        with pytest.raises(BackendError, match=r"layer 3: custom masks.*are not supported.*drafts as chains"):
             rig.executor.attend(checks.LAYER, batch.query, batch.query.clone(), scoring, metadata)
 
 
-@pytest.mark.parametrize("chosen", WRAPPERS)
-def test_no_wrapper_gets_a_mask_buffer(library: Any, chosen: Path) -> None:
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_no_wrapper_gets_a_mask_buffer(library: Any, family: KernelFamily) -> None:
     """A wrapper with one would go on reading it where a plan has no mask."""
     given_: list[dict[str, Any]] = []
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper
     library.BatchPrefillWithPagedKVCacheWrapper = lambda *args, **how: (
         given_.append(how) or wrapper(*args, **how)
     )
-    rig_of(SETTINGS[chosen])
+    rig_of(SETTINGS[family])
     assert given_
     assert not any("mask" in name for how in given_ for name in how)
 
 
-@each_path
-def test_sinks_are_refused_by_name(chosen: Path) -> None:
+@each_family
+def test_attend_rejects_sinks(family: KernelFamily) -> None:
     """Sinks are refused where a layer has them, and before that where the plan says so."""
-    rig = rig_of(SETTINGS[chosen])
+    rig = rig_of(SETTINGS[family])
     batch = rig.batch([40], [1], 3, 0.0)
     metadata = rig.stage(None, batch.values)
     scoring = Scoring(scale=1.0, sinks=torch.zeros(rig.setting.heads))
@@ -82,19 +82,19 @@ def test_sinks_are_refused_by_name(chosen: Path) -> None:
         rig.executor.attend(checks.LAYER, batch.query, batch.query.clone(), scoring, metadata)
 
 
-@pytest.mark.parametrize("chosen", [Path.XQA, Path.TRTLLM_GEN])
-def test_kernels_without_a_plan_refuse_a_softcap(chosen: Path) -> None:
+@pytest.mark.parametrize("family", [KernelFamily.XQA, KernelFamily.TRTLLM_GEN])
+def test_kernels_without_a_plan_reject_a_softcap(family: KernelFamily) -> None:
     """XQA and trtllm-gen have no softcap, which shows in the first warm-up."""
-    setting = attrs.evolve(SETTINGS[chosen], softcap=30.0)
-    with pytest.raises(BackendError, match=f"{chosen.value} has no softcap.* 30.0"):
+    setting = attrs.evolve(SETTINGS[family], softcap=30.0)
+    with pytest.raises(BackendError, match=f"{family.value} has no softcap.* 30.0"):
         rig_of(setting)
 
 
-def test_a_graph_that_was_not_reserved_is_refused() -> None:
+def test_prepare_rejects_a_graph_that_was_not_reserved() -> None:
     """A wrapper's batch is fixed, so there is none for another shape."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     entry = Entry(mode=GraphMode.FULL, num_tokens=3, num_reqs=3, query_len=1)
-    with pytest.raises(RunError, match="no wrapper for FULL 3 tokens, 3 requests of 1"):
+    with pytest.raises(RunError, match="no wrapper was reserved for FULL 3 tokens, 3 requests of 1"):
         rig.stage(entry, rig.batch([4, 4], [1, 1], 1, 0.0).values)
 
 
@@ -121,12 +121,12 @@ PIECEWISE = Entry(mode=GraphMode.PIECEWISE, num_tokens=64)
             "8.0",
             {},
             {"workspace": torch.zeros(64, dtype=torch.uint8)},
-            "64 bytes of workspace.*plan it again",
+            "64 bytes of workspace.*plan again",
         ),
         ("8.0", {}, {"pinned": torch.zeros(64, dtype=torch.uint8)}, "64 bytes of pinned memory"),
     ],
 )
-def test_what_is_not_run_is_refused_at_reserve(setting: str, attention: Any, changes: Any, says: str) -> None:
+def test_reserve_rejects_unsupported_groups(setting: str, attention: Any, changes: Any, says: str) -> None:
     """Each refusal names the role, the group, what is wrong, and what is supported."""
     rig = rig_of(checks.Setting(heads=4, capability=setting, **SMALL))
     asked = reservation_of(rig, **changes)
@@ -136,17 +136,17 @@ def test_what_is_not_run_is_refused_at_reserve(setting: str, attention: Any, cha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-def test_other_element_types_are_refused(dtype: torch.dtype) -> None:
+def test_reserve_rejects_other_element_types(dtype: torch.dtype) -> None:
     """The kernels take half precision alone."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     keys = rig.cache.keys.to(dtype)
     with pytest.raises(BackendError, match=f"keys are {dtype}"):
         FlashInfer().reserve(reservation_of(rig, caches={0: LayerCache(keys=keys, values=keys)}))
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserve_names_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without FlashInfer there is a reason and a remedy, not an ImportError."""
-    rig = rig_of(SETTINGS[Path.CUDA_CORE])
+    rig = rig_of(SETTINGS[KernelFamily.CUDA_CORE])
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(BackendError, match=r"flashinfer-python.*install capture-planner-flashinfer\[run\]"):
+    with pytest.raises(BackendError, match=r"flashinfer-python.*install it"):
         FlashInfer().reserve(reservation_of(rig))

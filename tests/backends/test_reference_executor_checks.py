@@ -1,4 +1,4 @@
-"""What the reference backend's executor refuses, and what it lets go of."""
+"""What the reference backend's executor rejects, and what ``release`` drops."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def eager(step, **host):
     return attrs.evolve(step, entry=None, host=step.host | values)
 
 
-def test_it_is_runnable_and_a_graph_bakes_in_nothing(reservation, step):
+def test_reference_is_runnable_and_has_no_layout(reservation, step):
     """By the runtime's own protocol; it has no layout after a step either."""
     assert isinstance(Reference(), Runnable)
     runs = Reference().reserve(reservation)
@@ -69,7 +69,7 @@ def test_it_is_runnable_and_a_graph_bakes_in_nothing(reservation, step):
     assert runs.layout() is None
 
 
-def test_release_lets_go_of_the_caches(reservation):
+def test_release_drops_the_caches(reservation):
     """Nothing that the executor holds keeps them alive."""
     caches = {4: LayerCache(keys=torch.ones(4, 4, 2, 8), values=torch.ones(4, 4, 2, 8))}
     keys = weakref.ref(caches[4].keys)
@@ -91,7 +91,7 @@ def test_release_lets_go_of_the_caches(reservation):
         ({"head_dim": 16}, r"layer 1: keys are \[4, 4, 2, 8\], expected \[num_pages, 4, 2, 16\]"),
     ],
 )
-def test_what_it_cannot_run_is_refused_at_reserve(reservation, changes, says):
+def test_reserve_rejects_unsupported_layers(reservation, changes, says):
     """With the role, the group and what it can run."""
     asked = attrs.evolve(reservation, attention=attrs.evolve(reservation.attention, **changes))
     with pytest.raises(BackendError, match=f"target, group all.*{says}"):
@@ -99,7 +99,7 @@ def test_what_it_cannot_run_is_refused_at_reserve(reservation, changes, says):
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 2, 4), (16, 2, 8)])
-def test_values_of_another_shape_are_refused(reservation, shape):
+def test_reserve_rejects_values_of_another_shape(reservation, shape):
     """Narrower than keys, as latent attention and some hybrids have them, or without pages."""
     cache = LayerCache(keys=torch.ones(4, 4, 2, 8), values=torch.ones(shape))
     with pytest.raises(BackendError, match=r"layer 4: values are \[.*\], expected \[num_pages, 4, 2, 8\]"):
@@ -115,7 +115,7 @@ def test_values_of_another_shape_are_refused(reservation, shape):
         ("block_table", (slice(3), slice(1)), r"block_table is \[3, 1\], expected \[3, 2\]"),
     ],
 )
-def test_fields_that_are_cut_wrong_are_refused(reservation, step, name, cut, says):
+def test_prepare_rejects_fields_of_the_wrong_extent(reservation, step, name, cut, says):
     """With the shape that there is and the one that the step says, in a graph and without."""
     runs = Reference().reserve(reservation)
     step = attrs.evolve(step, fields=step.fields | {name: step.fields[name][cut]})
@@ -125,7 +125,7 @@ def test_fields_that_are_cut_wrong_are_refused(reservation, step, name, cut, say
 
 
 @pytest.mark.parametrize("name", ["query", "out"])
-def test_rows_that_are_cut_wrong_are_refused(reservation, step, name):
+def test_attend_rejects_rows_of_the_wrong_extent(reservation, step, name):
     """The queries, or the output."""
     runs = Reference().reserve(reservation)
     tensors = {"query": torch.ones(6, 4, 8), "out": torch.ones(6, 4, 8)}
@@ -141,7 +141,7 @@ def test_rows_that_are_cut_wrong_are_refused(reservation, step, name):
         ({"query_start_loc": [0, 2, 1, 1]}, "request 1: a query of -1 tokens"),
     ],
 )
-def test_a_query_that_does_not_fit_its_sequence_is_refused(reservation, step, host, says):
+def test_prepare_rejects_a_query_longer_than_its_sequence(reservation, step, host, says):
     """Its first tokens would stand before position 0; a query of the whole sequence fits."""
     runs = Reference().reserve(reservation)
     runs.prepare(eager(step))

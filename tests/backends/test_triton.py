@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.plugins import registry
 from capture_planner.records.backend import Attention, PaddingContract
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
@@ -31,7 +30,7 @@ NEVER, ALWAYS = GraphSupport.NEVER, GraphSupport.ALWAYS
         ("cpu", NEVER, "use the reference backend"),
     ],
 )
-def test_support_on_the_committed_environments(committed, layers, role, name, level, says):
+def test_support_on_shipped_environments(committed, layers, role, name, level, says):
     """Every GPU since SM80 holds any batch, in every role."""
     support = BACKEND.support(role, layers(), committed(name))
     assert support.level is level
@@ -48,7 +47,7 @@ def test_support_on_the_committed_environments(committed, layers, role, name, le
         ({}, NEVER, "neither triton 3.6 nor torch 2.11 is installed"),
     ],
 )
-def test_triton_comes_with_torch_or_by_itself(machine, layers, packages, level, says):
+def test_support_by_versions_of_triton_and_torch(machine, layers, packages, level, says):
     """An environment that names Triton is taken at its word."""
     support = BACKEND.support(Role.TARGET, layers(), machine("9.0", packages))
     assert support.level is level
@@ -74,7 +73,7 @@ def test_triton_comes_with_torch_or_by_itself(machine, layers, packages, level, 
         ({"decode_context": 2}, NEVER, "2 decode-context ranks"),
     ],
 )
-def test_the_shape_of_the_heads_decides(machine, layers, changes, level, says):
+def test_support_by_heads_and_cache(machine, layers, changes, level, says):
     """What the kernel does not compute is a reason, and needs no memory."""
     where = layers(**changes), machine("9.0")
     support = BACKEND.support(Role.TARGET, *where)
@@ -86,7 +85,7 @@ def test_the_shape_of_the_heads_decides(machine, layers, changes, level, says):
 
 
 @pytest.mark.parametrize("role", Role)
-def test_it_reads_the_common_fields_on_the_device(machine, layers, role):
+def test_backend_needs_only_the_common_fields(machine, layers, role):
     """It declares none of its own, and a draft chain can be one graph."""
     where = layers(), machine("9.0")
     assert BACKEND.padding(role, *where) == PaddingContract()
@@ -109,7 +108,7 @@ def test_it_reads_the_common_fields_on_the_device(machine, layers, role):
         (64, 1, {}, 0),
     ],
 )
-def test_the_workspace_by_hand(machine, layers, graph, num_reqs, query_len, changes, device):
+def test_workspace_of_known_graphs(machine, layers, graph, num_reqs, query_len, changes, device):
     """Splits times tokens times heads times (width + 1), in float32, on a device of 132 multiprocessors."""
     where = layers(**changes), machine("9.0")
     found = BACKEND.workspace(Role.TARGET, *where, [graph(num_reqs, query_len)], LIMITS)
@@ -149,7 +148,7 @@ def machine_of(multiprocessors):
 
 
 @given(groups(), st.lists(graphs(), min_size=1, max_size=5), st.integers(1, 200))
-def test_the_workspace_holds_each_graph_and_one_exactly(model, entries, multiprocessors):
+def test_workspace_fits_the_largest_graph_exactly(model, entries, multiprocessors):
     """It is what the largest need alone is; a step that is given it splits as the plan says."""
     where = machine_of(multiprocessors)
     found = BACKEND.workspace(Role.TARGET, model, where, entries, LIMITS)
@@ -169,7 +168,7 @@ def test_the_workspace_holds_each_graph_and_one_exactly(model, entries, multipro
         assert planned.splits == 1 or partial_bytes(model, entry.num_tokens, planned.splits) <= found.device
 
 
-def test_no_full_graph_needs_no_workspace(machine, layers):
+def test_workspace_is_zero_without_full_graphs(machine, layers):
     """The reason is in the formula."""
     found = BACKEND.workspace(Role.TARGET, layers(), machine("9.0"), [], LIMITS)
     assert found.device == 0
@@ -177,7 +176,7 @@ def test_no_full_graph_needs_no_workspace(machine, layers):
 
 
 @given(groups(), graphs(), st.integers(1, 200), st.data())
-def test_the_grid_reaches_every_token_of_every_batch(model, entry, multiprocessors, data):
+def test_grid_reaches_every_token_of_every_batch(model, entry, multiprocessors, data):
     """Each request finds its tiles inside the grid, and no two requests share one."""
     cut = geometry(
         model,
@@ -211,7 +210,7 @@ def test_the_grid_reaches_every_token_of_every_batch(model, entry, multiprocesso
 
 
 @given(groups(), graphs(), st.integers(1, 200), st.integers(0, 1 << 20))
-def test_less_workspace_is_fewer_parts(model, entry, multiprocessors, room):
+def test_splits_shrink_with_the_workspace(model, entry, multiprocessors, room):
     """An eager step takes as many parts as fit, and never more than it has use for."""
     step = {
         "num_reqs": entry.num_reqs,
@@ -224,13 +223,3 @@ def test_less_workspace_is_fewer_parts(model, entry, multiprocessors, room):
     assert attrs.evolve(given, splits=wanted.splits) == wanted
     fitting = [n for n in range(2, wanted.splits + 1) if partial_bytes(model, entry.num_tokens, n) <= room]
     assert given.splits == max(fitting, default=1)
-
-
-def test_the_distribution_registers_it():
-    """Under the name that specs use."""
-    assert registry.load_backends()["triton"].distribution == "capture-planner-triton"
-
-
-def test_it_imports_without_torch(imports):
-    """And without Triton: a plan can be made anywhere."""
-    assert not {"torch", "triton"} & imports("capture_planner_triton")

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import contextmanager
-from pathlib import Path
 
 import attrs
 import pytest
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import capture_planner_triton
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.backend import Attention
@@ -18,16 +16,12 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
+from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
 from capture_planner_triton import Triton, geometry
-from support.files import module_at
+from support import attention_cases, triton_rig
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")
-tl = triton.language
 
-
-EXECUTOR = Path(capture_planner_triton.__file__).with_name("executor.py")
-laws = module_at(Path(__file__).with_name("test_reference_executor.py"), "reference_laws")
 KINDS = {torch.float32: DataType.FLOAT32, torch.float16: DataType.FLOAT16}
 """The interpreter multiplies bfloat16 as if it were integers: tests/gpu has that."""
 FEWER = settings(max_examples=max(settings.default.max_examples // 6, 5))
@@ -35,23 +29,19 @@ FEWER = settings(max_examples=max(settings.default.max_examples // 6, 5))
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The module, interpreted: Triton looks at the variable where a kernel is defined, not later."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        return module_at(EXECUTOR, "interpreted_executor")
+    """The executor's module with kernels under Triton's interpreter."""
+    return triton_rig.load_executor(interpreted=True)
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The module as it is on a machine with a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        return module_at(EXECUTOR, "compiled_executor")
+    """The executor's module as on a machine with a GPU."""
+    return triton_rig.load_executor(interpreted=False)
 
 
 @attrs.frozen(kw_only=True)
 class Cut:
-    """How a step is cut: so small that a handful of keys is many tiles, and a few tokens many blocks."""
+    """Sizes so small that a few keys are many tiles, and a few tokens many blocks."""
 
     keys: int
     rows: int
@@ -67,8 +57,8 @@ CUTS = st.builds(
 
 
 def cases(*dtypes):
-    """Batches like those of the reference backend, in the dtypes that the interpreter takes."""
-    return laws.cases(st.sampled_from(dtypes or list(KINDS))).map(
+    """Return the batches of the reference backend, in the dtypes that the interpreter takes."""
+    return attention_cases.cases(st.sampled_from(dtypes or list(KINDS))).map(
         lambda case: attrs.evolve(
             case,
             attention=attrs.evolve(case.attention, dtype=KINDS[case.dtype], kv_dtype=KINDS[case.dtype]),
@@ -76,27 +66,9 @@ def cases(*dtypes):
     )
 
 
-STANDARD = {
-    "cdiv": lambda x, y: (x + y - 1) // y,
-    "max": lambda x, axis: tl.reduce(x, axis, tl.standard._elementwise_max),
-    "sum": lambda x, axis: tl.reduce(x, axis, tl.standard._sum_combine),
-    "zeros": lambda shape, dtype: tl.full(shape, 0, dtype),
-}
-"""What Triton writes in its own language, and so has compiled if it was imported without the variable."""
-
-
-@contextmanager
-def interpreting():
-    """Run Triton's own functions in a way that leaves nothing behind for those who compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, function in STANDARD.items():
-            patch.setattr(tl, name, function)
-        yield
-
-
 @contextmanager
 def cutting(cut):
-    """Replace the sizes of tiles, which are made for a GPU."""
+    """Replace the tile sizes, which are for a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "MAX_KEYS", cut.keys)
         patch.setattr(geometry, "MIN_TILE", 2)
@@ -106,15 +78,15 @@ def cutting(cut):
 
 
 def strided(tensor, *order):
-    """The same values, laid out in another order of axes and with a gap after each."""
+    """Return a copy in another order of axes, with a gap after each."""
     shape = [tensor.shape[axis] + 1 for axis in order]
     wide = torch.full(shape, math.nan, dtype=tensor.dtype).permute(*torch.tensor(order).argsort().tolist())
     view = wide[tuple(slice(size) for size in tensor.shape)]
     return view.copy_(tensor)
 
 
-class Rig(laws.Rig):
-    """A case in memory, with a workspace of what the plan says, full of NaN."""
+class Rig(attention_cases.Rig):
+    """A case in memory, with the planned workspace full of NaN."""
 
     def __init__(self, module, case, cut, garbage=0, far=False):
         super().__init__(case, garbage)
@@ -144,43 +116,43 @@ class Rig(laws.Rig):
 
     def run(self, metadata):
         """Reserve, prepare and attend; the output starts as NaN."""
-        with cutting(self.cut), interpreting():
+        with cutting(self.cut), triton_rig.interpreting():
             runs = self.module.TritonExecutor(self.reservation)
             runs.prepare(metadata)
             query = self.query[: metadata.num_tokens]
             out = torch.full(query.shape, math.nan, dtype=query.dtype)
             if self.far:
                 out = strided(out, 1, 0, 2)
-            runs.attend(laws.LAYER, query, out, self.scoring, metadata)
+            runs.attend(attention_cases.LAYER, query, out, self.scoring, metadata)
         return out
 
 
 @settings(max_examples=max(settings.default.max_examples // 3, 5))
 @given(cases(), CUTS, st.booleans())
-def test_every_way_equals_a_loop_over_tokens(interpreted, case, cut, far):
-    """In a graph, between its pieces and in an eager step; rows of padding are zeros."""
+def test_kernels_equal_a_loop_over_tokens(interpreted, case, cut, far):
+    """In a graph, between its pieces and in an eager step; padded rows are zeros."""
     rig = Rig(interpreted, case, cut, far=far)
     piecewise = Entry(mode=GraphMode.PIECEWISE, num_tokens=case.num_tokens)
     padded, eager = rig.run(rig.padded), rig.run(rig.unpadded())
     between = rig.run(attrs.evolve(rig.unpadded(piecewise), num_tokens=case.num_tokens))
     expected = rig.expected()
     for out in (padded, eager, between):
-        laws.assert_close(case, out[: case.real], expected)
+        attention_cases.assert_close(case, out[: case.real], expected)
         assert not out[case.real :].any()
 
 
 @FEWER
 @given(cases(), CUTS, st.integers(1, 1 << 16))
-def test_garbage_changes_no_bit(interpreted, case, cut, garbage):
-    """Of free slots, freed pages, the null page, padded queries and table cells past the sequence."""
+def test_kernels_ignore_garbage(interpreted, case, cut, garbage):
+    """In free slots, freed pages, the null page, padded queries and table cells past the sequence."""
     one, other = Rig(interpreted, case, cut), Rig(interpreted, case, cut, garbage)
     assert torch.equal(one.run(one.padded), other.run(other.padded))
 
 
 @FEWER
 @given(cases(), CUTS)
-def test_a_padded_row_is_one_without_queries(interpreted, case, cut):
-    """Also where its length is not 0, as another group's backend may want it."""
+def test_kernels_recognise_padded_rows_by_their_queries(interpreted, case, cut):
+    """Even if their length is not 0, as the backend of another group may require."""
     rig = Rig(interpreted, case, cut)
     expected = rig.run(rig.padded)
     rig.fields["seq_lens"][len(case.lengths) :] = 2
@@ -189,17 +161,17 @@ def test_a_padded_row_is_one_without_queries(interpreted, case, cut):
 
 @FEWER
 @given(cases(torch.float32).filter(lambda case: case.query_len is not None), CUTS)
-def test_a_mixed_graph_computes_what_a_uniform_one_does(interpreted, case, cut):
-    """A program that looks for its request finds the one that it would have been given."""
+def test_mixed_graphs_equal_uniform_graphs(interpreted, case, cut):
+    """A program that searches for its request finds the one that a uniform graph assigns."""
     uniform = Rig(interpreted, case, cut)
     mixed = Rig(interpreted, attrs.evolve(case, query_len=None), cut)
-    laws.assert_close(case, mixed.run(mixed.padded), uniform.run(uniform.padded))
+    attention_cases.assert_close(case, mixed.run(mixed.padded), uniform.run(uniform.padded))
 
 
 @FEWER
 @given(cases(torch.float32), st.integers(1, 12))
-def test_any_number_of_parts_gives_the_same(interpreted, case, parts):
-    """More parts than there are tiles of keys, too: those that are left over have no weight."""
+def test_number_of_splits_does_not_change_the_result(interpreted, case, parts):
+    """Not even more parts than tiles of keys: surplus parts have no weight."""
     cut = Cut(keys=4, rows=8, multiprocessors=1)
 
     def split(number):
@@ -214,11 +186,11 @@ def test_any_number_of_parts_gives_the_same(interpreted, case, parts):
             )
             return rig.run(rig.padded)
 
-    laws.assert_close(case, split(parts), split(1))
+    attention_cases.assert_close(case, split(parts), split(1))
 
 
-def test_the_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
-    """What the interpreter runs is what the compiler takes, down to the machine's code, within 99 KiB."""
+def test_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
+    """Down to PTX, within the 99 KiB of shared memory that every supported device has."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     attention = Attention(
         num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128, max_model_len=4096, max_query_len=1
@@ -228,7 +200,7 @@ def test_the_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
             attention, 132, num_reqs=8, num_tokens=512, query_len=query_len, max_seq_len=4096
         )
         kernel = build(
-            compiled._attend,
+            compiled.attend,
             capability,
             cut,
             group=2,
@@ -246,7 +218,7 @@ def test_the_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
         )
         assert "cp.async" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= 99 << 10
-    assert "st.global" in build(compiled._merge, 80, cut, head_dim=128, width=128, most=8).asm["ptx"]
+    assert "st.global" in build(compiled.merge, 80, cut, head_dim=128, width=128, most=8).asm["ptx"]
 
 
 def build(kernel, capability, cut, **constants):
@@ -270,40 +242,6 @@ def build(kernel, capability, cut, **constants):
     )
 
 
-def reservation(**changes):
-    """A group of one layer on a CPU, with a graph of one request whose keys are split."""
-    attention = Attention(
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        max_model_len=256,
-        max_query_len=1,
-        dtype=DataType.FLOAT32,
-        kv_dtype=DataType.FLOAT32,
-    )
-    gpu = Device(kind=DeviceKind.CUDA, name="g", capability="9.0", memory=1, multiprocessors=8)
-    cache = torch.zeros(3, 16, 1, 8)
-    entries = (Entry(mode=GraphMode.FULL, num_tokens=1, num_reqs=1, query_len=1),)
-    return attrs.evolve(
-        Reservation(
-            role=Role.TARGET,
-            group="all",
-            attention=attention,
-            environment=Environment(name="e", device=gpu),
-            entries=entries,
-            limits=Limits(max_num_reqs=1, max_num_tokens=1),
-            caches={0: LayerCache(keys=cache, values=cache)},
-            page_size=16,
-            fields={},
-            workspace=torch.zeros(4 * 1 * 2 * 9 * 4, dtype=torch.uint8),
-            pinned=torch.empty(0, dtype=torch.uint8),
-            device=torch.device("cpu"),
-        ),
-        **changes,
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -321,25 +259,27 @@ def reservation(**changes):
         ({"device": torch.device("cuda")}, r"interpreted.*cuda"),
     ],
 )
-def test_what_cannot_run_is_refused_in_reserve(interpreted, changes, says):
-    """Before a graph is captured, with what was expected."""
-    interpreted.TritonExecutor(reservation())
+def test_reserve_rejects_unsupported_groups(interpreted, changes, says):
+    """With the expected values."""
+    interpreted.TritonExecutor(triton_rig.small_reservation())
     if "attention" in changes:
-        changes = {"attention": attrs.evolve(reservation().attention, **changes["attention"])}
+        changes = {
+            "attention": attrs.evolve(triton_rig.small_reservation().attention, **changes["attention"])
+        }
     with pytest.raises(BackendError, match=says):
-        interpreted.TritonExecutor(reservation(**changes))
+        interpreted.TritonExecutor(triton_rig.small_reservation(**changes))
 
 
-def test_a_compiled_kernel_is_refused_on_a_cpu(compiled):
-    """There is no CPU code in it."""
+def test_reserve_rejects_compiled_kernels_on_a_cpu(compiled):
+    """The message names the variable that selects the interpreter."""
     with pytest.raises(BackendError, match=r"compiled.*cpu.*TRITON_INTERPRET"):
-        compiled.TritonExecutor(reservation())
+        compiled.TritonExecutor(triton_rig.small_reservation())
 
 
 @pytest.mark.parametrize("wrong", ["query", "out", "dtype"])
-def test_rows_of_another_shape_are_refused(interpreted, wrong):
+def test_attend_rejects_wrong_shapes_and_dtypes(interpreted, wrong):
     """The kernel would read or write beyond the end."""
-    runs = interpreted.TritonExecutor(reservation())
+    runs = interpreted.TritonExecutor(triton_rig.small_reservation())
     step = Metadata(entry=None, num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=1, fields={}, host={})
     rows = {name: torch.zeros(2 if wrong == name else 1, 2, 8) for name in ("query", "out")}
     if wrong == "dtype":
@@ -348,9 +288,9 @@ def test_rows_of_another_shape_are_refused(interpreted, wrong):
         runs.attend(0, rows["query"], rows["out"], Scoring(scale=1.0), step)
 
 
-def test_an_empty_step_writes_zeros(interpreted):
-    """No request: every row is padding."""
-    runs = interpreted.TritonExecutor(reservation())
+def test_empty_step_writes_zeros(interpreted):
+    """Without requests, every row is padding."""
+    runs = interpreted.TritonExecutor(triton_rig.small_reservation())
     step = Metadata(entry=None, num_reqs=0, num_tokens=2, max_query_len=0, max_seq_len=0, fields={}, host={})
     runs.prepare(step)
     out = torch.full((2, 2, 8), math.nan)

@@ -1,36 +1,27 @@
 """The Triton kernels where offsets need more than 32 bits, under Triton's interpreter."""
 
-from pathlib import Path
-
 import attrs
 import pytest
 import torch
 
-import capture_planner_triton
 from capture_planner.records.model import DataType
 from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
-from capture_planner_triton.backend import of_entry
-from capture_planner_triton.geometry import partial_bytes
-from support.files import module_at
+from capture_planner_triton.geometry import entry_geometry, partial_bytes
+from support import triton_rig
 
 pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")
 
 
-kernel = module_at(Path(__file__).with_name("test_triton_kernel.py"), "triton_kernel_laws")
-
-
 @pytest.fixture(scope="module")
 def interpreted():
-    """The executor's module, interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        return module_at(Path(capture_planner_triton.__file__).with_name("executor.py"), "far_executor")
+    """The executor's module with kernels under Triton's interpreter."""
+    return triton_rig.load_executor(interpreted=True)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 8], ids=["whole", "split"])
 @pytest.mark.parametrize("axis", ["page", "head", "dim"])
-def test_offsets_past_32_bits(interpreted, axis, multiprocessors):
-    """Caches of more than 2**31 elements, and layouts in which heads or their elements lie far apart."""
+def test_kernels_take_offsets_past_32_bits(interpreted, axis, multiprocessors):
+    """Caches of more than 2**31 elements, and layouts whose heads or elements lie far apart."""
     heads, dim, size, length = 3, 3, 16, 40
     try:
         memory = torch.empty((1 << 31) + (1 << 16), dtype=torch.float16)  # touched in a few places alone
@@ -39,29 +30,29 @@ def test_offsets_past_32_bits(interpreted, axis, multiprocessors):
     names = {"query": ("token", "head", "dim"), "out": ("token", "head", "dim")}
     names |= dict.fromkeys(("keys", "values"), ("page", "slot", "head", "dim"))
     extents = {"token": 1, "page": 3, "slot": size, "head": heads, "dim": dim}
-    held, drawn = {}, torch.Generator().manual_seed(1)
+    tensors, drawn = {}, torch.Generator().manual_seed(1)
     for number, (name, axes) in enumerate(names.items()):
         shape = [extents[each] for each in axes]
         near = torch.empty(shape).stride()
         strides = [1 << 30 if each == axis else step for each, step in zip(axes, near, strict=True)]
-        held[name] = memory.as_strided(shape, strides, number << 12)
-        held[name].copy_(torch.randn(shape, generator=drawn))
+        tensors[name] = memory.as_strided(shape, strides, number << 12)
+        tensors[name].copy_(torch.randn(shape, generator=drawn))
     attention = attrs.evolve(
-        kernel.reservation().attention, num_heads=heads, num_kv_heads=heads, head_dim=dim,
+        triton_rig.small_reservation().attention, num_heads=heads, num_kv_heads=heads, head_dim=dim,
         dtype=DataType.FLOAT16, kv_dtype=DataType.FLOAT16,
     )  # fmt: skip
-    environment = kernel.reservation().environment
+    environment = triton_rig.small_reservation().environment
     environment = attrs.evolve(
         environment, device=attrs.evolve(environment.device, multiprocessors=multiprocessors)
     )
-    splits = of_entry(attention, environment, kernel.reservation().entries[0]).splits
+    splits = entry_geometry(attention, environment, triton_rig.small_reservation().entries[0]).splits
     assert (splits > 1) is (multiprocessors > 1)
     table = torch.tensor([[2, 1, 2]], dtype=torch.int32)
     runs = interpreted.TritonExecutor(
-        kernel.reservation(
+        triton_rig.small_reservation(
             attention=attention,
             environment=environment,
-            caches={0: LayerCache(keys=held["keys"], values=held["values"])},
+            caches={0: LayerCache(keys=tensors["keys"], values=tensors["values"])},
             workspace=torch.zeros(partial_bytes(attention, 1, splits), dtype=torch.uint8),
         )
     )
@@ -71,12 +62,14 @@ def test_offsets_past_32_bits(interpreted, axis, multiprocessors):
         "block_table": table,
     }
     step = Metadata(
-        entry=kernel.reservation().entries[0], num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=256,
+        entry=triton_rig.small_reservation().entries[0], num_reqs=1, num_tokens=1, max_query_len=1, max_seq_len=256,
         fields=fields, host={},
     )  # fmt: skip
-    with kernel.interpreting():
-        runs.attend(0, held["query"], held["out"], Scoring(scale=0.5), step)
-    key, value = (held[name][table[0].long()].flatten(0, 1)[:length].float() for name in ("keys", "values"))
-    weights = (torch.einsum("thd,khd->htk", held["query"].float(), key) * 0.5).softmax(-1)
+    with triton_rig.interpreting():
+        runs.attend(0, tensors["query"], tensors["out"], Scoring(scale=0.5), step)
+    key, value = (
+        tensors[name][table[0].long()].flatten(0, 1)[:length].float() for name in ("keys", "values")
+    )
+    weights = (torch.einsum("thd,khd->htk", tensors["query"].float(), key) * 0.5).softmax(-1)
     expected = torch.einsum("htk,khd->thd", weights, value)
-    torch.testing.assert_close(held["out"].float(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(tensors["out"].float(), expected, atol=2e-3, rtol=2e-3)

@@ -60,7 +60,7 @@ class Device:
 
 
 @given(st.lists(st.sampled_from(["op", "split"]), max_size=12))
-def test_attention_runs_between_pieces(forward: list[str]) -> None:
+def test_bare_capture_runs_attention_between_pieces(forward: list[str]) -> None:
     """Every operator is inside a piece, every split outside, and there is one piece more than splits."""
     device = Device()
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def test_attention_runs_between_pieces(forward: list[str]) -> None:
         graph.replay()
 
 
-def test_the_bare_loop_captures_the_whole_plan_in_the_same_order() -> None:
+def test_bare_loop_captures_the_plan_in_the_same_order() -> None:
     """A piece for each FULL graph, one more than its layers for each PIECEWISE one; one shared pool."""
     plan = planned(2, GraphMode.FULL_AND_PIECEWISE)
     rig = rigged(plan)
@@ -106,7 +106,7 @@ def test_the_bare_loop_captures_the_whole_plan_in_the_same_order() -> None:
     assert [f"bare: {graph.role.value} {graph.entry}" for graph in captured] == named
 
 
-def test_captures_that_lack_a_graph_are_not_compared() -> None:
+def test_captures_with_dropped_graphs_are_not_compared() -> None:
     """Fewer graphs take less time and memory."""
     graph = capture(rigged(planned(0)), lambda now: None).captured[0]
     refuse_dropped([graph])
@@ -116,7 +116,7 @@ def test_captures_that_lack_a_graph_are_not_compared() -> None:
         refuse_dropped([graph, lost])
 
 
-def test_a_capture_that_breaks_is_closed() -> None:
+def test_bare_capture_is_closed_after_an_error() -> None:
     """What is left open makes every later call of the device fail; the error is the forward's own."""
     device = Device()
     with pytest.MonkeyPatch.context() as patch:

@@ -21,7 +21,7 @@ from capture_planner.bench.throughput import Load  # noqa: E402
 from support.tiny import planned, rigged  # noqa: E402
 
 
-def test_the_copy_has_the_weights_and_its_own_storage() -> None:
+def test_transformers_copy_has_equal_weights_in_separate_storage() -> None:
     """Equal in every tensor; attention is transformers' own."""
     target = rigged(planned(0)).model
     copy = batching.copied(target)
@@ -34,7 +34,7 @@ def test_the_copy_has_the_weights_and_its_own_storage() -> None:
     assert copy.config._attn_implementation == batching.ATTENTION
 
 
-def test_options_are_those_that_this_version_has() -> None:
+def test_transformers_options_are_known_to_the_installed_version() -> None:
     """The two that a comparison stands on are in every version that is supported."""
     for graphs in (True, False):
         options = batching.config_of(cuda_graphs=graphs)
@@ -46,7 +46,7 @@ Lengths = st.lists(st.integers(0, 4), max_size=4)
 
 
 @given(Lengths, st.integers(0, 4), st.integers(1, 4), st.booleans())
-def test_an_answer_counts_only_where_all_of_it_is_there(
+def test_incomplete_results_of_transformers_are_rejected(
     lengths: list[int], requests: int, wanted: int, breaks: bool
 ) -> None:
     """The library logs what breaks and returns what it has."""
@@ -60,11 +60,11 @@ def test_an_answer_counts_only_where_all_of_it_is_there(
     if whole:
         batching._refuse_incomplete(done, requests, wanted)
     else:
-        with pytest.raises(Absence, match="out of blocks" if breaks and done else "were asked for"):
+        with pytest.raises(Absence, match="out of blocks" if breaks and done else "instead of"):
             batching._refuse_incomplete(done, requests, wanted)
 
 
-def test_what_the_other_library_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_transformers_become_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is: our own figure stays, and the sentence names the library."""
 
     class Broken:
@@ -75,11 +75,13 @@ def test_what_the_other_library_raises_is_the_reason(monkeypatch: pytest.MonkeyP
             """Nothing was made."""
 
     rig = rigged(planned(0))
-    compared = module._other
+    compared = module._transformers
     monkeypatch.setattr(batching, "copied", lambda target: Broken())
     # All but the comparison runs on the CPU; it alone asks which device this is.
     monkeypatch.setattr(
-        module, "_other", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)
+        module,
+        "_transformers",
+        lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest),
     )
     found = module.throughput(rig, Load(requests=2, prompt=3, output=4), lambda now: None, compare=True)
     assert found.tokens_per_second > 0

@@ -16,12 +16,11 @@ from hypothesis import strategies as st  # noqa: E402
 
 from capture_planner.analysis.lint import Severity, lint  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
-from capture_planner.bench.chain import _host as host_of_one  # noqa: E402
-from capture_planner.bench.chain import chain, with_chains, with_single_steps  # noqa: E402
+from capture_planner.bench.chain import chain, host_seconds, with_chains, with_single_steps  # noqa: E402
 from capture_planner.bench.decode import bare, decode  # noqa: E402
-from capture_planner.bench.measure import QUICK_LOAD  # noqa: E402
-from capture_planner.bench.preparation import preparation, values_at  # noqa: E402
+from capture_planner.bench.preparation import inputs_at, preparation  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
+from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.dispatch.dispatcher import Dispatcher  # noqa: E402
 from capture_planner.errors import RunError  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
@@ -29,6 +28,8 @@ from capture_planner.plugins import registry  # noqa: E402
 from capture_planner.plugins.registry import Registered, Registry  # noqa: E402
 from capture_planner.runtime.ledger import Forward  # noqa: E402
 from support.tiny import MOST, planned, quiet, rigged  # noqa: E402
+
+thorough = pytest.mark.thorough
 
 
 def ignore(now: str) -> None:
@@ -49,8 +50,8 @@ def tokens(rig: Any, disturbed: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {served.name: served.tokens for served in decoding.serving.served}
 
 
-@pytest.mark.parametrize("k", [0, 1, 4])
-def test_bare_replays_in_the_middle_of_serving_change_no_token(k: int) -> None:
+@pytest.mark.parametrize("k", [pytest.param(0, marks=thorough), pytest.param(1, marks=thorough), 4])
+def test_bare_replays_change_no_token(k: int) -> None:
     """Graphs move their own fields on; what they changed is put back."""
     rig = rigged(planned(k))
     plain = tokens(rig, ())
@@ -59,8 +60,8 @@ def test_bare_replays_in_the_middle_of_serving_change_no_token(k: int) -> None:
     assert tokens(rig, (0, 1, 3)) == plain
 
 
-@pytest.mark.parametrize("k", [0, 2, 4])
-def test_a_decode_is_measured_at_each_size_with_the_graphs_of_the_step(k: int) -> None:
+@pytest.mark.parametrize("k", [0, pytest.param(2, marks=thorough), 4])
+def test_decode_is_measured_at_each_size_with_the_graphs_of_the_step(k: int) -> None:
     """With a drafter a step is its graphs and the draft prefill's and the draft decodes'."""
     rig = rigged(planned(k))
     rows = decode(rig, ignore)
@@ -74,7 +75,7 @@ def test_a_decode_is_measured_at_each_size_with_the_graphs_of_the_step(k: int) -
         assert decodes == max(0, k - 1)
 
 
-def test_what_is_too_long_is_left_out_and_the_rest_is_measured() -> None:
+def test_decode_skips_sizes_that_do_not_fit() -> None:
     """A KV cache that holds one request: 4 never decode together, and the record says so."""
     plan = planned(0)
     rig = rigged(plan)
@@ -86,7 +87,7 @@ def test_what_is_too_long_is_left_out_and_the_rest_is_measured() -> None:
     assert "give the model or the KV cache" in absent.says
 
 
-def test_a_step_that_is_partly_eager_is_left_out_with_its_forward() -> None:
+def test_decode_skips_steps_that_are_partly_eager() -> None:
     """It has no bare graphs to stand beside; the sentence counts as people do."""
     plan = planned(2)
     rig = rigged(trimmed(plan, (1, MOST), (Role.TARGET, Role.DRAFT_PREFILL)))
@@ -100,7 +101,7 @@ def test_a_step_that_is_partly_eager_is_left_out_with_its_forward() -> None:
 @given(
     st.sets(st.integers(1, MOST), min_size=1), st.sampled_from([0, 2, 4]), st.sampled_from(list(GraphMode))
 )
-def test_a_trimmed_plan_serves_its_sizes_by_the_same_graphs(sizes: set[int], k: int, mode: GraphMode) -> None:
+def test_trimmed_plan_serves_its_sizes_with_the_same_graphs(sizes: set[int], k: int, mode: GraphMode) -> None:
     """And is a sound plan: what it does not capture is waived, not forgotten."""
     whole = planned(k, mode)
     small = trimmed(whole, tuple(sorted(sizes)))
@@ -113,8 +114,8 @@ def test_a_trimmed_plan_serves_its_sizes_by_the_same_graphs(sizes: set[int], k: 
     assert [str(f) for f in lint(small) if f.rule.severity is Severity.ERROR] == []
 
 
-@pytest.mark.parametrize("k", [3, 4])
-def test_chains_and_single_steps_are_the_same_plan_otherwise(k: int) -> None:
+@pytest.mark.parametrize("k", [3, pytest.param(4, marks=thorough)])
+def test_chains_and_single_steps_differ_in_draft_decodes_only(k: int) -> None:
     """Each is made of the other, and both give the same tokens."""
     plan = planned(k)
     single = with_single_steps(plan)
@@ -126,7 +127,7 @@ def test_chains_and_single_steps_are_the_same_plan_otherwise(k: int) -> None:
     assert tokens(rigged(fused), ()) == tokens(rigged(single), ())
 
 
-def test_a_chain_is_measured_in_all_three_ways() -> None:
+def test_chain_is_measured_fused_single_and_eager() -> None:
     """Where there are two or more draft decodes; otherwise the reason is told."""
     rows = chain(rigged(planned(4)), ignore)
     assert [(row.num_reqs, row.steps) for row in rows] == [(1, 3), (MOST, 3)]
@@ -183,7 +184,7 @@ def standing(**given: Any) -> tuple[Standing, Registry]:
     return backend, Registry([made])
 
 
-def test_preparation_is_measured_beside_a_stock_call() -> None:
+def test_preparation_is_compared_with_a_stock_call() -> None:
     """For each role and size, over as many steps as were asked for; the call is made at each of them, and
     at no step that is served.
     """
@@ -205,7 +206,7 @@ def test_preparation_is_measured_beside_a_stock_call() -> None:
     assert len(backend.calls) == len(rows) * (rig.effort.prepared + 1)
 
 
-def test_a_backend_without_a_stock_call_has_none_to_compare_with() -> None:
+def test_preparation_without_a_stock_call() -> None:
     """The reference plans nothing."""
     rows = preparation(rigged(planned(0)), ignore)
     assert {row.stock for row in rows} == {None}
@@ -214,19 +215,19 @@ def test_a_backend_without_a_stock_call_has_none_to_compare_with() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(1, MOST), st.integers(1, 3), st.integers(0, 80))
-def test_the_values_of_a_growing_decode_are_those_of_a_decode(size: int, query: int, more: int) -> None:
+def test_preparation_values_are_those_of_a_decode(size: int, query: int, more: int) -> None:
     """Each token's slot is where the block table has its position; positions end at the length."""
-    made = values_at(RIG, ROLE, size, query, query + more)
+    step_inputs = inputs_at(RIG, ROLE, size, query, query + more)
     page = RIG.pages.page_size
     for row in range(size):
-        positions = made["positions"][row * query : (row + 1) * query].tolist()
+        positions = step_inputs.positions[row * query : (row + 1) * query].tolist()
         assert positions == list(range(more, more + query))
-        assert made["seq_lens"][row] == more + query
+        assert step_inputs.seq_lens[row] == more + query
         for index, position in enumerate(positions):
-            slot = int(made["block_table"][row, position // page]) * page + position % page
-            assert made["slot_mapping"][row * query + index] == slot
-    assert np.unique(made["slot_mapping"]).size == size * query
-    assert 0 < made["block_table"].min() <= made["block_table"].max() < RIG.pages.num_pages
+            slot = int(step_inputs.block_table[row, position // page]) * page + position % page
+            assert step_inputs.slot_mapping[row * query + index] == slot
+    assert np.unique(step_inputs.slot_mapping).size == size * query
+    assert 0 < step_inputs.block_table.min() <= step_inputs.block_table.max() < RIG.pages.num_pages
 
 
 RIG = rigged(planned(0))
@@ -234,7 +235,7 @@ with RIG.runner(RIG.plan) as _runner:
     ROLE = _runner.parts.roles[Role.TARGET]
 
 
-def test_the_host_of_a_single_step_is_that_of_the_ledger() -> None:
+def test_host_seconds_of_a_draft_decode_come_from_the_ledger() -> None:
     """Of one draft decode, at its number of requests, by a graph; on a CPU without the replay itself."""
     rig = rigged(planned(4))
 
@@ -256,21 +257,21 @@ def test_the_host_of_a_single_step_is_that_of_the_ledger() -> None:
 
     forwards = [forward(host) for host in (3.0, 6.0, 9.0)]
     others = [forward(99.0, role=Role.TARGET), forward(99.0, num_reqs=1), forward(99.0, entry=None)]
-    assert host_of_one(rig, [*others, *forwards, *others], 2) == 2
-    assert host_of_one(attrs.evolve(rig, device=torch.device("cuda")), forwards, 2) == 12
-    assert host_of_one(rig, others, 2) is None
+    assert host_seconds(rig, [*others, *forwards, *others], 2) == 2
+    assert host_seconds(attrs.evolve(rig, device=torch.device("cuda")), forwards, 2) == 12
+    assert host_seconds(rig, others, 2) is None
 
 
-def test_a_chain_is_not_measured_at_a_number_that_nobody_named() -> None:
+def test_chain_names_the_sizes_that_it_can_measure() -> None:
     """Numbers above the most are no reason to measure another; the sentence names those that do."""
     rig = attrs.evolve(rigged(planned(4)), sizes=(64,))
     with pytest.raises(Absence, match=r"up to 8 requests, .* --requests is 64; name one of 1, 2, 3, 4"):
         chain(rig, ignore)
 
 
-def test_all_figures_are_measured_or_their_absence_is_explained() -> None:
+def test_measure_reports_all_figures() -> None:
     """Of a plan with a chain all are there; transformers needs a GPU, and that is said."""
-    bench = Bench(quick=True, load=QUICK_LOAD, page_size=8)
+    bench = Bench(quick=True, load=Load(requests=2, prompt=8, output=4), page_size=8)
     report = measure(planned(4, GraphMode.FULL_AND_PIECEWISE), registry.load_backends(), bench, quiet)
     assert report.absent == ()
     assert [row.num_reqs for row in report.decode] == [1, MOST]
@@ -287,7 +288,7 @@ def test_all_figures_are_measured_or_their_absence_is_explained() -> None:
     assert {"device", "torch", "date", "capture-planner"} <= set(report.facts)
 
 
-def test_what_breaks_is_recorded_and_the_rest_is_measured() -> None:
+def test_measure_records_a_failure_and_continues() -> None:
     """A backend that breaks after some calls costs the long figures, and not the record."""
     plan = planned(2)
     _, backends = standing(breaks_after=10)
@@ -299,7 +300,7 @@ def test_what_breaks_is_recorded_and_the_rest_is_measured() -> None:
     assert "it is broken" in report.failed[0].says
 
 
-def test_a_plan_without_decode_graphs_is_refused() -> None:
+def test_measure_rejects_a_plan_without_decode_graphs() -> None:
     """There is nothing to measure, and the sentence says what to do."""
     with pytest.raises(
         RunError, match=r"no graph that serves a decode of 1 request .* name other --requests"
@@ -307,7 +308,7 @@ def test_a_plan_without_decode_graphs_is_refused() -> None:
         measure(planned(0, GraphMode.NONE), registry.load_backends(), Bench(quick=True, requests=(1,)), quiet)
 
 
-def test_an_error_that_nobody_foresaw_is_recorded_with_its_place() -> None:
+def test_unexpected_error_is_recorded_with_its_location() -> None:
     """And what is measured after it is not lost; an absence is no failure."""
     rig = rigged(planned(0))
 

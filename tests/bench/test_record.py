@@ -19,7 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from capture_planner.bench import record, targets, verdicts  # noqa: E402
-from capture_planner.bench.record import BenchReport, Verdict  # noqa: E402
+from capture_planner.bench.record import BenchReport, TargetVerdict  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
 from capture_planner.report.bench import bench_data, bench_page, bench_tables  # noqa: E402
 from capture_planner.runtime.ledger import Captured  # noqa: E402
@@ -78,7 +78,7 @@ preparations = st.builds(
     stock=st.none() | seconds,
 )
 chains = st.builds(
-    record.Chain,
+    record.ChainTiming,
     num_reqs=counts,
     steps=counts,
     fused=st.none() | seconds,
@@ -95,9 +95,9 @@ throughputs = st.builds(
     other=st.none() | st.floats(1, 1e6),
     other_says=words,
 )
-costs = st.builds(record.Cost, seconds=seconds, pool=sizes, driver=sizes)
+costs = st.builds(record.CaptureCost, seconds=seconds, pool=sizes, driver=sizes)
 capturings = st.builds(
-    record.Capturing,
+    record.CaptureFigure,
     graphs=counts,
     first_seconds=seconds,
     ours=costs,
@@ -132,9 +132,9 @@ reports = st.builds(
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.booleans())
-def test_a_verdict_says_by_how_much_a_target_is_missed(wanted: float, reached: float, at_most: bool) -> None:
+def test_verdict_states_how_far_a_target_is_missed(wanted: float, reached: float, at_most: bool) -> None:
     """Met exactly where the value is on the right side; else the share of the target that lacks."""
-    verdict = Verdict(figure="decode", what="x", wanted=wanted, reached=reached, at_most=at_most)
+    verdict = TargetVerdict(figure="decode", what="x", wanted=wanted, reached=reached, at_most=at_most)
     assert verdict.holds == (reached == wanted or (reached < wanted) == at_most)
     assert (verdict.missed_by == 0) == verdict.holds
     if not verdict.holds:
@@ -144,7 +144,7 @@ def test_a_verdict_says_by_how_much_a_target_is_missed(wanted: float, reached: f
 
 @settings(max_examples=25)
 @given(reports)
-def test_every_figure_that_has_a_target_has_a_verdict(report: BenchReport) -> None:
+def test_every_measured_target_has_a_verdict(report: BenchReport) -> None:
     """A ratio is judged as it stands in the record; what was not compared is not judged."""
     found = Counter(verdict.figure for verdict in verdicts(report))
     assert found["decode"] == len(report.decode)
@@ -159,7 +159,7 @@ def test_every_figure_that_has_a_target_has_a_verdict(report: BenchReport) -> No
 
 @settings(max_examples=25)
 @given(reports)
-def test_the_data_of_a_report_is_json_and_has_its_numbers(report: BenchReport) -> None:
+def test_report_data_is_json_with_its_numbers(report: BenchReport) -> None:
     """Nothing in it is an object of ours."""
     data = json.loads(json.dumps(bench_data(report), allow_nan=False))
     assert [row["step"] for row in data["decode"]] == [row.step for row in report.decode]
@@ -202,7 +202,7 @@ class Page(HTMLParser):
 
 @settings(max_examples=8)
 @given(reports)
-def test_the_page_of_any_report_is_whole_and_alone(report: BenchReport) -> None:
+def test_report_page_is_complete_and_self_contained(report: BenchReport) -> None:
     """Balanced, with no script and no other file, a picture for each figure that is drawn."""
     text = bench_page(report)
     page = Page(text)
@@ -228,7 +228,7 @@ def test_the_page_of_any_report_is_whole_and_alone(report: BenchReport) -> None:
 
 @settings(max_examples=15)
 @given(reports)
-def test_the_tables_of_any_report_can_be_printed(report: BenchReport) -> None:
+def test_report_tables_can_be_printed(report: BenchReport) -> None:
     """Whatever names and sentences hold; each absence and each target is told."""
     console = Console(width=400, color_system=None, markup=False)
     with console.capture() as capture:
@@ -248,11 +248,11 @@ def test_the_tables_of_any_report_can_be_printed(report: BenchReport) -> None:
         assert ("the same tokens" in shown) == (not report.pools.differing)
 
 
-def test_targets_are_those_of_the_page() -> None:
-    """docs/bench.md lists every one of them."""
+def test_page_states_the_targets() -> None:
+    """The page lists every one of them."""
     from pathlib import Path
 
-    page = (Path(__file__).parent.parent.parent / "docs" / "bench.md").read_text("utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
     table = page.partition("| figure | target |")[2].partition("\n\n")[0]
     numbers = re.findall(r"\| (?:at most|at least) ([\d.]+)", table)
     assert [float(number) for number in numbers] == [

@@ -1,4 +1,4 @@
-"""What a bench refuses before a model is loaded, and what an interruption keeps."""
+"""What a bench rejects before a model is loaded, and what an interruption keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st  # noqa: E402
 from capture_planner.bench import Bench, measure  # noqa: E402
 from capture_planner.bench.measure import QUICK_LOAD, default_load  # noqa: E402
 from capture_planner.bench.record import FIGURES  # noqa: E402
-from capture_planner.bench.refusals import needs  # noqa: E402
+from capture_planner.bench.refusals import page_needs  # noqa: E402
 from capture_planner.bench.rig import QUICK, REQUESTS, served_sizes  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.errors import BackendError, RunError  # noqa: E402
@@ -33,17 +33,19 @@ PLANS = {k: planned(k) for k in (0, 2, 4)}
 
 
 @given(st.sampled_from([0, 2]), st.none() | st.sets(st.integers(1, 300), min_size=1))
-def test_numbers_of_requests_are_measured_as_stated_or_refused(k: int, stated: set[int] | None) -> None:
-    """Only what nobody stated is cut to the plan's limit."""
+def test_sizes_are_those_stated_or_rejected(k: int, stated: set[int] | None) -> None:
+    """Only default sizes are cut to the plan's limit."""
     wanted = None if stated is None else tuple(sorted(stated))
     if stated is not None and max(stated) > MOST:
-        with pytest.raises(RunError, match=f"--requests names {max(stated)}, and the plan is for {MOST} req"):
+        with pytest.raises(
+            RunError, match=f"--requests names {max(stated)}, but the plan is for at most {MOST} req"
+        ):
             served_sizes(PLANS[k], wanted)
     else:
         assert served_sizes(PLANS[k], wanted) == (wanted or tuple(sorted({min(n, MOST) for n in REQUESTS})))
 
 
-def test_a_number_without_a_graph_is_refused() -> None:
+def test_sizes_without_a_graph_are_rejected() -> None:
     """Where it was stated: a plan with graphs for 1 and 2 requests serves no decode of 3 by one."""
     plan = planned(0)
     target = plan.roles[0]
@@ -62,10 +64,10 @@ def test_a_number_without_a_graph_is_refused() -> None:
     st.integers(1, 500),
     st.sets(st.sampled_from(["prompt", "output"])),
 )
-def test_a_load_is_cut_until_it_fits_and_never_what_was_stated(
+def test_load_shortens_only_lengths_that_were_not_stated(
     longest: int, prompt: int, output: int, stated: set[str]
 ) -> None:
-    """At least a token each, as it was where it fits; what is stated stays, or is refused by name."""
+    """To at least a token each; stated lengths are kept, or rejected by name."""
     load = Load(requests=3, prompt=prompt, output=output, stated=frozenset(stated))
     least = sum(n if name in stated else 1 for name, n in (("prompt", prompt), ("output", output)))
     if least > longest:
@@ -83,7 +85,7 @@ def test_a_load_is_cut_until_it_fits_and_never_what_was_stated(
 
 
 @given(st.none() | st.integers(1, 99), st.none() | st.integers(1, 99), st.booleans())
-def test_what_is_stated_of_a_load_is_marked(prompt: int | None, output: int | None, quick: bool) -> None:
+def test_default_load_marks_stated_lengths(prompt: int | None, output: int | None, quick: bool) -> None:
     """The rest is the default's."""
     load = default_load(quick=quick, prompt_tokens=prompt, output_tokens=output)
     base = QUICK_LOAD if quick else Load()
@@ -94,16 +96,16 @@ def test_what_is_stated_of_a_load_is_marked(prompt: int | None, output: int | No
 # Pages.
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(st.sampled_from([0, 2, 4]), st.sampled_from(["decode", "preparation", "chain", "throughput", "pools"]))
-def test_each_figure_needs_the_pages_that_are_said(k: int, figure: str) -> None:
-    """With so many nothing breaks for want of them, and with one fewer it is refused."""
+def test_figures_run_with_the_pages_that_they_need(k: int, figure: str) -> None:
+    """With one page fewer, the bench is rejected."""
     plan, load = PLANS[k], Load(requests=2, prompt=9, output=5)
-    least = max((number for _, number in needs(plan, QUICK, (1, MOST), load, (figure,), 8)), default=1)
+    least = max((number for _, number in page_needs(plan, QUICK, (1, MOST), load, (figure,), 8)), default=1)
     bench = Bench(quick=True, load=load, only=(figure,), page_size=8, pages=least)
     assert measure(plan, registry.load_backends(), bench, quiet).failed == ()
     if least > 1:
-        with pytest.raises(RunError, match=rf"{figure}.* needs {least} pages of 8 tokens, and --pages is"):
+        with pytest.raises(RunError, match=rf"{figure}.* needs {least} pages of 8 tokens, but --pages is"):
             measure(plan, registry.load_backends(), attrs.evolve(bench, pages=least - 1), quiet)
 
 
@@ -116,7 +118,7 @@ def test_each_figure_needs_the_pages_that_are_said(k: int, figure: str) -> None:
         {"load": Load(prompt=95, output=2, stated=frozenset({"prompt", "output"}))},
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_model_is_loaded(chosen: Any) -> None:
+def test_measure_rejects_bad_choices_before_a_model_is_loaded(chosen: Any) -> None:
     """It can be known from the plan."""
     with pytest.raises(RunError):
         measure(PLANS[2], registry.load_backends(), Bench(quick=True, **chosen), quiet)
@@ -128,8 +130,8 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(chosen: Any) -> N
 @given(
     st.permutations(FIGURES).flatmap(lambda names: st.tuples(st.just(names), st.integers(0, len(names) - 1)))
 )
-@settings(max_examples=4)
-def test_an_interruption_keeps_the_figures_before_it(case: tuple[list[str], int]) -> None:
+@settings(max_examples=3)
+def test_interruption_keeps_earlier_figures(case: tuple[list[str], int]) -> None:
     """Whichever are measured and wherever it comes: the others are absent, and nothing broke."""
     names, count = case
     only = tuple(name for name in FIGURES if name in names[: count + 1])
@@ -156,7 +158,7 @@ def test_an_interruption_keeps_the_figures_before_it(case: tuple[list[str], int]
     assert {absent.says for absent in report.absent} == {"interrupted before it was measured"}
 
 
-def test_what_breaks_while_cleaning_up_after_an_interruption_is_one() -> None:
+def test_error_in_the_clean_up_after_an_interruption_is_an_interruption() -> None:
     """No figure broke, and no other one is begun."""
     rig = rigged(PLANS[0])
 

@@ -58,7 +58,7 @@ def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
 
 def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
     """docs/bench.md lists the keys; with ``--only`` the others are empty."""
-    text = (ROOT / "docs" / "bench.md").read_text("utf-8")
+    text = (ROOT / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     data = run("plan.yaml", "--only", "preparation", "--quick", "--format", "json").data
@@ -73,7 +73,7 @@ def test_every_figure_is_explained() -> None:
     from capture_planner.bench.record import FIGURES as MEASURED
 
     assert FIGURES == MEASURED
-    text = (ROOT / "docs" / "bench.md").read_text("utf-8")
+    text = (ROOT / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
     for name in FIGURES:
         assert f"| `{name}` |" in text
 
@@ -168,9 +168,12 @@ def test_an_interruption_ends_in_exit_code_130_and_a_whole_record(
         (("plan.yaml", "--page", "loop"), "--page loop cannot be written: "),
         (("plan.yaml", "--output", "b", "--page", "./b"), "--page b is the file of --output too"),
         (("plan.yaml", "--page", "plan.yaml"), "--page plan.yaml is the file of the plan too"),
-        (("plan.yaml", "--pages", "1"), "decode of 1 request needs 4 pages of 16 tokens, and --pages is 1"),
-        (("plan.yaml", "--requests", "1,3"), "--requests names 3, and the plan is for 2 requests at most"),
-        (("plan.yaml", "--prompt-tokens", "64"), "--prompt-tokens 64: too long for a model of 64 tokens"),
+        (("plan.yaml", "--pages", "1"), "decode of 1 request needs 4 pages of 16 tokens, but --pages is 1"),
+        (("plan.yaml", "--requests", "1,3"), "--requests names 3, but the plan is for at most 2 requests"),
+        (
+            ("plan.yaml", "--prompt-tokens", "64"),
+            "--prompt-tokens 64: too long for a model of 64 tokens",
+        ),
         (("plan.yaml", "--only", "decode", "--load-requests", "3"), "--load-requests goes with throughput"),
         (("plan.yaml", "--only", "decode", "--no-compare"), "--no-compare goes with throughput"),
         (("plan.yaml", "--environment", "cpu"), "--environment goes with a spec"),

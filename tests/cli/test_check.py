@@ -157,7 +157,7 @@ def test_diff_in_words(run: Run, drifted: str) -> None:
     assert ran.code == 2
     lines = ran.out.splitlines()
     assert lines[0] == "limits: max_num_reqs 8 became 12"
-    assert "target captures in addition 2 graphs: FULL decodes of 3 at 12, 10 requests" in lines
+    assert "target also captures 2 graphs: FULL decodes of 3 at 12, 10 requests" in lines
 
 
 def test_diff_is_the_other_way_round(run: Run, drifted: str) -> None:
@@ -178,5 +178,5 @@ def test_diff_says_when_a_mode_changes(run: Run) -> None:
     spec = "plans/specs/llama-3.2-3b-eagle-t4.yaml"
     run("plan", spec, "-o", "new.h100.yaml")
     out = run("diff", "plans/locked/llama-3.2-3b-eagle-t4.t4.yaml", "new.h100.yaml").out
-    assert "target runs FULL_AND_PIECEWISE, it ran PIECEWISE" in out
+    assert "target: mode PIECEWISE became FULL_AND_PIECEWISE" in out
     assert "environment: name t4 became h100" in out

@@ -144,8 +144,8 @@ def test_a_spec_without_a_plan(run: Run) -> None:
     )
     ran = run("plan", wrong, "-e", "t4")
     assert ran.code == 1
-    assert "mode: FULL is out of reach" in ran.err
-    assert "ask for PIECEWISE" in ran.err
+    assert "mode: FULL is not possible" in ran.err
+    assert "request PIECEWISE" in ran.err
 
 
 def test_a_role_that_the_plan_does_not_have(run: Run) -> None:

@@ -99,7 +99,7 @@ def test_an_idle_rank_can_be_without_graphs(run, written):
         ("[null, {}]", "[1].role: is missing"),
         ('[{"captured": 1}]', "[0].captured: expected true or false, got 1"),
         ('[{"captured": true, "captured": true}]', "captured: is given twice"),
-        ([None, DECODES | {"num_reqs": 0}], "[1].num_reqs: a batch has a request at least"),
+        ([None, DECODES | {"num_reqs": 0}], "[1].num_reqs: a batch has at least one request"),
         ([None, DECODES | {"num_tokens": 4}], "[1].num_tokens: fewer tokens than requests"),
         ([None, DECODES | {"active_loras": -1}], "[1].active_loras: expected a whole number from 0"),
         (

@@ -63,7 +63,7 @@ def test_a_plan_runs(run: Run) -> None:
 
 def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
     """docs/running.md lists the keys; nothing else is on the standard output."""
-    page = (ROOT / "docs" / "running.md").read_text("utf-8")
+    page = (ROOT / "docs" / "howto" / "run-a-plan.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     data = run_json(run, *FEW, "--verify")

@@ -45,19 +45,19 @@ def uniform(num_reqs, query_len=1, **changes):
     return Entry(**{"mode": FULL} | shape | changes)
 
 
-def test_a_further_full_graph_beats_a_nearer_one_of_another_length(hand_made):
+def test_dispatch_skips_nearer_graphs_of_other_query_lengths(hand_made):
     """5 requests of 3 tokens take 18 tokens of query length 3, not 16 of another (vllm#53407)."""
     plan = hand_made(uniform(6, 3), uniform(8, 2), Entry(mode=PIECEWISE, num_tokens=16))
     assert Dispatcher(plan).dispatch_counts("target", 5, 15, 3) == Dispatch(uniform(6, 3), 3, 1)
 
 
-def test_full_beats_piecewise_of_fewer_tokens(hand_made):
+def test_dispatch_prefers_full_to_smaller_piecewise(hand_made):
     """A step with attention in the graph is cheaper than one without."""
     plan = hand_made(uniform(16), Entry(mode=PIECEWISE, num_tokens=4))
     assert Dispatcher(plan).dispatch_counts("target", 4, 4, 1).entry == uniform(16)
 
 
-def test_padding_of_requests_is_that_of_the_batch(hand_made):
+def test_cached_answers_keep_request_padding_apart(hand_made):
     """Two mixed batches of as many tokens and different requests are padded differently."""
     entry = Entry(mode=FULL, num_tokens=8, num_reqs=8)
     dispatcher = Dispatcher(hand_made(entry))
@@ -66,7 +66,7 @@ def test_padding_of_requests_is_that_of_the_batch(hand_made):
     assert dispatcher.dispatch_counts("target", 2, 5).padded_reqs == 6
 
 
-def test_requests_over_the_limit_are_not_admissible_whatever_came_before(hand_made):
+def test_cached_answers_do_not_admit_too_many_requests(hand_made):
     """An answer is kept for batches like it, and no others."""
     dispatcher = Dispatcher(hand_made(Entry(mode=PIECEWISE, num_tokens=4), lora=Lora(max_active=2)))
     assert dispatcher.dispatch_counts("target", 2, 60).reason is Reason.UNCOVERED
@@ -74,7 +74,7 @@ def test_requests_over_the_limit_are_not_admissible_whatever_came_before(hand_ma
     assert dispatcher.dispatch_counts("target", 2, 3, active_loras=1).reason is Reason.UNCOVERED
 
 
-def test_a_decode_is_not_answered_as_a_mixed_batch_of_as_many_tokens(hand_made):
+def test_cache_keeps_decodes_and_mixed_batches_apart(hand_made):
     """Nor the other way round, whichever came first."""
     uniform_one, any_one = uniform(128, 3), Entry(mode=PIECEWISE, num_tokens=400)
     for order in (1, -1):
@@ -90,7 +90,7 @@ def test_a_decode_is_not_answered_as_a_mixed_batch_of_as_many_tokens(hand_made):
 
 
 @pytest.mark.parametrize("num_reqs", [-1, 0, 6])
-def test_a_batch_that_cannot_be_has_no_graph(hand_made, num_reqs):
+def test_inadmissible_batch_has_no_graph(hand_made, num_reqs):
     """No requests, or more of them than tokens; also after a batch of as many tokens had one."""
     dispatcher = Dispatcher(hand_made(Entry(mode=PIECEWISE, num_tokens=8)))
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_batch_that_cannot_be_has_no_graph(hand_made, num_reqs):
         assert dispatcher.dispatch_counts("target", 2, 5).entry is not None
 
 
-def test_a_uniform_graph_serves_what_its_tokens_hold(hand_made):
+def test_uniform_graph_is_limited_by_its_tokens(hand_made):
     """A plan made by hand may have one of 16 tokens for 6 requests of 3: it serves 5 (CP010)."""
     short = uniform(6, 3, num_tokens=16)
     dispatcher = Dispatcher(hand_made(short))
@@ -111,7 +111,7 @@ def test_a_uniform_graph_serves_what_its_tokens_hold(hand_made):
     )
 
 
-def test_an_answer_is_found_once(hand_made):
+def test_answers_are_cached(hand_made):
     """The same batch has the same answer, not another like it."""
     entries = uniform(8), Entry(mode=PIECEWISE, num_tokens=8)
     dispatcher = Dispatcher(hand_made(*entries, lora=Lora(max_active=4)))
@@ -129,7 +129,7 @@ def test_an_answer_is_found_once(hand_made):
         assert dispatcher.dispatch_counts("target", *batch) is dispatcher.dispatch_counts("target", *batch)
 
 
-def test_answers_are_not_kept_for_ever(hand_made):
+def test_cache_is_bounded(hand_made):
     """65,536 of them, and then from the beginning: memory is bounded whatever is asked."""
     dispatcher = Dispatcher(hand_made(uniform(4), Entry(mode=PIECEWISE, num_tokens=10**6)))
 
@@ -147,7 +147,7 @@ def test_answers_are_not_kept_for_ever(hand_made):
     assert dispatcher.dispatch_counts("target", 4, 4, 1).entry == uniform(4)
 
 
-def test_a_binding_bound_on_requests_is_heeded(hand_made):
+def test_mixed_full_graph_is_limited_by_its_requests(hand_made):
     """A mixed full graph of 2 requests does not serve 3, though its tokens would."""
     small, large = Entry(mode=FULL, num_tokens=8, num_reqs=2), Entry(mode=FULL, num_tokens=16, num_reqs=4)
     dispatcher = Dispatcher(hand_made(small, large))
@@ -161,7 +161,7 @@ def test_a_binding_bound_on_requests_is_heeded(hand_made):
     assert dispatcher.dispatch_counts("target", 2, 8) == Dispatch(small, 0, 0)
 
 
-def test_a_waiver_gives_its_reason(hand_made):
+def test_waived_batch_has_the_waivers_reason(hand_made):
     """The one that names the batch, and itself."""
     decode = Waiver(kind=Kind.DECODE, query_len=1, first=1, last=4, reason=Reason.BUDGET, message="so")
     mixed = Waiver(kind=Kind.MIXED, first=1, last=64, reason=Reason.MODE, message="so")
@@ -174,14 +174,14 @@ def test_a_waiver_gives_its_reason(hand_made):
     assert dispatcher.dispatch_counts("target", 5, 5, 1).mode is GraphMode.NONE
 
 
-def test_adapters_are_rounded_up(hand_made):
+def test_lora_count_is_rounded_up_to_a_case(hand_made):
     """To the next case; more than the last has no graph."""
     dispatcher = Dispatcher(hand_made(uniform(8), uniform(8, active_loras=4), lora=Lora(max_active=3)))
     assert dispatcher.dispatch_counts("target", 8, 8, 1, active_loras=3).entry.active_loras == 4
     assert dispatcher.dispatch_counts("target", 8, 8, 1, active_loras=5).reason is Reason.NOT_ADMISSIBLE
 
 
-def test_a_graph_for_more_adapters_serves_fewer(hand_made):
+def test_graph_for_more_loras_serves_fewer(hand_made):
     """Where those for as many as there are have no room."""
     decode, mixed = uniform(8, active_loras=4), Entry(mode=PIECEWISE, num_tokens=32, active_loras=4)
     plan = hand_made(uniform(4), decode, Entry(mode=PIECEWISE, num_tokens=16), mixed)
@@ -189,7 +189,7 @@ def test_a_graph_for_more_adapters_serves_fewer(hand_made):
     assert Dispatcher(plan).dispatch_counts("target", 2, 30).entry == mixed
 
 
-def test_a_drafter_takes_no_notice_of_adapters(hand_made):
+def test_drafter_ignores_loras(hand_made):
     """It has no graphs for them, and serves the batch all the same."""
     plan = hand_made(uniform(4), lora=Lora(max_active=4))
     plan = attrs.evolve(plan, roles=(attrs.evolve(plan.roles[0], role=Role.DRAFT_PREFILL),))
@@ -199,7 +199,7 @@ def test_a_drafter_takes_no_notice_of_adapters(hand_made):
         ).entry == uniform(4)
 
 
-def test_a_role_that_is_not_planned_is_an_error(hand_made):
+def test_dispatch_rejects_unplanned_roles(hand_made):
     """The only question that has no answer."""
     dispatcher = Dispatcher(hand_made())
     for role in (Role.DRAFT_DECODE, "draft_decode", "nonsense"):
@@ -223,7 +223,7 @@ BATCH = Batch(role=Role.TARGET, num_reqs=4, num_tokens=8, query_len=2)
         (uniform(4, 2, draft_steps=2), BATCH, Rejection.DRAFT_STEPS),
     ],
 )
-def test_an_entry_says_why_it_does_not_serve(entry, batch, rejection):
+def test_entry_rejections(entry, batch, rejection):
     """Each reason once."""
     assert entry.rejection(batch, 3) is rejection
 
@@ -240,7 +240,7 @@ def test_capture_order_is_piecewise_first_and_largest_first(plan, data):
 
 
 @given(arbitrary_plans(), st.data())
-def test_different_entries_have_different_costs_or_chains(plan, data):
+def test_entry_costs_are_total(plan, data):
     """The order of preference is total, but for uniform lengths and chains that no batch shares."""
     entries = list(dict.fromkeys(data.draw(st.sampled_from(plan.roles)).entries))
     for one in entries:
@@ -254,7 +254,7 @@ def test_different_entries_have_different_costs_or_chains(plan, data):
                 assert differ & {"query_len", "draft_steps"}
 
 
-def test_an_entry_reads_as_what_it_is():
+def test_entry_as_text():
     """Mode, tokens, requests, length, adapters and chain."""
     entry = uniform(4, 2, active_loras=3, draft_steps=2)
     assert str(entry) == "FULL 8 tokens, 4 requests of 2, 3 LoRA, chain of 2"

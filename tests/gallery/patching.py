@@ -37,5 +37,5 @@ def nothing(original: Callable[..., object]) -> Callable[..., None]:
     return done
 
 
-GUARDS_OFF: Change = (RoleRun, "check", nothing)
+GUARDS_OFF: Change = (RoleRun, "check_guards", nothing)
 """As ``Options.trust``, which engines run with: nothing is compared before a replay."""

@@ -10,7 +10,7 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning import planner
 from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.resolve import Resolution
+from capture_planner.planning.resolve import ResolvedMode
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing.policies import Context
 from capture_planner.records._base import replace
@@ -53,10 +53,10 @@ def _weakest_of_all_models(told: bool) -> Plan:
         _FIVE_LAYERS.spec, Role.DRAFT_PREFILL, _FIVE_LAYERS.environment, _FIVE_LAYERS.registry
     )
 
-    def over_all(resolve: Callable[..., tuple[GraphMode, Resolution]]) -> Callable[..., object]:
+    def over_all(resolve: Callable[..., tuple[GraphMode, ResolvedMode]]) -> Callable[..., object]:
         def resolved(
             spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
-        ) -> tuple[GraphMode, Resolution]:
+        ) -> tuple[GraphMode, ResolvedMode]:
             every = (*groups, *drafter) if role is Role.TARGET else groups
             requested, found = resolve(spec, role, every, target)
             quiet = role is Role.TARGET and not told

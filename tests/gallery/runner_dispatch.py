@@ -7,37 +7,37 @@ from collections.abc import Callable, Iterator
 import attrs
 
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.runtime.execution.fields import Extents
-from capture_planner.runtime.execution.role import Ran, RoleRun
-from capture_planner.runtime.serving.serving import Serving
+from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
+from capture_planner.runtime.serving.launching import StepLauncher
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 
-Ask = Callable[[RoleRun, Batch], Dispatch]
+Ask = Callable[[Dispatcher, Batch], Dispatch]
 
 
-def _asked(change: Callable[[RoleRun, Batch], Batch]) -> Patch:
+def _asked(change: Callable[[Dispatcher, Batch], Batch]) -> Patch:
     """Return a patch with which dispatch is asked about another batch than runs."""
 
     def make(original: Ask) -> Ask:
-        return lambda run, batch: original(run, change(run, batch))
+        return lambda dispatcher, batch: original(dispatcher, change(dispatcher, batch))
 
-    return patched((RoleRun, "dispatch", make))
+    return patched((Dispatcher, "dispatch", make))
 
 
-def _chosen(choose: Callable[[RoleRun, Batch, list[Entry]], Entry | None]) -> Patch:
+def _chosen(choose: Callable[[Dispatcher, Batch, list[Entry]], Entry | None]) -> Patch:
     """Return a patch with which the entry is chosen otherwise, of those that serve the batch."""
 
     def make(original: Ask) -> Ask:
-        def dispatch(run: RoleRun, batch: Batch) -> Dispatch:
-            answer = original(run, batch)
+        def dispatch(dispatcher: Dispatcher, batch: Batch) -> Dispatch:
+            answer = original(dispatcher, batch)
             if answer.entry is None:
                 return answer
-            entry = choose(run, batch, list(_serving(run, batch)))
+            entry = choose(dispatcher, batch, list(_serving(dispatcher, batch)))
             if entry is None:
                 return Dispatch(None, reason=Reason.SIZES)
             padded_reqs = max((entry.num_reqs or 0) - batch.num_reqs, 0)
@@ -45,37 +45,33 @@ def _chosen(choose: Callable[[RoleRun, Batch, list[Entry]], Entry | None]) -> Pa
 
         return dispatch
 
-    return patched((RoleRun, "dispatch", make))
+    return patched((Dispatcher, "dispatch", make))
 
 
-def _entries(run: RoleRun) -> tuple[Entry, ...]:
-    return run.dispatcher.plan.role(run.role).entries
+def _entries(dispatcher: Dispatcher, batch: Batch) -> tuple[Entry, ...]:
+    return dispatcher.plan.role(batch.role).entries
 
 
-def _steps(run: RoleRun, batch: Batch) -> int | None:
-    return draft_steps(batch.role, batch.num_reqs, run.dispatcher.plan.speculative)
-
-
-def _serving(run: RoleRun, batch: Batch) -> Iterator[Entry]:
-    steps = _steps(run, batch)
-    return (entry for entry in _entries(run) if entry.rejection(batch, steps) is None)
+def _serving(dispatcher: Dispatcher, batch: Batch) -> Iterator[Entry]:
+    steps = draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative)
+    return (entry for entry in _entries(dispatcher, batch) if entry.rejection(batch, steps) is None)
 
 
 def _cheapest(entries: list[Entry]) -> Entry | None:
     return min(entries, key=lambda entry: entry.cost, default=None)
 
 
-def _draft_tokens(run: RoleRun, batch: Batch) -> int:
+def _draft_tokens(dispatcher: Dispatcher, batch: Batch) -> int:
     """Return k, as the schedule has it for the batch."""
-    speculative = run.dispatcher.plan.speculative
+    speculative = dispatcher.plan.speculative
     return 0 if speculative is None else speculative.draft_tokens(batch.num_reqs)
 
 
 # B: shape algebra.
 
 
-def _rounded(run: RoleRun, batch: Batch) -> Batch:
-    query_len = 1 + _draft_tokens(run, batch)
+def _rounded(dispatcher: Dispatcher, batch: Batch) -> Batch:
+    query_len = 1 + _draft_tokens(dispatcher, batch)
     if batch.role is Role.DRAFT_DECODE or not batch.past_prompt:
         return batch
     if -(-batch.num_tokens // query_len) != batch.num_reqs:
@@ -83,15 +79,15 @@ def _rounded(run: RoleRun, batch: Batch) -> Batch:
     return attrs.evolve(batch, query_len=query_len, num_tokens=batch.num_reqs * query_len)
 
 
-def _past_any_prompt(run: RoleRun, batch: Batch) -> Batch:
+def _past_any_prompt(dispatcher: Dispatcher, batch: Batch) -> Batch:
     return attrs.evolve(batch, past_prompt=True)
 
 
-def _by_the_targets_formula(run: RoleRun, batch: Batch) -> Batch:
-    speculative = run.dispatcher.plan.speculative
+def _by_the_targets_formula(dispatcher: Dispatcher, batch: Batch) -> Batch:
+    speculative = dispatcher.plan.speculative
     if batch.role is not Role.DRAFT_DECODE or speculative is None:
         return batch
-    query_len = 1 + (_draft_tokens(run, batch) - speculative.num_tokens)
+    query_len = 1 + (_draft_tokens(dispatcher, batch) - speculative.num_tokens)
     return attrs.evolve(batch, query_len=query_len)
 
 
@@ -107,45 +103,54 @@ def _one_step_more(original: Callable[..., None]) -> Callable[..., None]:
 # C: dispatch.
 
 
-def _nearest_of_any_mode(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+def _nearest_of_any_mode(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]) -> Entry | None:
     return min(serving, key=lambda entry: (entry.num_tokens, entry.cost), default=None)
 
 
-def _nearest_of_any_tier(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
-    uniform = [e for e in _entries(run) if e.query_len is not None and e.num_tokens >= batch.num_tokens]
+def _nearest_of_any_tier(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]) -> Entry | None:
+    uniform = [
+        e for e in _entries(dispatcher, batch) if e.query_len is not None and e.num_tokens >= batch.num_tokens
+    ]
     nearest = min(uniform, key=lambda entry: entry.num_tokens, default=None)
     if nearest is None or nearest in serving:
         return _cheapest(serving)
     return _cheapest([entry for entry in serving if entry.query_len is None])
 
 
-def _within_twice(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+def _within_twice(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]) -> Entry | None:
     best = _cheapest(serving)
     return best if best is None or best.num_tokens <= 2 * batch.num_tokens else None
 
 
-def _of_as_many_requests(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+def _of_as_many_requests(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]) -> Entry | None:
     return _cheapest([entry for entry in serving if entry.num_reqs in (None, batch.num_reqs)])
 
 
 # J: observability.
 
 
-def _never_for_drafts(run: RoleRun, batch: Batch, serving: list[Entry]) -> Entry | None:
+def _never_for_drafts(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]) -> Entry | None:
     return None if batch.role.is_drafter else _cheapest(serving)
 
 
 def _graphs_noted(original: Callable[..., None]) -> Callable[..., None]:
-    def note(serving: Serving, index: int, batch: Batch, ran: Ran, repeats: int = 1) -> None:
-        if ran.dispatch.entry is not None:
-            original(serving, index, batch, ran, repeats)
+    def note(
+        launcher: StepLauncher,
+        index: int,
+        batch: Batch,
+        dispatch: Dispatch,
+        times: ForwardTimes,
+        repeats: int = 1,
+    ) -> None:
+        if dispatch.entry is not None:
+            original(launcher, index, batch, dispatch, times, repeats)
 
     return note
 
 
 def _without_reason(original: Ask) -> Ask:
-    def dispatch(run: RoleRun, batch: Batch) -> Dispatch:
-        answer = original(run, batch)
+    def dispatch(dispatcher: Dispatcher, batch: Batch) -> Dispatch:
+        answer = original(dispatcher, batch)
         return answer if answer.entry is not None else Dispatch(None)
 
     return dispatch
@@ -225,13 +230,13 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#47460", "vllm#36165"),
         bug_class=BugClass.J,
         says="A batch for which there is no graph runs eager, and nothing says why",
-        patch=patched((RoleRun, "dispatch", _without_reason)),
+        patch=patched((Dispatcher, "dispatch", _without_reason)),
     ),
     Mutant(
         name="eager-steps-not-counted",
         threads=("vllm#47460",),
         bug_class=BugClass.J,
         says="Steps that run from a graph are written down, and those that run eager are not",
-        patch=patched((Serving, "_note", _graphs_noted)),
+        patch=patched((StepLauncher, "_note", _graphs_noted)),
     ),
 )

@@ -15,37 +15,42 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.runtime.execution import role as role_module
 from capture_planner.runtime.execution import updates as updates_module
-from capture_planner.runtime.execution.fields import SAMPLED_COUNTS, Extents
+from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
+from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.step import Array, Made
-from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Verified
+from capture_planner.runtime.execution.updates import (
+    DraftState,
+    TokenFields,
+    TorchUpdates,
+    VerificationInputs,
+)
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving import serving as serving_module
-from capture_planner.runtime.serving.scheduler import Places, Scheduled
-from capture_planner.runtime.serving.serving import Serving
-from capture_planner.runtime.serving.speculative import Settled, sampled_counts
+from capture_planner.runtime.serving.launching import StepLauncher
+from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.speculative import Verification, sampled_counts
 from gallery.core import Mutant
 from gallery.patching import Patch, nothing, patched
 
-Fill = Callable[[RoleRun, Made], list[Write]]
+Writes = Callable[[RoleRun, StepInputs], list[Write]]
 
 
 def _filled(change: Callable[[RoleRun, Write], None], names: Iterable[str]) -> Patch:
     """Return a patch that changes the writes of the named fields, at every step."""
     wanted = frozenset(names)
 
-    def make(original: Fill) -> Fill:
-        def fill(run: RoleRun, values: Made) -> list[Write]:
-            writes = original(run, values)
+    def make(original: Writes) -> Writes:
+        def changed(run: RoleRun, inputs: StepInputs) -> list[Write]:
+            writes = original(run, inputs)
             for write in writes:
                 if write.buffer.field.name in wanted:
                     change(run, write)
             return writes
 
-        return fill
+        return changed
 
-    return patched((RoleRun, "fill", make))
+    return patched((RoleRun, "writes", make))
 
 
 def _tail_left(run: RoleRun, write: Write) -> None:
@@ -63,19 +68,17 @@ def _zeroed(run: RoleRun, write: Write) -> None:
     write.fill = 0
 
 
-def _within_the_entry(original: object) -> Callable[..., Extents]:
+def _within_the_entry(original: object) -> Callable[[RoleRun, ForwardStep], None]:
     """Pad up to the entry's extents, and remember the real ones as all that has to be cleaned."""
 
-    def stage(run: RoleRun, entry: Entry | None, real: Extents, values: Made) -> Extents:
-        extents = real if entry is None else role_module._padded(entry, real)
-        writes = run.fill(values)
+    def stage_inputs(run: RoleRun, step: ForwardStep) -> None:
+        writes = run.writes(step.inputs)
         for write in writes:
             if write.real is not None:
-                write.rows = max(len(write.real), min(write.rows, extents.rows(write.buffer.field)))
+                write.rows = max(len(write.real), min(write.rows, step.extents.rows(write.buffer.field)))
         run._apply(writes)
-        return run.ready(entry, real, values)
 
-    return stage
+    return stage_inputs
 
 
 # PIECEWISE draft decodes.
@@ -104,21 +107,23 @@ def _clamped(original: object) -> Callable[[DraftState, torch.Tensor], torch.Ten
 
 
 def _all_moved(original: Callable[..., None]) -> Callable[..., None]:
-    def move_on(updates: TorchUpdates, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
-        everybody = attrs.evolve(moving, idx_mapping=torch.zeros_like(moving.idx_mapping))
+    def advance(
+        updates: TorchUpdates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None
+    ) -> None:
+        everybody = attrs.evolve(token_fields, idx_mapping=torch.zeros_like(token_fields.idx_mapping))
         original(updates, everybody, rows, tokens)
 
-    return move_on
+    return advance
 
 
-def _all_verified(original: object) -> Callable[[Serving, Scheduled], None]:
+def _all_verified(original: object) -> Callable[[StepLauncher, ScheduledBatch], None]:
     """Verify as many rows as the fields have room for."""
 
-    def prepare_drafts(serving: Serving, scheduled: Scheduled) -> None:
-        parts = serving._parts
+    def prepare_drafts(launcher: StepLauncher, scheduled: ScheduledBatch) -> None:
+        parts = launcher._parts
         target = parts.roles[Role.TARGET].fields
-        verified = Verified(
-            fields=parts.moving[Role.TARGET],
+        verified = VerificationInputs(
+            fields=parts.token_fields[Role.TARGET],
             starts=target["query_start_loc"],
             counts=target[SAMPLED_COUNTS],
             answers=parts.target.tokens,
@@ -126,19 +131,19 @@ def _all_verified(original: object) -> Callable[[Serving, Scheduled], None]:
         )
         parts.updates.prepare_drafts(
             verified,
-            parts.moving[Role.DRAFT_PREFILL],
+            parts.token_fields[Role.DRAFT_PREFILL],
             parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
-            parts.moving[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
+            parts.token_fields[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
         )
 
     return prepare_drafts
 
 
-def _first_unverified(original: Callable[..., Settled]) -> Callable[..., Settled]:
-    def settle(scheduled: Scheduled, places: Places, sampled: Array) -> Settled:
+def _first_unverified(original: Callable[..., Verification]) -> Callable[..., Verification]:
+    def settle(scheduled: ScheduledBatch, places: RequestStates, sampled: Array) -> Verification:
         counts = sampled_counts(scheduled, places)
         drafted, first = counts > 1, np.cumsum(counts) - counts
-        rows, said = scheduled.places[drafted], sampled.copy()
+        rows, said = scheduled.state_indices[drafted], sampled.copy()
         said[first[drafted]] = places.tokens[rows, places.length[rows]]
         return original(scheduled, places, said)
 
@@ -192,7 +197,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.D,
         says="The -1 of a padded row is clamped to 0 where it is used, and the row writes a live request's "
         "draft state",
-        patch=patched((updates_module, "_places", _clamped)),
+        patch=patched((updates_module, "_state_rows", _clamped)),
     ),
     Mutant(
         name="query-starts-fall-back",
@@ -207,21 +212,21 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.D,
         says="Each step cleans up to its own graph's extents and takes the rest for clean: after a large and "
         "a small batch, a graph between them reads what the large one left",
-        patch=patched((RoleRun, "stage", _within_the_entry)),
+        patch=patched((RoleRun, "stage_inputs", _within_the_entry)),
     ),
     Mutant(
         name="padded-rows-moved-on",
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="A step moves positions and lengths of padded rows on too, so that they become real rows of the next",
-        patch=patched((TorchUpdates, "move_on", _all_moved)),
+        patch=patched((TorchUpdates, "advance", _all_moved)),
     ),
     Mutant(
         name="padded-rows-verified",
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="Verification on the device counts all rows that its fields have room for, not those of the batch",
-        patch=patched((Serving, "_prepare_drafts", _all_verified)),
+        patch=patched((StepLauncher, "_prepare_drafts", _all_verified)),
     ),
     Mutant(
         name="first-draft-unverified",

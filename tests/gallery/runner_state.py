@@ -18,12 +18,12 @@ from capture_planner.records.backend import Attention, PaddingContract, Support,
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.execution import capture as capture_module
+from capture_planner.runtime.execution.attention import RoleAttention
 from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.step import Made
-from capture_planner.runtime.execution.updates import Moving, TorchUpdates
+from capture_planner.runtime.execution.updates import TokenFields, TorchUpdates
 from capture_planner.runtime.executor import Executor, Metadata, Reservation, Runnable, Scoring
 from capture_planner.runtime.graphs import pool as pool_module
 from capture_planner.runtime.graphs.pool import Block, Layout
@@ -101,34 +101,37 @@ class _Planned:
 # E: capacity.
 
 
-def _one_long_request(original: Callable[[RoleRun, Entry], Made]) -> Callable[[RoleRun, Entry], Made]:
+def _one_long_request(
+    original: Callable[[RoleRun, Entry], StepInputs],
+) -> Callable[[RoleRun, Entry], StepInputs]:
     """Capture any batch's graph with one request of all its tokens, whatever the model's longest is."""
 
-    def warm_values(run: RoleRun, entry: Entry) -> Made:
-        values = original(run, entry)
+    def warm_up_inputs(run: RoleRun, entry: Entry) -> StepInputs:
         if entry.query_len is not None:
-            return values
+            return original(run, entry)
         tokens = entry.num_tokens
-        return {
-            "input_ids": np.zeros(tokens, dtype=np.int32),
-            "positions": np.arange(tokens),
-            "slot_mapping": np.zeros(tokens, dtype=np.int64),
-            "query_start_loc": np.array([0, tokens], dtype=np.int32),
-            "seq_lens": np.array([tokens], dtype=np.int32),
-            "block_table": np.zeros((1, -(-tokens // run.page_size)), dtype=np.int32),
-            "last_token_indices": np.array([tokens - 1], dtype=np.int32),
-            "idx_mapping": np.zeros(1, dtype=np.int32),
-            "cu_num_draft_tokens": np.zeros(1, dtype=np.int32),
-        }
+        return StepInputs(
+            input_ids=np.zeros(tokens, dtype=np.int32),
+            positions=np.arange(tokens),
+            slot_mapping=np.zeros(tokens, dtype=np.int64),
+            query_start_loc=np.array([0, tokens], dtype=np.int32),
+            seq_lens=np.array([tokens], dtype=np.int32),
+            block_table=np.zeros((1, -(-tokens // run.page_size)), dtype=np.int32),
+            idx_mapping=np.zeros(1, dtype=np.int32),
+            cu_num_draft_tokens=np.zeros(1, dtype=np.int32),
+            page_size=run.page_size,
+        )
 
-    return warm_values
+    return warm_up_inputs
 
 
 def _unclamped(original: Callable[..., None]) -> Callable[..., None]:
-    def move_on(updates: TorchUpdates, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
-        original(updates, attrs.evolve(moving, max_model_len=1 << 30), rows, tokens)
+    def advance(
+        updates: TorchUpdates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None
+    ) -> None:
+        original(updates, attrs.evolve(token_fields, max_model_len=1 << 30), rows, tokens)
 
-    return move_on
+    return advance
 
 
 # F: baked state.
@@ -152,35 +155,38 @@ def _replaced_weights(original: Callable[[Tables, int], None]) -> Callable[[Tabl
 
 
 def _planned_at_capture(original: Callable[..., None]) -> Callable[..., None]:
-    def prepare(run: RoleRun, entry: Entry | None, real: Extents, extents: Extents, values: Made) -> None:
-        if entry is None or entry.num_reqs is None or entry not in run.graphs:
-            original(run, entry, real, extents, values)
+    def prepare(run: RoleRun, step: ForwardStep) -> None:
+        if not step.is_full or step.entry not in run.graphs:
+            original(run, step)
 
     return prepare
 
 
 def _planned_once_a_chain(original: Callable[..., None]) -> Callable[..., None]:
-    last: WeakKeyDictionary[RoleRun, Made] = WeakKeyDictionary()
+    last: WeakKeyDictionary[RoleRun, StepInputs] = WeakKeyDictionary()
 
-    def prepare(run: RoleRun, entry: Entry | None, real: Extents, extents: Extents, values: Made) -> None:
-        is_next = run.role is Role.DRAFT_DECODE and last.get(run) is values
-        last[run] = values
-        if not is_next:
-            original(run, entry, real, extents, values)
+    def prepare(run: RoleRun, step: ForwardStep) -> None:
+        # The later steps of a chain have the table of the first, and other positions.
+        before, last[run] = last.get(run), step.inputs
+        is_next = (
+            before is not None
+            and before.block_table is step.inputs.block_table
+            and bool((step.inputs.positions > before.positions).any())
+        )
+        if run.role is not Role.DRAFT_DECODE or not is_next:
+            original(run, step)
 
     return prepare
 
 
 def _described_once(original: Callable[..., None]) -> Callable[..., None]:
-    described: WeakKeyDictionary[RoleRun, tuple[Entry | None, Extents, Extents]] = WeakKeyDictionary()
+    described: WeakKeyDictionary[RoleAttention, tuple[Entry | None, Extents, Extents]] = WeakKeyDictionary()
 
-    def describe(
-        run: RoleRun, entry: Entry | None, real: Extents, seen: Extents, values: Made, full: bool
-    ) -> None:
-        step = entry, real, seen
-        if described.get(run) != step:
-            original(run, entry, real, seen, values, full)
-        described[run] = step
+    def describe(attention: RoleAttention, step: ForwardStep) -> None:
+        like = step.entry, step.real, step.extents
+        if described.get(attention) != like:
+            original(attention, step)
+        described[attention] = like
 
     return describe
 
@@ -199,7 +205,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.E,
         says="Graphs of any batch are captured with one request of all their tokens, which is longer than the "
         "model, so that capture needs more room than any step",
-        patch=patched((capture_module, "warm_values", _one_long_request)),
+        patch=patched((RoleRun, "warm_up_inputs", _one_long_request)),
     ),
     Mutant(
         name="drafts-past-the-model",
@@ -207,7 +213,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.E,
         says="Draft positions are not held at max_model_len, and go on past the last row of what is read by "
         "position",
-        patch=patched((TorchUpdates, "move_on", _unclamped)),
+        patch=patched((TorchUpdates, "advance", _unclamped)),
     ),
     Mutant(
         name="outputs-made-anew",
@@ -230,7 +236,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.F,
         says="A backend that plans on the host is not asked to before a replay, which runs with the plan of "
         "the capture",
-        patch=patched((RoleRun, "prepare", _planned_at_capture), GUARDS_OFF),
+        patch=patched((RoleRun, "prepare_backends", _planned_at_capture), GUARDS_OFF),
         base=Planning,
     ),
     Mutant(
@@ -238,7 +244,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("TRT-LLM#18769",),
         bug_class=BugClass.F,
         says="A backend that plans on the host plans the first draft decode of a chain and none of the others",
-        patch=patched((RoleRun, "prepare", _planned_once_a_chain)),
+        patch=patched((RoleRun, "prepare_backends", _planned_once_a_chain)),
         base=Planning,
     ),
     Mutant(
@@ -246,7 +252,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#38311",),
         bug_class=BugClass.F,
         says="Metadata is kept as long as extents are the same, whoever is in the batch",
-        patch=patched((RoleRun, "_describe", _described_once)),
+        patch=patched((RoleAttention, "_describe", _described_once)),
     ),
     Mutant(
         name="memory-freed-early",

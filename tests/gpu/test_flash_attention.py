@@ -28,7 +28,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.executor import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
-from capture_planner_flash_attention import FlashAttention, backend
+from capture_planner_flash_attention import FlashAttention, libraries
 from capture_planner_flash_attention.executor import FlashAttentionExecutor
 
 # Kernel libraries warn while they compile.
@@ -41,7 +41,7 @@ PAGES = {1: (16, 64, 128), 256: (256,)}
 """Page sizes that are tried, by the multiple that a library asks for."""
 
 
-def missing(library: backend.Library) -> str | None:
+def missing(library: libraries.Library) -> str | None:
     """Return why a library cannot be tried here, or None."""
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -58,7 +58,7 @@ def missing(library: backend.Library) -> str | None:
     return None if major in library.majors else f"{library.title} has no kernels for SM{major}x"
 
 
-def environment(library: backend.Library) -> Environment:
+def environment(library: libraries.Library) -> Environment:
     """Describe this machine, with one library on it."""
     properties = torch.cuda.get_device_properties(0)
     try:
@@ -75,10 +75,10 @@ def environment(library: backend.Library) -> Environment:
     return Environment(name="here", device=device, packages=packages)
 
 
-@pytest.fixture(params=backend.LIBRARIES, ids=lambda library: library.package, scope="module")
-def library(request: pytest.FixtureRequest) -> backend.Library:
+@pytest.fixture(params=libraries.LIBRARIES, ids=lambda library: library.package, scope="module")
+def library(request: pytest.FixtureRequest) -> libraries.Library:
     """Return each library of the family that this machine has."""
-    found: backend.Library = request.param
+    found: libraries.Library = request.param
     why = missing(found)
     if why is not None:
         pytest.skip(why)
@@ -86,7 +86,7 @@ def library(request: pytest.FixtureRequest) -> backend.Library:
 
 
 @pytest.fixture(scope="module")
-def mixing(library: backend.Library) -> backend.Library:
+def mixing(library: libraries.Library) -> libraries.Library:
     """Return each of them whose graphs hold any batch."""
     if library.level is not GraphSupport.ALWAYS:
         pytest.skip(f"{library.title} holds uniform batches only")
@@ -114,7 +114,7 @@ class Rig:
 
     def __init__(
         self,
-        library: backend.Library,
+        library: libraries.Library,
         entry: Entry,
         *,
         page_size: int,
@@ -310,7 +310,7 @@ def batches(draw: st.DrawFn, entry: Entry, most: int) -> Batch:
     )
 
 
-def draw_rig(data: st.DataObject, library: backend.Library, entry: Entry) -> Rig:
+def draw_rig(data: st.DataObject, library: libraries.Library, entry: Entry) -> Rig:
     """Draw the shape of a group: GQA of 1 to 8, head dimension, page size."""
     return Rig(
         library,
@@ -335,7 +335,7 @@ def large_small_large(rig: Rig, draw: Callable[[st.SearchStrategy[Batch]], Batch
 
 @EXAMPLES
 @given(st.data())
-def test_an_eager_step_equals_the_reference(library: backend.Library, data: st.DataObject) -> None:
+def test_an_eager_step_equals_the_reference(library: libraries.Library, data: st.DataObject) -> None:
     """Mixed batches at real extents, prompts among them."""
     rig = draw_rig(data, library, full(8, None, 512))
     batch = data.draw(batches(rig.entry, 8))
@@ -348,7 +348,7 @@ def test_an_eager_step_equals_the_reference(library: backend.Library, data: st.D
 @EXAMPLES
 @given(st.data(), st.sampled_from([1, 2, 4, 8]))
 def test_a_uniform_graph_serves_any_uniform_batch(
-    library: backend.Library, data: st.DataObject, query_len: int
+    library: libraries.Library, data: st.DataObject, query_len: int
 ) -> None:
     """Large, half padded, large again, with NaN in the null page and in freed pages."""
     rig = draw_rig(data, library, full(data.draw(st.sampled_from([1, 4, 16]), "num_reqs"), query_len))
@@ -357,13 +357,13 @@ def test_a_uniform_graph_serves_any_uniform_batch(
 
 @EXAMPLES
 @given(st.data())
-def test_a_mixed_graph_serves_any_batch(mixing: backend.Library, data: st.DataObject) -> None:
+def test_a_mixed_graph_serves_any_batch(mixing: libraries.Library, data: st.DataObject) -> None:
     """Decodes and prompts in one graph."""
     rig = draw_rig(data, mixing, full(8, None, data.draw(st.sampled_from([16, 300]), "num_tokens")))
     large_small_large(rig, data.draw)
 
 
-def test_many_requests_in_one_graph(library: backend.Library) -> None:
+def test_many_requests_in_one_graph(library: libraries.Library) -> None:
     """300 rows, past where FlashAttention 4 looks up its blocks in another way; half of them padded."""
     rig = Rig(library, full(300, 1), page_size=PAGES[library.page_multiple][-1], head_dim=64)
     graph = rig.capture(Batch(queries=(1,) * 300, lengths=(MAX_LEN,) * 300))
@@ -374,7 +374,7 @@ def test_many_requests_in_one_graph(library: backend.Library) -> None:
 
 
 @pytest.mark.parametrize("what", ["window", "softcap", "sinks", "all"])
-def test_windows_softcaps_and_sinks(library: backend.Library, what: str) -> None:
+def test_windows_softcaps_and_sinks(library: libraries.Library, what: str) -> None:
     """In a graph, where the library takes them."""
     scoring = Scoring(
         scale=0.1,
@@ -394,18 +394,18 @@ def test_windows_softcaps_and_sinks(library: backend.Library, what: str) -> None
             rig.check(batch, tolerance=2e-2)
 
 
-def leaks(library: backend.Library, where: str, page_size: int) -> bool:
+def leaks(library: libraries.Library, where: str, page_size: int) -> bool:
     """Say whether NaN in keys and values that are masked reaches the output, by reading the kernels.
 
     Past a sequence, in its last page: only where whole pages are loaded as tiles, which
     FlashAttention 4 does with pages of 128 (its weight is 0, and 0 * NaN is NaN), and 3 for
     larger queries than this one. Behind a window: all of them load whole tiles there.
     """
-    return where == "behind the window" or (library is backend.FA4 and page_size == 128)
+    return where == "behind the window" or (library is libraries.FA4 and page_size == 128)
 
 
 @pytest.mark.parametrize("where", ["past the sequence", "behind the window"])
-def test_where_nan_in_masked_slots_leaks(library: backend.Library, where: str) -> None:
+def test_where_nan_in_masked_slots_leaks(library: libraries.Library, where: str) -> None:
     """It is as the README says: who writes pages must keep NaN out of exactly these slots."""
     batch = Batch(queries=(1,), lengths=(700,))
     found = {}
@@ -423,7 +423,7 @@ def test_where_nan_in_masked_slots_leaks(library: backend.Library, where: str) -
 
 def benchmark(replays: int = 200) -> None:
     """Print the median time of one captured attention call, by CUDA events: decodes at 700 tokens."""
-    for library in backend.LIBRARIES:
+    for library in libraries.LIBRARIES:
         why = missing(library)
         if why is not None:
             print(f"{library.title}: skipped, {why}")  # noqa: T201

@@ -93,7 +93,7 @@ def on_gpu(forward: Callable[[], None]) -> Callable[[], None]:
 def rig_of(setting: Setting) -> Rig:
     """Make the rig of a setting; skips where this GPU has no such kernel."""
     rig = Rig(setting, torch.device("cuda"), on_gpu)
-    if setting.capability is None and rig.path.is_wrapper:
+    if setting.capability is None and rig.family.is_wrapper:
         pytest.skip(f"{torch.cuda.get_device_name()} has no decode kernel without a plan for {setting}")
     return rig
 
@@ -182,8 +182,8 @@ def main() -> int:
             except Exception as error:
                 failed += 1
                 outcome = f"FAILED: {type(error).__name__}: {error}"
-            path = rig_of(setting).path.value if outcome == "passed" else "-"
-            sys.stdout.write(f"{setting} ({path}) {test.__name__}: {outcome}\n")
+            family = rig_of(setting).family.value if outcome == "passed" else "-"
+            sys.stdout.write(f"{setting} ({family}) {test.__name__}: {outcome}\n")
             sys.stdout.flush()
     return min(failed, 1)
 

@@ -64,7 +64,7 @@ def silent(what, total):
 def runner_of(made, plan):
     """Put a plan together with the deployment's model and a drafter."""
     drafter = choose_drafter(
-        "random", plan.speculative, made.target, places=plan.limits.max_num_reqs, length=300, seed=1
+        "random", plan.speculative, made.target, num_states=plan.limits.max_num_reqs, length=300, seed=1
     )
     return Runner(plan, made.target, drafter, REGISTRY, made.grapher, pages=made.pages, device=made.device)
 

@@ -49,12 +49,12 @@ def rules(role):
     return [decision.rule for decision in role.decisions]
 
 
-def test_a_plan_names_the_spec_that_it_was_made_from():
+def test_plan_has_the_digest_of_its_spec():
     """By its digest."""
     assert made().spec_digest == digest(SPEC)
 
 
-def test_an_unknown_backend_is_an_error():
+def test_plan_rejects_unknown_backend():
     """At its place in the spec, with the names there are."""
     with pytest.raises(
         PlanningError, match="backend: no backend named 'alhpa' is installed; did you mean 'alpha'"
@@ -63,7 +63,7 @@ def test_an_unknown_backend_is_an_error():
 
 
 @pytest.mark.parametrize(("refresh", "chain"), [(Refresh.IN_GRAPH, 2), (Refresh.HOST, None)])
-def test_a_draft_chain_is_one_graph_where_the_backend_can(refresh, chain):
+def test_draft_chain_is_fused_where_the_backend_refreshes_in_graph(refresh, chain):
     """K - 1 steps fused, or one step replayed."""
     role = made(refresh=refresh, speculative=EAGLE).role(Role.DRAFT_DECODE)
     assert {entry.draft_steps for entry in role.entries} == {chain}
@@ -71,32 +71,32 @@ def test_a_draft_chain_is_one_graph_where_the_backend_can(refresh, chain):
 
 
 @pytest.mark.parametrize("refresh", list(Refresh))
-def test_single_draft_steps_are_planned_where_they_are_asked_for(refresh):
+def test_chain_single_plans_single_draft_steps(refresh):
     """Whatever the backend could do, and the decision says who wanted it."""
     role = made(refresh=refresh, speculative=replace(EAGLE, chain=Chain.SINGLE)).role(Role.DRAFT_DECODE)
     assert {entry.draft_steps for entry in role.entries} == {None}
     (decision,) = [decision for decision in role.decisions if decision.rule == "draft-chain"]
     assert (decision.before, decision.after, decision.backend) == ("2", "1", None)
-    assert "speculative.chain asks for single steps" in decision.message
+    assert "speculative.chain requests single steps" in decision.message
 
 
 @pytest.mark.parametrize(
-    ("chain", "says"),
+    ("chain", "phrase"),
     [
         (Chain.FUSED, "which holds all 2 draft steps"),
         (Chain.SINGLE, "which is replayed for each of 2 draft steps"),
     ],
 )
-def test_an_explanation_says_how_draft_decodes_run(chain, says):
+def test_explanation_names_the_draft_chain(chain, phrase):
     """One graph that holds them, or one that is replayed; other roles have no word of it."""
     dispatcher = Dispatcher(made(speculative=replace(EAGLE, chain=chain)))
     for role, query_len in ((Role.DRAFT_DECODE, 1), (Role.DRAFT_PREFILL, 4)):
         batch = Batch(role=role, num_reqs=3, num_tokens=3 * query_len, query_len=query_len)
-        assert (says in explain(dispatcher, batch).message) == (role is Role.DRAFT_DECODE)
+        assert (phrase in explain(dispatcher, batch).message) == (role is Role.DRAFT_DECODE)
 
 
 @given(deployments(max_reqs=64))
-def test_the_chain_changes_nothing_but_draft_decodes(deployment):
+def test_chain_affects_draft_decodes_only(deployment):
     """Single steps leave the other roles as they were, and serve each batch that a chain would."""
     speculative = deployment.spec.speculative
     assume(speculative is not None)
@@ -119,7 +119,7 @@ def test_the_chain_changes_nothing_but_draft_decodes(deployment):
             assert left == right
 
 
-def test_a_single_draft_decode_is_no_chain():
+def test_single_draft_decode_is_not_a_chain():
     """K = 2 has one draft decode, K = 1 none."""
     two = made(speculative=replace(EAGLE, num_tokens=2)).role(Role.DRAFT_DECODE)
     one = made(speculative=replace(EAGLE, num_tokens=1)).role(Role.DRAFT_DECODE)
@@ -127,7 +127,7 @@ def test_a_single_draft_decode_is_no_chain():
     assert one.entries == ()
 
 
-def test_a_schedule_gives_chains_of_each_length():
+def test_schedule_gives_chains_of_each_length():
     """K = 3 up to 8 requests, k = 2 above."""
     schedule = replace(EAGLE, schedule=((1, 8, 3), (9, 16, 2)))
     role = made(speculative=schedule).role(Role.DRAFT_DECODE)
@@ -144,12 +144,12 @@ def test_a_schedule_gives_chains_of_each_length():
         ({"budget": Budget(max_graphs=5)}, "budget"),
     ],
 )
-def test_what_a_deployment_fixes_is_a_decision(changes, rule):
+def test_limits_of_the_deployment_are_decisions(changes, rule):
     """Each with its rule."""
     assert rule in rules(made(**changes).role(Role.TARGET))
 
 
-def test_a_budget_of_nothing_waives_everything():
+def test_tiny_budget_waives_everything():
     """And says that the budget did it."""
     role = made(budget=Budget(seconds=0.1)).role(Role.TARGET)
     assert role.entries == ()
@@ -157,21 +157,21 @@ def test_a_budget_of_nothing_waives_everything():
 
 
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY])
-def test_a_backend_cap_is_the_reason_of_what_it_leaves_eager(mode):
+def test_backend_cap_is_the_reason_of_its_waivers(mode):
     """Requests above it are waived."""
     role = made(caps=(5, None), mode=mode).role(Role.TARGET)
     assert max(entry.num_reqs for entry in role.entries) <= 5
     assert Reason.BACKEND_CAP in {waiver.reason for waiver in role.waivers}
 
 
-def test_a_backend_holds_no_more_full_graphs_than_it_can():
+def test_backend_max_graphs_is_kept():
     """Piecewise graphs do not count."""
     role = made(caps=(None, 3)).role(Role.TARGET)
     assert sum(entry.mode is GraphMode.FULL for entry in role.entries) == 3
     assert "backend-max-graphs" in rules(role)
 
 
-def test_the_weakest_group_decides():
+def test_mode_follows_the_weakest_group():
     """A sliding window that supports less lowers its role, and is named."""
     groups = (GroupSpec(name="full", layers=2), GroupSpec(name="sliding", layers=2, window=128))
     role = made(mode=GraphMode.FULL, roles=Roles(target=RoleSpec(groups=groups))).role(Role.TARGET)
@@ -180,7 +180,7 @@ def test_the_weakest_group_decides():
     assert [group.layers for group in role.groups] == [2, 2]
 
 
-def test_a_role_may_have_sizes_of_its_own():
+def test_role_may_override_sizes():
     """The others keep the spec's."""
     sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=(3, 16), num_tokens=(7,))
     found = made(speculative=EAGLE, roles=Roles(draft_prefill=RoleSpec(sizes=sizes)))
@@ -189,13 +189,13 @@ def test_a_role_may_have_sizes_of_its_own():
     assert len(found.role(Role.TARGET).entries) > 3
 
 
-def test_a_drafter_of_its_own_shape():
+def test_drafter_may_have_its_own_heads():
     """Its layers are those that its group has."""
     found = made(speculative=replace(EAGLE, model=DraftModel(num_layers=2, num_heads=4, num_kv_heads=2)))
     assert found.role(Role.DRAFT_DECODE).groups[0].layers == 2
 
 
-def test_adapters_that_no_real_batch_can_have_get_no_graph():
+def test_unreachable_lora_cases_get_no_graph():
     """One request has one adapter, though alignment pads it to four (law 4)."""
     role = made(
         limits=Limits(max_num_reqs=1, max_num_tokens=8),
@@ -207,7 +207,7 @@ def test_adapters_that_no_real_batch_can_have_get_no_graph():
 
 
 @given(deployments(max_reqs=64))
-def test_the_budget_bounds_the_whole_plan(deployment):
+def test_budget_bounds_the_whole_plan(deployment):
     """All roles together, and every cap of a backend, whatever the policy."""
     try:
         found = deployment.plan()

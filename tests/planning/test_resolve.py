@@ -20,19 +20,19 @@ def group(level, name="all"):
     return GroupSupport(group=name, backend="alpha", support=Support(level=level, reason="SM75"))
 
 
-def test_full_on_a_backend_without_graphs_is_an_error_with_a_remedy():
+def test_resolve_rejects_full_without_full_graph_support():
     """As in vLLM."""
     with pytest.raises(PlanningError) as caught:
         resolve(
             Role.TARGET, GraphMode.FULL, [group(GraphSupport.NEVER)], max_query_len=1, piecewise=Piecewise()
         )
     assert str(caught.value) == (
-        "mode: FULL is out of reach, alpha has NEVER: SM75; "
-        "ask for PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
+        "mode: FULL is not possible: alpha declares NEVER: SM75; "
+        "request PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
     )
 
 
-def test_the_first_of_equally_weak_groups_is_blamed():
+def test_weakest_returns_the_first_of_equals():
     """So that the answer does not depend on anything else."""
     groups = [group(GraphSupport.ALWAYS, "a"), group(GraphSupport.NEVER, "b"), group(GraphSupport.NEVER, "c")]
     assert weakest(groups).group == "b"
@@ -41,11 +41,11 @@ def test_the_first_of_equally_weak_groups_is_blamed():
 @pytest.mark.parametrize(
     ("wanted", "rule", "after", "why"),
     [
-        (GraphMode.PIECEWISE, "role-asks-for-less", "PIECEWISE", "the lesser holds"),
-        (GraphMode.FULL, "role-asks-for-more", "FULL_AND_PIECEWISE", "does not go beyond its target"),
+        (GraphMode.PIECEWISE, "role-asks-for-less", "PIECEWISE", "the lower mode is used"),
+        (GraphMode.FULL, "role-asks-for-more", "FULL_AND_PIECEWISE", "is never above its target's"),
     ],
 )
-def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after, why):
+def test_drafter_mode_other_than_the_targets_is_a_decision(wanted, rule, after, why):
     """Less holds, more does not; both are decisions."""
     found = resolve_draft_prefill(
         GraphMode.FULL_AND_PIECEWISE,
@@ -58,7 +58,7 @@ def test_a_drafter_that_wants_another_mode_is_told(wanted, rule, after, why):
     assert why in found.decisions[0].message
 
 
-def test_what_no_backend_decided_names_none():
+def test_decisions_without_a_backend_name_none():
     """Neither the pieces of a model nor the nature of a draft decode is a backend's doing."""
     pieces = resolve(
         Role.TARGET,
@@ -78,7 +78,7 @@ def test_what_no_backend_decided_names_none():
 
 
 @pytest.mark.parametrize(("query_len", "mode"), [(1, GraphMode.FULL_DECODE_ONLY), (2, GraphMode.PIECEWISE)])
-def test_two_tokens_are_already_more_than_one(query_len, mode):
+def test_decodes_of_two_tokens_need_uniform_batch(query_len, mode):
     """K = 1 is speculation: a backend for single tokens cannot run it in a full graph."""
     groups = [group(GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)]
     found = resolve(
@@ -91,7 +91,7 @@ def test_two_tokens_are_already_more_than_one(query_len, mode):
     assert found.mode is mode
 
 
-def test_a_draft_decode_names_the_backend_that_cannot():
+def test_draft_decode_names_the_unsupporting_backend():
     """And its reason."""
     found = resolve_draft_decode(GraphMode.FULL, None, [group(GraphSupport.NEVER)])
     assert [d.rule for d in found.decisions] == ["draft-decode-only", "decode-full-unsupported"]

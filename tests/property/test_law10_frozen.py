@@ -17,12 +17,12 @@ from capture_planner.errors import GuardError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plugins import registry
 from capture_planner.records.backend import Axis, Fill, Lifetime, MetadataField, PaddingContract, Where
+from capture_planner.records.batch import Batch
 from capture_planner.records.model import Method
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime.execution.capture import warm_values
-from capture_planner.runtime.execution.fields import Extents, tensor_of
-from capture_planner.runtime.execution.guards import Baked
-from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.execution.fields import tensor_of
+from capture_planner.runtime.execution.guards import GraphState
+from capture_planner.runtime.options import Options
 from support.probe import Probe
 from support.worlds import bits, persistent, requests_of, serve, spec_of, world_of
 
@@ -55,12 +55,12 @@ class Stage:
 
     def stage(self, role, entry):
         """Bring a batch of the null page to where only the replay is left; return that."""
-        values = warm_values(role, entry)
-        tokens = len(values["input_ids"])
-        real = Extents(tokens=tokens, reqs=len(values["seq_lens"]), pages=role.fields.capacity.pages)
-        extents = role.stage(entry, real, values)
-        answer = role.dispatcher.dispatch_counts(role.role, real.reqs, tokens)
-        return lambda: role.again(answer, entry, extents, 0.0)
+        inputs = role.warm_up_inputs(entry)
+        batch = Batch(role=role.role, num_reqs=inputs.num_reqs, num_tokens=inputs.num_tokens)
+        step = role.step(batch, entry, inputs)
+        role.stage_inputs(step)
+        role.prepare_backends(step)
+        return lambda: role.replay_or_run(step, 0.0)
 
 
 def make(mode=GraphMode.FULL_AND_PIECEWISE, **options):
@@ -297,8 +297,8 @@ def test_another_layout_is_refused_with_both(guarded, data, layout):
 def test_another_frozen_scalar_is_refused_with_both(guarded, data, length):
     """A model that has become shorter; its PIECEWISE graphs do not care."""
     role, entry = graph_of(guarded, data)
-    bounds = role._bounds
-    role._bounds = attrs.evolve(bounds, positions=length)
+    longest = role.attention._max_model_len
+    role.attention._max_model_len = length
     try:
         replay = guarded.stage(role, entry)
         if entry.num_reqs is None:
@@ -307,12 +307,12 @@ def test_another_frozen_scalar_is_refused_with_both(guarded, data, length):
             says = refused(guarded, replay, role, entry)
             assert says.startswith(f"all.max_seq_len is baked in as 24, and this step has {length};")
     finally:
-        role._bounds = bounds
+        role.attention._max_model_len = longest
 
 
 SMALL = st.integers(1, 2)
 BAKED = st.builds(
-    Baked,
+    GraphState,
     st.fixed_dictionaries({"a.x": SMALL, "b.x": SMALL}),
     st.fixed_dictionaries({"a": st.none() | st.tuples(SMALL), "b": st.none() | st.tuples(SMALL)}),
 )

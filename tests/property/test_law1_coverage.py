@@ -75,7 +75,7 @@ def test_the_largest_decode_is_itself_a_size_unless_waived(plan):
 
 
 @given(plans(max_reqs=64), st.data())
-def test_a_waived_batch_says_why(plan, data):
+def test_waived_batch_has_a_message(plan, data):
     """Law 1: what is left eager on purpose has a waiver with a sentence, found by dispatch."""
     waivers = [(role.role, waiver) for role in plan.roles for waiver in role.waivers]
     assume(waivers)

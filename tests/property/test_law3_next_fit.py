@@ -29,7 +29,7 @@ def test_dispatch_equals_a_scan_over_all_entries(plan, data):
 
 
 @given(ANY_PLAN, st.data())
-def test_compatibility_is_what_the_entry_says(plan, data):
+def test_entry_rejection_agrees_with_the_reference(plan, data):
     """Law 3: ``Entry.rejection`` and an independent statement of compatibility are one."""
     batch = reference.without_adapters(data.draw(batches(plan)))
     chain = reference.chain_length(plan, batch.role, batch.num_reqs)
@@ -38,7 +38,7 @@ def test_compatibility_is_what_the_entry_says(plan, data):
 
 
 @given(ANY_PLAN, st.data())
-def test_no_answer_depends_on_what_was_asked_before(plan, data):
+def test_dispatch_does_not_depend_on_earlier_batches(plan, data):
     """Law 3: deterministic; in any order, any number of times, and with nothing kept."""
     asked = data.draw(st.lists(batches(plan), min_size=1, max_size=20))
     shuffled = data.draw(st.permutations(asked * 2))
@@ -81,7 +81,7 @@ def test_dispatch_is_total(plan, num_reqs, num_tokens, query_len, past_prompt, l
 
 
 @given(ANY_PLAN, st.data())
-def test_a_role_by_name_is_the_role(plan, data):
+def test_dispatch_counts_takes_role_names(plan, data):
     """Law 3: asking by the role's name changes nothing."""
     batch, dispatcher = data.draw(batches(plan)), Dispatcher(plan)
     by_name = dispatcher.dispatch_counts(

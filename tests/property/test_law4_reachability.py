@@ -20,7 +20,7 @@ def test_every_entry_serves_some_batch(plan):
 
 
 @given(plans(max_reqs=17, max_tokens=96) | arbitrary_plans(max_tokens=96))
-def test_coverage_knows_which_entries_are_reached(plan):
+def test_coverage_finds_the_reachable_entries(plan):
     """Law 4: ``Coverage.reached`` is what enumeration reaches."""
     walked = coverage(plan)
     for role in plan.roles:

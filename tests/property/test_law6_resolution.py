@@ -89,7 +89,7 @@ def result(requested, level, long, split, capturable, drafter=False):
 
 
 @pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
-def test_the_ladder_is_that_of_the_table(requested, level, long, split, capturable, drafter):
+def test_resolution_agrees_with_the_table(requested, level, long, split, capturable, drafter):
     """Law 6: every mode, level, query length, split and capturability, for targets and drafters."""
     found = result(requested, level, long, split, capturable, drafter)
     assert (found and found.mode) == expected(requested, level, long, split, capturable, drafter)

@@ -102,8 +102,8 @@ def test_the_order_of_registration_changes_nothing(deployment, data):
 
 
 @given(deployments(max_reqs=64), backends("stranger"))
-def test_a_backend_that_nobody_names_changes_nothing(deployment, stranger):
-    """Law 7: a backend is chosen by name; another one beside it is not looked at."""
+def test_unused_backend_changes_nothing(deployment, stranger):
+    """Law 7: a backend is chosen by name, whatever else is installed."""
     item = registry.Registered(backend=stranger, distribution="stranger", version="1")
     larger = registry.Registry([item, *deployment.registry.values()])
     more = PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=larger)

@@ -44,7 +44,7 @@ def _best(plan, vector, held):
 
 
 @given(ANY_PLAN, st.data())
-def test_each_rank_finds_the_same_alone(plan, data):
+def test_ranks_agree_independently(plan, data):
     """Law 8: from its own copy of the plan, whatever it was asked before, and in whatever order."""
     asked = data.draw(st.lists(vectors(plan, max_ranks=6), min_size=1, max_size=4))
     text, expected = codec.dumps(plan), [agree(Dispatcher(plan), vector) for vector in asked]
@@ -92,7 +92,7 @@ def test_the_entry_is_the_cheapest_that_serves_every_rank(plan, data):
     agreement = agree(Dispatcher(plan), vector)
     best, wanted = _best(plan, vector, held=True), _best(plan, vector, held=False)
     assert agreement.entry == best
-    assert agreement.passed_over == (wanted if best != wanted else None)
+    assert agreement.lost_entry == (wanted if best != wanted else None)
     assert (agreement.reason is Reason.RANK) == (best is None and wanted is not None)
 
 
@@ -117,7 +117,7 @@ def test_idle_ranks_change_nothing_for_the_others(plan, data, places):
         ranks.insert(place, Submission())
     with_idle = agree(Dispatcher(plan), attrs.evolve(vector, ranks=tuple(ranks)))
     without = agree(Dispatcher(plan), vector)
-    for name in ("joint", "entry", "reason", "passed_over", "draft_tokens"):
+    for name in ("joint", "entry", "reason", "lost_entry", "draft_tokens"):
         assert getattr(with_idle, name) == getattr(without, name)
     for submitted, answer in zip(ranks, with_idle.answers, strict=True):
         if submitted.batch is None:
@@ -146,7 +146,7 @@ def test_one_rank_without_graphs_makes_all_eager(plan, data):
 
 
 @given(ANY_PLAN, st.data())
-def test_entries_that_a_rank_lost_are_as_if_never_planned(plan, data):
+def test_lost_entries_are_as_if_never_planned(plan, data):
     """Law 8: all ranks answer as for a plan without them, wherever they were lost."""
     vector = data.draw(vectors(plan))
     vector = attrs.evolve(vector, ranks=tuple(attrs.evolve(s, captured=True) for s in vector.ranks))
@@ -165,7 +165,7 @@ def test_entries_that_a_rank_lost_are_as_if_never_planned(plan, data):
 
 
 @given(plans(max_reqs=12, max_tokens=48), st.data())
-def test_admissible_batches_are_an_entry_or_a_waiver_together_too(plan, data):
+def test_joint_batches_have_an_entry_or_a_waiver(plan, data):
     """Law 8 with law 1: what the limits admit on each rank, they admit as the joint batch."""
     role = data.draw(st.sampled_from(plan.roles))
     every = list(reference.admissible(plan, role))

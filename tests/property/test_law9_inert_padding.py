@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime.execution.capture import without_graphs, without_speculation
-from capture_planner.runtime.execution.role import Options
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from support.worlds import (
     LONGEST,
     VOCABULARY,

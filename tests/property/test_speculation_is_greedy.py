@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3
 from capture_planner import load_backends
 from capture_planner.errors import PlanningError
 from capture_planner.planning.planner import plan as make_plan
-from capture_planner.runtime.execution.capture import without_graphs, without_speculation
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
@@ -91,7 +91,7 @@ def drafter_of(kind, plan, target, seed):
         kind,
         plan.speculative,
         target,
-        places=plan.limits.max_num_reqs,
+        num_states=plan.limits.max_num_reqs,
         length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
         seed=seed,
     )

@@ -22,43 +22,43 @@ def a_field(**changes):
 
 
 @pytest.mark.parametrize("changes", [{"value": 0}, {"fill": Fill.CONSTANT}])
-def test_a_value_goes_with_a_constant(changes):
+def test_field_value_requires_constant_fill(changes):
     """Neither without the other."""
-    with pytest.raises(InvalidValue, match="value: a value goes with the fill constant"):
+    with pytest.raises(InvalidValue, match="value: needed for the fill constant"):
         a_field(**changes)
 
 
-def test_a_field_is_declared_once():
+def test_padding_contract_rejects_duplicate_fields():
     """Under its own name."""
     with pytest.raises(InvalidValue, match=r"fields\[1\].name: 'kv_indptr' is declared twice"):
         PaddingContract(fields=(a_field(), a_field()))
 
 
-def test_fields_are_found_by_name():
+def test_padding_contract_looks_up_fields_by_name():
     """Whatever their order."""
     contract = PaddingContract(fields=(a_field(name="a"), a_field(name="b")))
     assert contract["b"].name == "b"
 
 
 @pytest.mark.parametrize("changes", [{"name": "Kv"}, {"dtype": "int16"}, {"scale": 0}, {"offset": 4097}])
-def test_a_field_out_of_bounds_is_refused(changes):
+def test_field_rejects_values_out_of_bounds(changes):
     """Names, types and sizes have limits."""
     with pytest.raises(InvalidValue):
         a_field(**changes)
 
 
-def test_a_reason_is_a_sentence_not_a_novel():
+def test_support_rejects_long_reasons():
     """At least a character, at most 500."""
     for reason in ("", "a" * 501):
         with pytest.raises(InvalidValue):
             Support(level=GraphSupport.ALWAYS, reason=reason)
 
 
-def test_the_runners_fields_form_a_contract():
+def test_common_fields_form_a_padding_contract():
     """No name is given twice."""
     assert len(PaddingContract(fields=COMMON_FIELDS + SPECULATIVE_FIELDS).fields) == 9
 
 
-def test_an_object_without_the_methods_is_no_backend():
+def test_backend_protocol_rejects_other_objects():
     """The protocol tells."""
     assert not isinstance(object(), Backend)

@@ -62,7 +62,7 @@ class Sample:
         ({"share": "1"}, "share: expected a number, got '1'"),
     ],
 )
-def test_a_broken_constraint_names_its_place(change, problem):
+def test_record_rejects_broken_constraints_with_path(change, problem):
     """The constructor and ``replace`` refuse alike."""
     for make in (Sample, lambda **changes: replace(Sample(), **changes)):
         with pytest.raises(InvalidValue) as caught:
@@ -70,7 +70,7 @@ def test_a_broken_constraint_names_its_place(change, problem):
         assert [str(p) for p in caught.value.problems] == [problem]
 
 
-def test_records_are_frozen_and_take_keywords_only():
+def test_records_are_frozen_and_keyword_only():
     """Nothing changes in place, and no position has a meaning."""
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         Sample().count = 2
@@ -78,7 +78,7 @@ def test_records_are_frozen_and_take_keywords_only():
         Sample(1)
 
 
-def test_defaults_are_not_part_of_the_canonical_form():
+def test_canonical_form_omits_defaults():
     """A field that comes later with a default changes no digest."""
     assert canonical(Sample()) == {}
     assert canonical(Sample(count=2, names={"b": 1}, many=(1, 2))) == {
@@ -98,7 +98,7 @@ def test_equal_records_have_equal_digests(one, other):
 
 
 @given(st.integers(-5, 20), st.integers(-3, 3), st.integers(4, 10))
-def test_a_constraint_and_its_schema_say_the_same(value, low, high):
+def test_constraint_schema_agrees_with_check(value, low, high):
     """Bounds in JSON Schema are those of the check."""
     rule = Interval(low, high)
     schema = rule.schema()

@@ -1,4 +1,6 @@
-"""Which batches there can be, against plain counting."""
+"""Admissible batches, against plain counting."""
+
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import (
     Domain,
+    batches,
     decode_families,
     is_admissible,
     lora_cases,
@@ -15,7 +18,7 @@ from capture_planner.records.batch_space import (
     served_cases,
     token_step,
 )
-from capture_planner.records.spec import Lora, Parallel
+from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner.testing import specs
 
 DOMAINS = st.sets(st.integers(1, 30), min_size=1).map(
@@ -24,7 +27,7 @@ DOMAINS = st.sets(st.integers(1, 30), min_size=1).map(
 
 
 @given(DOMAINS, st.integers(0, 35))
-def test_neighbours_in_a_domain(drawn, count):
+def test_domain_neighbours(drawn, count):
     """Membership, the next count above, the last one up to, and clipping."""
     counts, domain = drawn
     assert (count in domain) == (count in counts)
@@ -36,7 +39,7 @@ def test_neighbours_in_a_domain(drawn, count):
 
 
 @given(st.integers(1, 99), st.integers(1, 9), st.integers(0, 120))
-def test_sizes_are_multiples_of_the_step(last, step, limit):
+def test_domain_sizes_are_multiples_of_the_step(last, step, limit):
     """Rounded up, never down; tight is the largest useful multiple within a limit."""
     domain = Domain.upto(last, step)
     useful = {-(-n // step) * step for n in range(1, last + 1)}
@@ -45,21 +48,21 @@ def test_sizes_are_multiples_of_the_step(last, step, limit):
 
 
 @given(DOMAINS, st.lists(st.integers(1, 35)))
-def test_needed_sizes_each_serve_a_count(drawn, sizes):
+def test_domain_needed_sizes_each_serve_a_count(drawn, sizes):
     """A size stays exactly where some count has it as the nearest."""
     counts, domain = drawn
     nearest = {min((s for s in sizes if s >= n), default=None) for n in counts} - {None}
     assert domain.needed(sizes) == tuple(sorted(nearest))
 
 
-def test_an_empty_domain_is_false():
+def test_domain_without_counts_is_false():
     """And a domain up to zero is empty."""
     assert not Domain.upto(0)
     assert Domain.upto(1)
 
 
 @given(specs(max_reqs=64))
-def test_families_are_the_decodes_of_the_schedule(spec):
+def test_decode_families_follow_the_schedule(spec):
     """Each request count has one family, of 1 + k tokens, as far as they fit."""
     for role in Role:
         families = decode_families(role, spec)
@@ -76,7 +79,7 @@ def test_families_are_the_decodes_of_the_schedule(spec):
 
 
 @given(st.integers(1, 32), st.integers(1, 16), st.booleans())
-def test_request_steps_make_tokens_divide(query_len, tensor, sequence):
+def test_request_step_aligns_tokens(query_len, tensor, sequence):
     """The least number of requests whose tokens are a multiple of the ranks."""
     parallel = Parallel(tensor=tensor, sequence=sequence)
     step, ranks = request_step(query_len, parallel), tensor if sequence else 1
@@ -85,7 +88,7 @@ def test_request_steps_make_tokens_divide(query_len, tensor, sequence):
 
 
 @given(st.builds(Lora, max_active=st.integers(1, 20), specialize=st.booleans()), st.integers(1, 30))
-def test_served_cases_are_those_that_a_batch_can_need(lora, num_reqs):
+def test_served_lora_cases_are_those_a_batch_can_need(lora, num_reqs):
     """Each count of adapters up to the requests is rounded up to one of them, and each is used."""
     cases = lora.cases()
     used = {min(c for c in cases if c >= n) for n in range(min(num_reqs, cases[-1]) + 1)}
@@ -102,10 +105,22 @@ def test_drafters_take_no_adapters_and_draft_decodes_are_never_mixed(spec):
 
 
 @given(specs(), st.integers(-2, 600), st.integers(-2, 5000), st.integers(-1, 40))
-def test_the_limits_admit_what_they_say(spec, num_reqs, num_tokens, loras):
+def test_limits_decide_what_is_admissible(spec, num_reqs, num_tokens, loras):
     """Requests, tokens and adapters within their limits; a token at least, an adapter at most a request."""
     batch = Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_tokens, active_loras=loras)
     limits, most = spec.limits, min(spec.lora.max_active + 1, num_reqs) if spec.lora else 0
     within = 0 < num_reqs <= limits.max_num_reqs and num_reqs <= num_tokens <= limits.max_num_tokens
     families = decode_families(Role.TARGET, spec)
     assert is_admissible(batch, spec, families) == (within and 0 <= loras <= most)
+
+
+def test_batches_have_no_more_loras_than_requests():
+    """Where more adapters can be active than requests can run, as with max_loras 5 and max_num_seqs 4."""
+    limits = Limits(max_num_reqs=4, max_num_tokens=8)
+    deployment = SimpleNamespace(
+        limits=limits, speculative=None, lora=Lora(max_active=5), parallel=Parallel()
+    )
+    families = decode_families(Role.TARGET, deployment)
+    listed = [batch for batch, _ in batches(Role.TARGET, deployment)]
+    assert all(is_admissible(batch, deployment, families) for batch in listed)
+    assert max(batch.active_loras for batch in listed) == 4

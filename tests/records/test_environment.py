@@ -15,7 +15,7 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 CPU = Device(kind=DeviceKind.CPU, name="x86", memory=1 << 30)
 
 
-def test_a_gpu_needs_its_capability_and_size():
+def test_cuda_device_requires_capability_and_multiprocessors():
     """Both are named at once."""
     with pytest.raises(InvalidValue) as caught:
         Device(kind=DeviceKind.CUDA, name="g", memory=1)
@@ -23,7 +23,7 @@ def test_a_gpu_needs_its_capability_and_size():
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("9.0", (9, 0)), ("12.1", (12, 1))])
-def test_a_capability_is_two_numbers(text, numbers):
+def test_capability_is_parsed_into_two_numbers(text, numbers):
     """Not a float: 12.1 is above 9.0."""
     gpu = Device(kind=DeviceKind.CUDA, name="g", capability=text, memory=1, multiprocessors=1)
     assert gpu.sm == numbers
@@ -33,7 +33,7 @@ def test_a_capability_is_two_numbers(text, numbers):
 @given(
     st.lists(st.integers(0, 999), min_size=1, max_size=4), st.sampled_from(["", ".post1", "rc1", "+cu130"])
 )
-def test_a_package_version_is_its_leading_numbers(numbers, suffix):
+def test_package_version_is_its_leading_numbers(numbers, suffix):
     """What follows them does not count."""
     text = ".".join(map(str, numbers)) + suffix
     machine = Environment(name="m", device=CPU, packages={"torch": text})
@@ -41,7 +41,7 @@ def test_a_package_version_is_its_leading_numbers(numbers, suffix):
     assert machine.package("absent") is None
 
 
-def test_packages_are_a_copy():
+def test_environment_copies_packages():
     """A frozen value does not change when the mapping that it was made of does."""
     packages = {"torch": "2"}
     machine = Environment(name="m", device=CPU, packages=packages)
@@ -66,7 +66,7 @@ def ran(monkeypatch):
     return run
 
 
-def test_this_machine_is_printed_as_its_file(ran):
+def test_environment_command_prints_this_machine(ran):
     """The standard output is the file, and nothing else is: a plan for it is not refused here."""
     host = pytest.importorskip("capture_planner.runtime.host")
     here = codec.loads(ran("--name", "my box").stdout, Environment)
@@ -75,7 +75,7 @@ def test_this_machine_is_printed_as_its_file(ran):
     assert codec.loads(json.dumps(json.loads(ran("--format", "json").stdout)), Environment).name == "here"
 
 
-def test_this_machine_is_written_to_a_file(ran, tmp_path):
+def test_environment_command_writes_a_file(ran, tmp_path):
     """Whole, with its name; what is printed says where."""
     path = tmp_path / "here.yaml"
     result = ran("-o", str(path), "--name", "box")

@@ -13,7 +13,7 @@ from capture_planner.testing import arbitrary_plans
 
 
 @given(arbitrary_plans())
-def test_roles_are_found_by_member_and_by_name(plan):
+def test_plan_looks_up_roles_by_member_and_name(plan):
     """What is not planned is an error that lists what is."""
     planned = {role.role for role in plan.roles}
     for role in Role:
@@ -26,14 +26,14 @@ def test_roles_are_found_by_member_and_by_name(plan):
 
 
 @given(arbitrary_plans())
-def test_a_role_is_planned_once(plan):
+def test_plan_rejects_duplicate_roles(plan):
     """A second plan of it is refused, with its place."""
     with pytest.raises(InvalidValue, match=rf"roles\[{len(plan.roles)}\].role: the role .* is planned twice"):
         replace(plan, roles=(*plan.roles, plan.roles[0]))
 
 
 @given(arbitrary_plans(), st.data())
-def test_the_order_in_which_entries_are_listed_changes_nothing(plan, data):
+def test_role_plan_sorts_entries(plan, data):
     """They are kept in capture order."""
     role = data.draw(st.sampled_from(plan.roles))
     assert replace(role, entries=tuple(data.draw(st.permutations(role.entries)))) == role
@@ -52,7 +52,7 @@ COUNT = st.integers(1, 6)
     st.integers(0, 3),
     st.sampled_from(Kind),
 )
-def test_a_waiver_covers_its_kind_and_extent(kind, query_len, first, last, num_reqs, each, loras, asked):
+def test_waiver_covers_its_kind_and_extent(kind, query_len, first, last, num_reqs, each, loras, asked):
     """Requests of decodes, tokens of mixed batches, and adapters in between."""
     waiver = Waiver(
         kind=kind,

@@ -21,7 +21,8 @@ from capture_planner.report.run import run_data, run_tables, summary
 from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, sections
 from capture_planner.report.summary import Percentiles
 from capture_planner.report.writing import percent, seconds, size
-from capture_planner.runtime.ledger import Accounts, Captured, Forward, Reading, RunReport
+from capture_planner.runtime.graphs.reading import Reading
+from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport
 from support import ledgers
 
 REPORTS = ledgers.reports()
@@ -188,7 +189,7 @@ def test_memory_adds_up_to_what_the_device_reports(report):
     else:
         assert accounts == numbers.accounts
         assert accounts.device == read[-1][2].used - read[0][0].used
-        between = sum(after[0].beside - before[2].beside for before, after in pairwise(read))
+        between = sum(after[0].outside - before[2].outside for before, after in pairwise(read))
         assert accounts.unexplained == between
         assert accounts.explained + between == accounts.device
         assert data["memory"]["accounts"]["unexplained"] == between

@@ -18,10 +18,10 @@ from capture_planner.records.model import DataType, DraftModel, Method, Model, S
 from capture_planner.records.plan import GroupPlan, RolePlan, Support
 from capture_planner.records.spec import GroupSpec, Limits, Roles, RoleSpec, Spec
 from capture_planner.runtime.assembly import assemble, capacity_of, dtype_of, layers_of
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.eagle import load_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.testing import plans
 from capture_planner_reference import Reference

@@ -24,13 +24,13 @@ from capture_planner.records.model import DataType, Method
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.runtime.assembly import DTYPES, dtype_of
 from capture_planner.runtime.eager_check import agreement
-from capture_planner.runtime.eager_check import role as compare
-from capture_planner.runtime.eager_check.role import ComparedRole, comparing
-from capture_planner.runtime.execution.role import Options, RoleRun
-from capture_planner.runtime.execution.taps import Key, Taps
+from capture_planner.runtime.eager_check import check as compare
+from capture_planner.runtime.eager_check.check import EagerCheck
+from capture_planner.runtime.execution.taps import TapKey, Taps
 from capture_planner.runtime.graphs.recorded import RecordedGraph, RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
@@ -87,7 +87,9 @@ def runner_of(spec, options, seed):
     drafter = None
     if plan.speculative is not None:
         length += plan.speculative.num_tokens + 1
-        drafter = choose_drafter("random", plan.speculative, target, places=places, length=length, seed=seed)
+        drafter = choose_drafter(
+            "random", plan.speculative, target, num_states=places, length=length, seed=seed
+        )
     pages = PageFormat(page_size=4, num_pages=1 + places * -(-length // 4))
     return Runner(
         plan, target, drafter, registry.load_backends(), RecordedGraphs(), pages=pages, options=options
@@ -106,7 +108,7 @@ def test_a_healthy_deployment_has_no_difference(data, dtype, seed):
             runner.capture()
             told[options.compare] = {done.name: done.tokens for done in runner.serve(requests)}
             if options.compare:
-                found, forwards = runner.parts.findings.report(), runner.session.forwards
+                found, forwards = runner.parts.comparison.report(), runner.session.forwards
     assert found.difference is None
     compared, eager = Counter(), Counter()
     for forward in forwards:
@@ -168,7 +170,7 @@ def found(made, plant=lambda runner: None, armed=lambda runner: None, **options)
     Whatever is found must be the first of all that differs, as found by brute force.
     """
     seen = []
-    inner = ComparedRole._compare_tensors
+    inner = EagerCheck._compare_tensors
 
     def kept(role, forward, graph, eager, *rest):
         seen.append((graph, eager))
@@ -178,14 +180,14 @@ def found(made, plant=lambda runner: None, armed=lambda runner: None, **options)
         pytest.MonkeyPatch.context() as patch,
         made.runner(options=Options(compare=True, **options)) as runner,
     ):
-        patch.setattr(ComparedRole, "_compare_tensors", kept)
+        patch.setattr(EagerCheck, "_compare_tensors", kept)
         plant(runner)
         runner.capture()
         armed(runner)
         with pytest.raises(DifferenceError) as caught:
             serve(runner, requests_of(made, 1))
         told = caught.value.difference
-        assert told is runner.parts.findings.report().difference
+        assert told is runner.parts.comparison.report().difference
         assert told.step == len(runner.session.steps)
     assert str(told) == str(caught.value)
     assert told.requests
@@ -275,14 +277,14 @@ def test_padding_may_be_anything():
         runner.capture()
         serve(runner, requests_of(made, 1))
         assert any(forward.padded_tokens and forward.entry.num_reqs for forward in runner.session.forwards)
-        assert runner.parts.findings.report().difference is None
+        assert runner.parts.comparison.report().difference is None
 
 
 class StaleSlots:
     """Updates of a role whose graphs take slots from a buffer with a stale tail."""
 
     def __init__(self, role):
-        self._inner, self._role = role._updates, role
+        self._inner, self._role = role.attention._updates, role
         self.slots = torch.zeros_like(role.fields["slot_mapping"])
         self.inside = False
 
@@ -313,8 +315,8 @@ def test_a_graph_that_stores_nothing_is_found_in_the_cache(monkeypatch):
 
     def plant(runner):
         role = runner.parts.roles[Role.TARGET]
-        store, stored = role._updates.store, lambda *_: None
-        swap = functools.partial(monkeypatch.setattr, role._updates, "store")
+        store, stored = role.attention._updates.store, lambda *_: None
+        swap = functools.partial(monkeypatch.setattr, role.attention._updates, "store")
         in_graphs(role, lambda: swap(stored), lambda: swap(store))
 
     told = found(world(mode=GraphMode.FULL), plant)
@@ -343,14 +345,14 @@ def test_drafts_past_the_end_of_the_model_write_where_anybody_may(backend):
     with made.runner(options=COMPARE) as runner:
         runner.capture()
         role = runner.parts.roles[Role.DRAFT_DECODE]
-        prepare = role.prepare
+        prepare = role.prepare_backends
 
-        def prepared(entry, real, extents, values):
-            padded = extents.reqs - real.reqs
-            slots.append(entry is not None and padded and (values["slot_mapping"] == 0).sum())
-            prepare(entry, real, extents, values)
+        def prepared(step):
+            padded = step.extents.reqs - step.real.reqs
+            slots.append(step.entry is not None and padded and (step.inputs.slot_mapping == 0).sum())
+            prepare(step)
 
-        role.prepare = prepared
+        role.prepare_backends = prepared
         prompts = [tuple(range(length)) for length in (5, 21)]
         runner.serve(
             [
@@ -358,7 +360,7 @@ def test_drafts_past_the_end_of_the_model_write_where_anybody_may(backend):
                 for i, prompt in enumerate(prompts)
             ]
         )
-        assert runner.parts.findings.report().difference is None
+        assert runner.parts.comparison.report().difference is None
     assert any(slots) or backend is None
 
 
@@ -367,8 +369,8 @@ def test_a_stale_slot_is_found_in_the_cache():
 
     def plant(runner):
         role = runner.parts.roles[Role.TARGET]
-        updates = role._updates = StaleSlots(role)
-        forward, prepare = role._forward, role.prepare
+        updates = role.attention._updates = StaleSlots(role)
+        forward, prepare = role._forward, role.prepare_backends
 
         def flagged(extents, entry):
             updates.inside = entry is not None and entry.num_reqs is not None
@@ -377,11 +379,11 @@ def test_a_stale_slot_is_found_in_the_cache():
             finally:
                 updates.inside = False
 
-        def prepared(entry, real, extents, values):
-            updates.slots[: real.tokens] = torch.from_numpy(values["slot_mapping"])
-            prepare(entry, real, extents, values)
+        def prepared(step):
+            updates.slots[: step.real.tokens] = torch.from_numpy(step.inputs.slot_mapping)
+            prepare(step)
 
-        role._forward, role.prepare = flagged, prepared
+        role._forward, role.prepare_backends = flagged, prepared
 
     told = found(world(), plant)
     assert (told.layer, told.tensor, told.after) == (0, "key cache", "layer 0, values")
@@ -450,7 +452,7 @@ class Unmoved:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def move_on(self, moving, rows, tokens=None):
+    def advance(self, moving, rows, tokens=None):
         """Nothing."""
 
 
@@ -524,7 +526,7 @@ def test_another_draft_of_equal_states_is_a_tie_in_half_precision_alone(monkeypa
         plant(runner)
         runner.capture()
         serve(runner, requests_of(made, 1))
-        report = runner.parts.findings.report()
+        report = runner.parts.comparison.report()
     assert report.difference is None
     drafts = [f for f in runner.session.forwards if f.role is Role.DRAFT_DECODE and f.entry is not None]
     assert report.near_ties == sum(forward.num_reqs for forward in drafts)
@@ -589,9 +591,9 @@ def test_taps_keep_the_front_rows_of_steps_in_order():
     """Buffers are as large as the largest graph, keep nothing while they are off, and can be poisoned."""
     taps = Taps(3)
     for step in (0, 1):
-        taps.keep(Key(step, 0, "queries"), torch.full((2, 4), float(step)))
+        taps.keep(TapKey(step, 0, "queries"), torch.full((2, 4), float(step)))
     with taps.off():
-        taps.keep(Key(0, 0, "queries"), torch.ones(9, 4))
+        taps.keep(TapKey(0, 0, "queries"), torch.ones(9, 4))
     kept = dict(taps.kept(2))
     assert [key.step for key in kept] == [0, 1]
     assert all(buffer.shape == (3, 4) for buffer in kept.values())
@@ -605,16 +607,16 @@ def test_taps_keep_the_front_rows_of_steps_in_order():
 def test_what_leaves_no_moment_to_compare_is_refused(options):
     """By name; nothing else is."""
     with pytest.raises(RunError, match=f"{next(iter(options))} is"):
-        comparing(Options(compare=True, **options))
+        world().runner(options=Options(compare=True, **options))
 
 
 def test_a_role_that_is_not_compared_is_the_plain_one():
     """Nothing is captured in addition; comparing poisons, and runs no step ahead."""
     made = world(k=2)
     with made.runner() as plain, made.runner(options=COMPARE) as runner:
-        assert {type(role) for role in plain.parts.roles.values()} == {RoleRun}
-        assert plain.parts.findings is None
-        assert {type(role) for role in runner.parts.roles.values()} == {ComparedRole}
-        assert runner.options.poison
-        assert not runner.parts.target.ahead
-        assert not runner.parts.drafts_on_device
+        assert {role._observer for role in plain.parts.roles.values()} == {None}
+        assert plain.parts.comparison is None
+        assert {type(role._observer) for role in runner.parts.roles.values()} == {EagerCheck}
+        assert runner.policy.poison
+        assert not runner.policy.run_ahead
+        assert not runner.policy.drafts_on_device

@@ -18,7 +18,7 @@ from support.files import module_at
 triton = pytest.importorskip("triton", reason="the fused padding kernel needs triton, which is not installed")
 
 
-FUSED = Path(capture_planner.__file__).parent / "runtime" / "fused.py"
+FUSED = Path(capture_planner.__file__).parent / "runtime" / "execution" / "fused.py"
 laws = module_at(Path(__file__).with_name("test_padding.py"), "padding_laws")
 CPU = torch.device("cpu")
 

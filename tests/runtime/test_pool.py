@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from capture_planner.runtime.graphs.graph import Pool
+from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.pool import ALIGNMENT, Block, RecordedPool, lay_out
 
 
@@ -121,7 +121,7 @@ def test_a_pool_keeps_its_limit(graphs, limit):
 
 def test_poison_reaches_every_byte():
     """Of every chunk: NaN as a float, -1 as an integer."""
-    pool: Pool = RecordedPool()
+    pool: GraphPool = RecordedPool()
     chunks = [chunk for size in (64, 640) for chunk, _ in pool.hold([Block(0, 0, size)]).places]
     assert len(set(map(id, chunks))) == 2
     for chunk in chunks:

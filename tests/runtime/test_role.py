@@ -17,8 +17,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Where
 from capture_planner.records.batch import Batch
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime.execution.capture import warm_values, without_graphs
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.plan_variants import without_graphs
 from support.probe import Probe
 from support.worlds import requests_of, serve, spec_of, world_of, worlds
 
@@ -63,8 +62,8 @@ class Armed:
 
     def forward(self, when, role, entry):
         """Return what warms up, captures, replays or runs eager a batch of an entry's shape."""
-        values = warm_values(role, entry)
-        tokens, reqs = len(values["input_ids"]), len(values["seq_lens"])
+        inputs = role.warm_up_inputs(entry)
+        tokens, reqs = inputs.num_tokens, inputs.num_reqs
         uniform = tokens // reqs if tokens % reqs == 0 else None
         batch = Batch(
             role=role.role,
@@ -74,11 +73,12 @@ class Armed:
             past_prompt=entry.query_len is not None,
         )
         if when == "warm-up":
-            return lambda: role.warm_up(entry, values)
+            return lambda: role.warm_up(entry)
         if when == "capture":
-            return lambda: role.capture(entry, values, RecordedGraphs().pool())
+            return lambda: role.capture(entry)
         runner = self.captured if when == "replay" else self.eager
-        return lambda: runner.parts.roles[role.role].run(batch, values, 0.0)
+        dispatch = runner.dispatcher.dispatch(batch)
+        return lambda: runner.parts.roles[role.role].run(batch, dispatch, inputs, 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType
-from capture_planner.runtime.execution.role import Options
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request, generated
@@ -31,7 +31,7 @@ def runner_of(plan, target, **options):
     drafter = None
     if plan.speculative is not None:
         places, length = plan.limits.max_num_reqs, plan.model.max_model_len
-        drafter = choose_drafter("random", plan.speculative, target, places=places, length=length)
+        drafter = choose_drafter("random", plan.speculative, target, num_states=places, length=length)
     return Runner(
         plan, target, drafter, load_backends(), RecordedGraphs(), pages=PAGES, options=Options(**options)
     )
@@ -63,7 +63,7 @@ def test_a_drafter_goes_with_a_plan_that_has_one():
     with pytest.raises(RunError, match="the plan has a drafter and none was given"):
         Runner(plan, target, None, load_backends(), RecordedGraphs(), pages=PAGES)
     alone = replace(plan, speculative=None, roles=plan.roles[:1])
-    drafter = choose_drafter("random", plan.speculative, target, places=8, length=256)
+    drafter = choose_drafter("random", plan.speculative, target, num_states=8, length=256)
     with pytest.raises(RunError, match="a drafter was given, and the plan has none"):
         Runner(alone, target, drafter, load_backends(), RecordedGraphs(), pages=PAGES)
 

@@ -54,7 +54,7 @@ class Row:
     """One request when a batch was made. ``count`` is None where it has a place and no row."""
 
     name: str
-    place: int
+    state_index: int
     pages: tuple[int, ...]
     table: tuple[int, ...]
     prompt: int
@@ -108,7 +108,7 @@ def scheduler_of(case):
 def simulate(case):
     """Serve everything, as the runner does with a model; return the scheduler, moments and outputs."""
     scheduler, chosen = scheduler_of(case), random.Random(case.seed)
-    places, moments, outputs, proposed, now = scheduler.places, [], {}, {}, 0.0
+    places, moments, outputs, proposed, now = scheduler.states, [], {}, {}, 0.0
     most = sum(request.length + 1 for request in case.requests) + len(case.requests)
     while not scheduler.done:
         assert len(moments) <= most, "a step without progress"
@@ -122,24 +122,24 @@ def simulate(case):
         moments.append(moment(scheduler, scheduled, admitted, proposed))
         settled = settle(scheduled, places, np.array([*sampled(scheduled, places)], dtype=np.int64))
         for live, gained in zip(scheduled.live, settled.gained, strict=True):
-            places.proposed[live.place] = scheduled.draft_tokens if gained else 0
-            start = int(places.length[live.place])
-            tokens = places.tokens[live.place, :start].tolist()
-            for index in range(places.proposed[live.place]):
+            places.proposed[live.state_index] = scheduled.draft_tokens if gained else 0
+            start = int(places.length[live.state_index])
+            tokens = places.tokens[live.state_index, :start].tolist()
+            for index in range(places.proposed[live.state_index]):
                 right = say(tokens)
                 tokens.append(right if chosen.random() < case.chance else (right + 1) % VOCABULARY)
-                places.tokens[live.place, start + index] = tokens[-1]
+                places.tokens[live.state_index, start + index] = tokens[-1]
             proposed[live.request.name] = tuple(tokens[start:])
             if start >= live.request.length:
                 end = live.request.length
-                outputs[live.request.name] = tuple(places.tokens[live.place, :end].tolist())
+                outputs[live.request.name] = tuple(places.tokens[live.state_index, :end].tolist())
                 scheduler.finish(live)
     return scheduler, moments, outputs
 
 
 def sampled(scheduled, places):
     """Yield what the model says after each row that is read."""
-    for place, count, drafts in zip(scheduled.places, scheduled.counts, scheduled.drafts, strict=True):
+    for place, count, drafts in zip(scheduled.state_indices, scheduled.counts, scheduled.drafts, strict=True):
         end = int(places.computed[place] + count)
         if end - drafts == places.length[place]:
             tokens = places.tokens[place, :end].tolist()
@@ -149,24 +149,24 @@ def sampled(scheduled, places):
 def moment(scheduler, scheduled, admitted, proposed):
     """Take down a step before it is settled."""
     given = {
-        live.place: (int(count), int(drafts))
+        live.state_index: (int(count), int(drafts))
         for live, count, drafts in zip(scheduled.live, scheduled.counts, scheduled.drafts, strict=True)
     }
-    places = scheduler.places
+    places = scheduler.states
 
     def row(live):
-        (count, drafts), tokens = given.get(live.place, (None, 0)), places.tokens[live.place]
+        (count, drafts), tokens = given.get(live.state_index, (None, 0)), places.tokens[live.state_index]
         return Row(
             name=live.request.name,
-            place=live.place,
+            state_index=live.state_index,
             pages=tuple(live.pages),
-            table=tuple(places.table[live.place].tolist()),
-            prompt=int(places.prompt[live.place]),
-            length=int(places.length[live.place]),
-            computed=int(places.computed[live.place]),
-            following=tuple(tokens[int(places.length[live.place]) :][:drafts].tolist()),
+            table=tuple(places.table[live.state_index].tolist()),
+            prompt=int(places.prompt[live.state_index]),
+            length=int(places.length[live.state_index]),
+            computed=int(places.computed[live.state_index]),
+            following=tuple(tokens[int(places.length[live.state_index]) :][:drafts].tolist()),
             proposed=proposed.get(live.request.name, ()),
-            last=int(tokens[places.length[live.place] - 1]),
+            last=int(tokens[places.length[live.state_index] - 1]),
             count=count,
             drafts=drafts,
         )
@@ -280,7 +280,7 @@ def test_every_batch_is_one_that_the_plan_covers(case):
     families = {role: decode_families(role, case) for role in Role}
     for m in simulate(case)[1]:
         assert all(row.count >= 1 and 0 <= row.drafts < row.count for row in m.rows)
-        assert len({row.name for row in m.rows}) == len({row.place for row in m.rows}) == len(m.rows)
+        assert len({row.name for row in m.rows}) == len({row.state_index for row in m.rows}) == len(m.rows)
         assert m.num_tokens == sum(row.count for row in m.rows)
         assert m.prompts == sum(not row.past_prompt for row in m.rows)
         assert m.draft_tokens == case.k(len(m.rows))

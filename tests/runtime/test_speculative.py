@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Live, Places, Scheduled
+from capture_planner.runtime.serving.scheduler import Live, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.speculative import fulfil, promise, sampled_rows, settle
 from capture_planner.runtime.serving.workload import Request
 
@@ -22,9 +22,9 @@ def scheduled_of(rows, most_drafts, prompts=0):
     """A batch of ``(place, tokens, drafts)``, of which so many are prompts."""
     request = Request(name="r", arrival=0.0, prompt=(1,), max_new_tokens=1)
     places, counts, drafts = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
-    return Scheduled(
+    return ScheduledBatch(
         live=tuple(Live(request, place, [], 0.0) for place, _, _ in rows),
-        places=places,
+        state_indices=places,
         counts=counts,
         drafts=drafts,
         prompts=prompts,
@@ -34,10 +34,10 @@ def scheduled_of(rows, most_drafts, prompts=0):
 
 @st.composite
 def situations(draw):
-    """Places with any tokens, and a batch of decodes and of prompts that end in it or do not."""
+    """RequestStates with any tokens, and a batch of decodes and of prompts that end in it or do not."""
     chosen = random.Random(draw(st.integers(0, 1 << 32)))
     longest, k = draw(st.sampled_from((2, 5, 12))), draw(st.integers(0, 4))
-    places = Places(PLACES, longest, k, PageFormat(page_size=4, num_pages=9))
+    places = RequestStates(PLACES, longest, k, PageFormat(page_size=4, num_pages=9))
     places.tokens[:] = [[chosen.randrange(VOCABULARY) for _ in row] for row in places.tokens]
     rows, prompts = [], 0
     for place in chosen.sample(range(PLACES), draw(st.integers(1, PLACES))):
@@ -69,7 +69,7 @@ def test_read_are_the_last_settled_token_and_the_drafts_of_each_row_at_its_end(s
     scheduled, places, _ = situation
     starts, wanted = starts_of(scheduled), []
     for index, (place, count, drafts) in enumerate(
-        zip(scheduled.places, scheduled.counts, scheduled.drafts, strict=True)
+        zip(scheduled.state_indices, scheduled.counts, scheduled.drafts, strict=True)
     ):
         if places.computed[place] + count - drafts == places.length[place]:
             positions = range(places.computed[place], places.computed[place] + count)
@@ -91,7 +91,7 @@ def test_settling_is_what_each_row_alone_would_be(situation):
     tokens, length, computed = copied(places)
     said, kept, accepted, gained = iter(sampled.tolist()), [], [], []
     for place, count, drafts in zip(
-        scheduled.places.tolist(), scheduled.counts.tolist(), scheduled.drafts.tolist(), strict=True
+        scheduled.state_indices.tolist(), scheduled.counts.tolist(), scheduled.drafts.tolist(), strict=True
     ):
         if computed[place] + count - drafts < length[place]:
             computed[place] += count
@@ -130,7 +130,7 @@ def test_a_promise_that_is_kept_is_a_settled_step(situation):
     promised = promise(scheduled, places, starts)
     assert places.length.tolist() == other.length.tolist()
     for row, (place, at, gained) in enumerate(
-        zip(scheduled.places, promised.at, promised.gained, strict=True)
+        zip(scheduled.state_indices, promised.at, promised.gained, strict=True)
     ):
         if gained:
             # What stands there meanwhile names the row that will say it.
@@ -166,7 +166,7 @@ def test_whatever_is_drafted_the_output_is_the_targets_own(prompts, seed, chance
     Cache rows past ``computed`` are not counted: each step begins where the last settled token is.
     """
     chosen, longest = random.Random(seed), 24
-    places = Places(len(prompts), longest, 4, PageFormat(page_size=4, num_pages=9))
+    places = RequestStates(len(prompts), longest, 4, PageFormat(page_size=4, num_pages=9))
     for place, prompt in enumerate(prompts):
         places.tokens[place, : len(prompt)] = prompt
         places.length[place], places.computed[place] = len(prompt), len(prompt) - 1

@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from capture_planner.records.backend import COMMON_FIELDS
 from capture_planner.runtime.execution.fields import FieldBuffer
-from capture_planner.runtime.execution.step import (
-    derive,
-    draft_decode_values,
-    draft_prefill_values,
-    move_on,
-    target_values,
+from capture_planner.runtime.execution.inputs import DERIVED
+from capture_planner.runtime.execution.updates import TokenFields, TorchUpdates
+from capture_planner.runtime.serving.inputs import (
+    draft_decode_inputs,
+    draft_prefill_inputs,
+    target_inputs,
     token_rows,
 )
-from capture_planner.runtime.execution.updates import Moving, TorchUpdates
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Live, Places, Scheduled
+from capture_planner.runtime.serving.scheduler import Live, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
 
 DTYPES = {
@@ -44,15 +43,15 @@ OF_THE_TARGET = {"cu_num_draft_tokens", "sampled_rows", "sampled_counts"}
 class Situation:
     """A batch, what is known of all places, and the numbers that they were made with."""
 
-    scheduled: Scheduled
-    places: Places
+    scheduled: ScheduledBatch
+    places: RequestStates
     pages: PageFormat
     max_model_len: int
 
     def rows(self):
         """Yield place, first position, tokens and drafts of each row."""
         s = self.scheduled
-        for place, count, drafts in zip(s.places, s.counts, s.drafts, strict=True):
+        for place, count, drafts in zip(s.state_indices, s.counts, s.drafts, strict=True):
             yield int(place), int(self.places.computed[place]), int(count), int(drafts)
 
     def tokens(self):
@@ -73,7 +72,7 @@ def situations(draw, decodes=False):
     max_model_len = draw(st.sampled_from((2, 7, 30)))
     pages = PageFormat(page_size=draw(st.integers(1, 8)), num_pages=1000)
     k, count = draw(st.integers(0, 4)), draw(st.integers(1, 6))
-    places = Places(8, max_model_len, k, pages)
+    places = RequestStates(8, max_model_len, k, pages)
     free = chosen.sample(range(1, pages.num_pages), 8 * pages.pages(max_model_len))
     places.table[:] = np.array(free).reshape(places.table.shape)
     places.tokens[:] = np.array([chosen.randrange(1000) for _ in places.tokens.flat]).reshape(
@@ -94,9 +93,9 @@ def situations(draw, decodes=False):
             rows.append((place, 1 if same else chosen.randint(1, most), 0))
         request = Request(name=f"r{place}", arrival=0.0, prompt=(1,) * length, max_new_tokens=1)
         live.append(Live(request, place, [], 0.0))
-    scheduled = Scheduled(
+    scheduled = ScheduledBatch(
         live=tuple(live),
-        places=np.array([row[0] for row in rows], dtype=np.int64),
+        state_indices=np.array([row[0] for row in rows], dtype=np.int64),
         counts=np.array([row[1] for row in rows], dtype=np.int64),
         drafts=np.array([row[2] for row in rows], dtype=np.int64),
         prompts=sum(int(places.computed[row[0]] < places.prompt[row[0]]) for row in rows),
@@ -113,7 +112,8 @@ def used_pages(situation, place, length):
 @given(situations() | situations(decodes=True))
 def test_the_targets_values_are_those_of_each_token(batch):
     """Ids, positions, slots and offsets, token by token and row by row."""
-    made, rows = target_values(batch.scheduled, batch.places, batch.pages), list(batch.rows())
+    made = target_inputs(batch.scheduled, batch.places, batch.pages).declared
+    rows = list(batch.rows())
     tokens = list(batch.tokens())
     assert made["input_ids"].tolist() == [int(batch.places.tokens[token]) for token in tokens]
     assert made["positions"].tolist() == [position for _, position in tokens]
@@ -147,18 +147,18 @@ def test_token_rows_say_whose_each_token_is(batch):
 @given(situations() | situations(decodes=True), st.integers(0, 1 << 32))
 def test_the_draft_prefill_reads_the_next_token_and_the_last_settled_row(batch, seed):
     """The target's batch with each token shifted by one, read where verification stopped."""
-    target = target_values(batch.scheduled, batch.places, batch.pages)
+    target = target_inputs(batch.scheduled, batch.places, batch.pages)
     chosen = random.Random(seed)
     kept = [count - chosen.randint(0, drafts) for _, _, count, drafts in batch.rows()]
-    made = draft_prefill_values(target, batch.scheduled, np.array(kept), batch.places)
+    made = draft_prefill_inputs(target, batch.scheduled, np.array(kept), batch.places).declared
     shifted = [int(batch.places.tokens[place, position + 1]) for place, position in batch.tokens()]
     assert made["input_ids"].tolist() == shifted
-    starts = target["query_start_loc"].tolist()[:-1]
+    starts = target.query_start_loc.tolist()[:-1]
     assert made["last_token_indices"].tolist() == [
         start + count - 1 for start, count in zip(starts, kept, strict=True)
     ]
     for name in set(made) - {"input_ids", "last_token_indices"}:
-        assert made[name] is target[name]
+        assert made[name] is getattr(target, name)
     assert {name: str(array.dtype) for name, array in made.items()} == DTYPES
 
 
@@ -166,14 +166,14 @@ def draft_decode(batch):
     """A draft decode after verification: what is computed may have reached the model's end."""
     for place, first, count, _ in batch.rows():
         batch.places.computed[place] = min(first + count, batch.max_model_len)
-    computed = batch.places.computed[batch.scheduled.places]
-    return draft_decode_values(batch.scheduled, computed, batch.places, batch.pages)
+    computed = batch.places.computed[batch.scheduled.state_indices]
+    return draft_decode_inputs(batch.scheduled, computed, batch.places, batch.pages)
 
 
 def wanted_draft_decode(batch, moved):
     """Position, length and slot of each row after so many moves: past the end, the last and no slot."""
     last = batch.max_model_len - 1
-    for place in batch.scheduled.places.tolist():
+    for place in batch.scheduled.state_indices.tolist():
         position = int(batch.places.computed[place]) + moved
         if position > last:
             yield last, last + 1, 0
@@ -184,7 +184,7 @@ def wanted_draft_decode(batch, moved):
 @given(situations())
 def test_the_draft_decodes_values_are_held_at_the_models_end(batch):
     """One token a row, after what is computed; past the end it writes the null slot."""
-    made = draft_decode(batch)
+    made = draft_decode(batch).declared
     wanted = list(wanted_draft_decode(batch, 0))
     rows = range(len(wanted))
     assert made["positions"].tolist() == [position for position, _, _ in wanted]
@@ -192,7 +192,7 @@ def test_the_draft_decodes_values_are_held_at_the_models_end(batch):
     assert made["slot_mapping"].tolist() == [slot for _, _, slot in wanted]
     assert made["query_start_loc"].tolist() == [*rows, len(wanted)]
     assert made["last_token_indices"].tolist() == list(rows)
-    assert made["idx_mapping"].tolist() == batch.scheduled.places.tolist()
+    assert made["idx_mapping"].tolist() == batch.scheduled.state_indices.tolist()
     assert len(made["input_ids"]) == len(wanted)
     assert {name: str(array.dtype) for name, array in made.items()} == {
         name: dtype for name, dtype in DTYPES.items() if name not in OF_THE_TARGET
@@ -223,14 +223,16 @@ class Held(dict):
 @given(situations(), st.integers(0, 3))
 def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
     """Both are the reference at every step of a chain of k - 1, and padded rows stay padding."""
-    made = draft_decode(batch)
-    held = Held(device_fields(made, padding))
-    rows, dtypes = len(made["positions"]), {name: str(made[name].dtype) for name in made}
-    moving = Moving.of(held, batch.pages.page_size, batch.max_model_len)
+    inputs = draft_decode(batch)
+    held = Held(device_fields(inputs.declared, padding))
+    rows, dtypes = inputs.num_reqs, {name: str(array.dtype) for name, array in inputs.declared.items()}
+    token_fields = TokenFields.of(held, batch.pages.page_size, batch.max_model_len)
     updates = TorchUpdates()
     for moved in range(1, batch.scheduled.draft_tokens):
-        move_on(made, batch.pages.page_size, batch.max_model_len)
-        updates.move_on(moving, rows + padding)
+        before, inputs = inputs, inputs.next_draft(batch.max_model_len)
+        assert inputs is not before
+        made = inputs.declared
+        updates.advance(token_fields, rows + padding)
         positions, lengths, slots = zip(*wanted_draft_decode(batch, moved), strict=True)
         assert tuple(made["positions"].tolist()) == positions
         assert tuple(made["seq_lens"].tolist()) == lengths
@@ -244,8 +246,8 @@ def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
 @given(situations() | situations(decodes=True))
 def test_derived_fields_follow_from_the_common_ones(batch):
     """FlashInfer's page lists, its names for offsets and lengths, and text's three rope sections."""
-    made = target_values(batch.scheduled, batch.places, batch.pages)
-    common = dict(made)
+    inputs = target_inputs(batch.scheduled, batch.places, batch.pages)
+    common = dict(inputs.declared)
     lengths = [first + count for _, first, count, _ in batch.rows()]
     lists = [
         used_pages(batch, place, length) for (place, *_), length in zip(batch.rows(), lengths, strict=True)
@@ -261,17 +263,36 @@ def test_derived_fields_follow_from_the_common_ones(batch):
         ],
         "mrope_positions": [position for position in common["positions"].tolist() for _ in range(3)],
     }
-    derive(made, [*wanted, "tiles_of_a_backend"], page_size)
-    assert {name: made[name].tolist() for name in set(made) - set(common)} == wanted
-    assert all(made[name] is common[name] for name in common)
-    for name in wanted:
-        assert str(made[name].dtype) == ("int64" if name == "mrope_positions" else "int32"), name
+    assert set(wanted) == set(DERIVED)
+    for name, values in wanted.items():
+        assert inputs.array(name).tolist() == values
+        assert str(inputs.array(name).dtype) == ("int64" if name == "mrope_positions" else "int32"), name
+    assert all(inputs.declared[name] is common[name] for name in common)
 
 
-@given(situations(), st.sets(st.sampled_from(("kv_lens", "qo_indptr", "paged_kv_indptr"))))
-def test_only_declared_fields_are_derived(batch, names):
-    """What nobody reads is not made."""
-    made = target_values(batch.scheduled, batch.places, batch.pages)
-    before = set(made)
-    derive(made, names, batch.pages.page_size)
-    assert set(made) - before == names
+@given(situations() | situations(decodes=True), st.sets(st.sampled_from(sorted(DERIVED))))
+def test_derived_fields_are_made_when_they_are_read(batch, names):
+    """Each once; a field of a backend's own is not known."""
+    inputs = target_inputs(batch.scheduled, batch.places, batch.pages)
+    before = set(inputs.declared)
+    arrays = {name: inputs.declared[name] for name in names}
+    assert set(inputs.declared) - before == names
+    assert all(inputs.declared[name] is array for name, array in arrays.items())
+    assert inputs.array("tiles_of_a_backend") is None
+
+
+@given(situations(decodes=True))
+def test_next_decode_is_the_step_that_follows_without_ids_and_slots(batch):
+    """Positions and lengths grow by one; the step before is left as it was."""
+    inputs = target_inputs(batch.scheduled, batch.places, batch.pages)
+    positions = inputs.positions.copy()
+    after = inputs.next_decode()
+    assert inputs.positions.tolist() == positions.tolist()
+    assert after.positions.tolist() == (positions + 1).tolist()
+    assert after.array("kv_lens").tolist() == (inputs.seq_lens + 1).tolist()
+    assert after.array("input_ids") is after.array("slot_mapping") is None
+    assert after.block_table is inputs.block_table
+    assert {name: getattr(after, name).dtype for name in ("positions", "seq_lens")} == {
+        "positions": inputs.positions.dtype,
+        "seq_lens": inputs.seq_lens.dtype,
+    }

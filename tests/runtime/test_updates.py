@@ -13,9 +13,14 @@ from capture_planner.errors import RunError
 from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer
-from capture_planner.runtime.execution.step import draft_decode_values, draft_prefill_values, target_values
-from capture_planner.runtime.execution.updates import DraftState, Moving, TorchUpdates, Verified
+from capture_planner.runtime.execution.updates import (
+    DraftState,
+    TokenFields,
+    TorchUpdates,
+    VerificationInputs,
+)
 from capture_planner.runtime.executor import LayerCache
+from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.speculative import settle
 from support.files import module_at
 
@@ -33,7 +38,7 @@ def fused():
     pytest.importorskip("triton", reason="the fused updates need triton, which is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        path = Path(capture_planner.__file__).parent / "runtime" / "fused_updates.py"
+        path = Path(capture_planner.__file__).parent / "runtime" / "execution" / "fused_updates.py"
         return module_at(path, "interpreted_fused_updates").FusedUpdates()
 
 
@@ -51,7 +56,7 @@ def fields_of(batch, made, padded):
     """Buffers with room for ``padded`` more rows, filled and padded for a step's values."""
     pages = batch.pages.pages(batch.max_model_len)
     tokens = sum(count for _, _, count, _ in batch.rows())
-    room = Extents(tokens=tokens + padded, reqs=len(made["seq_lens"]) + padded, pages=pages)
+    room = Extents(tokens=tokens + padded, reqs=made.num_reqs + padded, pages=pages)
     held = Held()
     for field in (*COMMON_FIELDS, KV_LENS):
         columns = room.columns(field)
@@ -60,14 +65,14 @@ def fields_of(batch, made, padded):
             field.name, field, torch.zeros(shape, dtype=getattr(torch, field.dtype))
         )
         held.get(field.name).spoil()
-    values = made | {"kv_lens": made["seq_lens"]}
-    padding.apply(padding.table(held, values, len(made["positions"])))
+    values = made.declared | {"kv_lens": made.seq_lens}
+    padding.apply(padding.table(held, values, made.num_tokens))
     return held
 
 
 def moving_of(batch, held):
     """The same as what goes on by a token."""
-    return Moving.of(held, batch.pages.page_size, batch.max_model_len)
+    return TokenFields.of(held, batch.pages.page_size, batch.max_model_len)
 
 
 def same(one, other):
@@ -77,10 +82,10 @@ def same(one, other):
 
 @st.composite
 def verifications(draw):
-    """A batch with its target values, and what the target says: often what was drafted."""
+    """A batch with its target inputs, and what the target says: often what was drafted."""
     batch = draw(steps.situations() | steps.situations(decodes=True))
-    made = target_values(batch.scheduled, batch.places, batch.pages)
-    ids = np.append(made["input_ids"][1:], 0)
+    made = target_inputs(batch.scheduled, batch.places, batch.pages)
+    ids = np.append(made.input_ids[1:], 0)
     flips = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
     return batch, made, np.where(flips, ids + 1, ids).astype(np.int64)
 
@@ -89,17 +94,17 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
     """Fill all roles as if every draft were kept, and let the device put in what was."""
     target = fields_of(batch, made, padded)
     counts = batch.scheduled.counts
-    longest = np.minimum(batch.places.computed[batch.scheduled.places] + counts, batch.max_model_len)
-    prefill = fields_of(batch, draft_prefill_values(made, batch.scheduled, counts, batch.places), padded)
+    longest = np.minimum(batch.places.computed[batch.scheduled.state_indices] + counts, batch.max_model_len)
+    prefill = fields_of(batch, draft_prefill_inputs(made, batch.scheduled, counts, batch.places), padded)
     decode = fields_of(
-        batch, draft_decode_values(batch.scheduled, longest, batch.places, batch.pages), padded
+        batch, draft_decode_inputs(batch.scheduled, longest, batch.places, batch.pages), padded
     )
     rows = batch.scheduled.num_reqs
     updates.prepare_drafts(
-        Verified(
+        VerificationInputs(
             fields=moving_of(batch, target),
             starts=target["query_start_loc"][: rows + 1],
-            counts=torch.from_numpy(made["sampled_counts"]),
+            counts=torch.from_numpy(made.sampled_counts),
             answers=torch.from_numpy(answers),
             most=1 + int(batch.scheduled.drafts.max()),
         ),
@@ -112,22 +117,22 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
 
 @given(verifications(), st.integers(0, 2))
 def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
-    """Verified and shifted there as ``settle`` and the draft values do it here; padding is left as it was."""
+    """VerificationInputs and shifted there as ``settle`` and the draft values do it here; padding is left as it was."""
     batch, made, answers = case
     prefill, decode = prepare(TORCH, batch, made, answers, padded, decodes=True)
     scheduled, places = batch.scheduled, batch.places
-    settled = settle(scheduled, places, answers[made["sampled_rows"]])
-    wanted = draft_prefill_values(made, scheduled, settled.kept, places)
+    settled = settle(scheduled, places, answers[made.sampled_rows])
+    wanted = draft_prefill_inputs(made, scheduled, settled.kept, places)
     expected = fields_of(batch, wanted, padded)
-    rows, starts = scheduled.num_reqs, made["query_start_loc"]
+    rows, starts = scheduled.num_reqs, made.query_start_loc
     for start, kept in zip(starts, settled.kept, strict=False):
         # Rows past what was kept hold rejected drafts, which nobody reads.
         kept_rows = slice(start, start + kept)
         assert prefill["input_ids"][kept_rows].tolist() == expected["input_ids"][kept_rows].tolist()
     assert prefill["input_ids"][scheduled.num_tokens :].eq(0).all()
     assert prefill["last_token_indices"].tolist() == expected["last_token_indices"].tolist()
-    computed = places.computed[scheduled.places]
-    expected = fields_of(batch, draft_decode_values(scheduled, computed, places, batch.pages), padded)
+    computed = places.computed[scheduled.state_indices]
+    expected = fields_of(batch, draft_decode_inputs(scheduled, computed, places, batch.pages), padded)
     for name in ("positions", "seq_lens", "kv_lens", "slot_mapping", "idx_mapping", "input_ids"):
         assert decode[name][:rows].tolist() == expected[name][:rows].tolist(), name
         assert decode[name][rows : rows + padded].tolist() == expected[name][rows : rows + padded].tolist()
@@ -147,15 +152,15 @@ def test_the_kernel_prepares_drafts_as_torch_does(fused, case, padded, decodes):
 @given(steps.situations(), st.integers(0, 2), st.integers(1, 3), st.booleans())
 def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
     """Positions, lengths and slots up to the model's end, and the tokens that come next."""
-    computed = batch.places.computed[batch.scheduled.places]
-    made = draft_decode_values(batch.scheduled, computed, batch.places, batch.pages)
+    computed = batch.places.computed[batch.scheduled.state_indices]
+    made = draft_decode_inputs(batch.scheduled, computed, batch.places, batch.pages)
     rows = len(computed) + padded
     tokens = torch.arange(5, 5 + rows) if takes else None
     found = []
     for updates in (fused, TORCH):
         held = fields_of(batch, made, padded)
         for _ in range(moves):
-            updates.move_on(moving_of(batch, held), rows, tokens)
+            updates.advance(moving_of(batch, held), rows, tokens)
         found.append(held)
     assert same(*found)
     if takes:
@@ -202,7 +207,7 @@ def test_lengths_of_another_type_are_refused():
     wide = MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, dtype="int64")
     held = Held(kv_lens=FieldBuffer("own.kv_lens", wide, torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(RunError, match=r"own\.kv_lens is declared int64"):
-        Moving.of(held, 16, 64)
+        TokenFields.of(held, 16, 64)
 
 
 @settings(max_examples=max(settings.default.max_examples // 4, 5))

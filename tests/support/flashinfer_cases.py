@@ -10,21 +10,21 @@ import torch
 from capture_planner.modes import Role
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.executor import Reservation
-from capture_planner_flashinfer.backend import Path
+from capture_planner_flashinfer.selection import KernelFamily
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
 from support import flashinfer_rig as checks
 from support.flashinfer_standin import CPU, recorded
 
 SMALL = {"kv_heads": 2, "head_dim": 64}
 SETTINGS = {
-    Path.CUDA_CORE: checks.Setting(heads=4, **SMALL),
-    Path.TENSOR_CORE: checks.Setting(heads=8, page_size=64, window=33, softcap=20.0, **SMALL),
-    Path.PREFILL: checks.Setting(heads=4, query_len=4, softcap=5.0, **SMALL),
-    Path.XQA: checks.Setting(heads=4, query_len=4, capability="9.0", **SMALL),
-    Path.TRTLLM_GEN: checks.Setting(heads=4, query_len=2, window=33, capability="10.0", **SMALL),
+    KernelFamily.CUDA_CORE: checks.Setting(heads=4, **SMALL),
+    KernelFamily.TENSOR_CORE: checks.Setting(heads=8, page_size=64, window=33, softcap=20.0, **SMALL),
+    KernelFamily.PREFILL: checks.Setting(heads=4, query_len=4, softcap=5.0, **SMALL),
+    KernelFamily.XQA: checks.Setting(heads=4, query_len=4, capability="9.0", **SMALL),
+    KernelFamily.TRTLLM_GEN: checks.Setting(heads=4, query_len=2, window=33, capability="10.0", **SMALL),
 }
-each_path = pytest.mark.parametrize("chosen", SETTINGS, ids=lambda chosen: chosen.name)
-WRAPPERS = [Path.CUDA_CORE, Path.TENSOR_CORE, Path.PREFILL]
+each_family = pytest.mark.parametrize("family", SETTINGS, ids=lambda family: family.name)
+WRAPPERS = [KernelFamily.CUDA_CORE, KernelFamily.TENSOR_CORE, KernelFamily.PREFILL]
 
 
 def rig_of(setting: Any) -> Any:

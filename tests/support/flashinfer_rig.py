@@ -23,10 +23,10 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, Fields
-from capture_planner.runtime.execution.step import derive
+from capture_planner.runtime.execution.inputs import DERIVED, StepInputs
 from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
 from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.backend import path
+from capture_planner_flashinfer.selection import kernel_family
 
 REQS, LENGTH, TOKENS, LAYER = 8, 640, 2048, 3
 ROLE, GROUP, BACKEND = Role.TARGET, "full", FlashInfer()
@@ -104,7 +104,7 @@ class Rig:
             max_query_len=setting.query_len,
             window=setting.window,
         )
-        self.path = path(attention, planned)
+        self.family = kernel_family(attention, planned)
         self.entries = tuple(_entry(reqs, setting.query_len) for reqs in (REQS, REQS // 2))
         limits = Limits(max_num_reqs=REQS, max_num_tokens=TOKENS)
         self._contract = BACKEND.padding(ROLE, attention, planned)
@@ -145,9 +145,17 @@ class Rig:
         """Fill and pad the fields of a step, and let the executor prepare."""
         values = dict(values)
         names = {field.name for field in self._contract.fields}
-        derive(values, names, self.setting.page_size)
         starts = values["query_start_loc"]
         tokens, reqs = int(starts[-1]), len(starts) - 1
+        inputs = StepInputs(
+            **values,
+            input_ids=None,
+            positions=np.zeros(tokens, dtype=np.int64),
+            slot_mapping=None,
+            idx_mapping=np.arange(reqs, dtype=np.int32),
+            page_size=self.setting.page_size,
+        )
+        values |= {name: DERIVED[name](inputs) for name in names & set(DERIVED)}
         padding.apply(padding.table(self.fields, values, tokens))
         extents = Extents(tokens=tokens, reqs=reqs, pages=self._capacity.pages)
         if entry is not None:
@@ -231,7 +239,7 @@ class Rig:
         out.fill_(torch.nan)
         replay()
         close(out[:real], batch.expected)
-        if self.path.is_wrapper:
+        if self.family.is_wrapper:
             assert not out[real:].any(), "padded rows are not zero"
 
     def eager(self, batch: Batch) -> None:
@@ -315,7 +323,7 @@ def check_plan_counts(rig: Rig) -> None:
         made: int = executor.plans - before
         return made
 
-    start, needed = 2 * setting.page_size + setting.query_len, int(rig.path.is_wrapper)
+    start, needed = 2 * setting.page_size + setting.query_len, int(rig.family.is_wrapper)
     assert plans([start, start]) == needed
     assert plans([start + 1, start]) == 0, "no page count changed"
     assert plans([start, start + 2]) == 0, "no page count changed"

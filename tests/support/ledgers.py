@@ -11,7 +11,8 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.plan import Waiver
 from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSeen, Largest
-from capture_planner.runtime.ledger import Captured, Forward, Reading, RunReport, Served, Step
+from capture_planner.runtime.graphs.reading import Reading
+from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
 from capture_planner.testing import arbitrary_plans, batches, plans
 
 LOCKED = {

@@ -1,9 +1,11 @@
 """Tiny configurations of the families that are tested."""
 
+from typing import Any
+
 import transformers
 
 VOCAB, LAYERS, WINDOW = 50, 3, 4
-BASE = {
+BASE: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -16,7 +18,7 @@ BASE = {
     "initializer_range": 0.3,
     "pad_token_id": 0,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MROPE = BASE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 WITHOUT_HEAD_DIM = {name: value for name, value in MROPE.items() if name != "head_dim"}
 SEEING = {"depth": 1, "num_heads": 2, "hidden_size": 32}

@@ -53,7 +53,7 @@ def rigged(plan: Plan, sizes: tuple[int, ...] = (1, MOST), *, backends: object =
     model = load_target(None, plan.model, device=torch.device("cpu"), dtype=dtype_of(plan.model.dtype))
     drafter = None
     if plan.speculative is not None:
-        drafter = choose_drafter("random", plan.speculative, model, places=MOST, length=128)
+        drafter = choose_drafter("random", plan.speculative, model, num_states=MOST, length=128)
     return Rig(
         plan=plan,
         model=model,

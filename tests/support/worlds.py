@@ -29,7 +29,8 @@ from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.execution.fields import tensor_of
-from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
@@ -148,7 +149,7 @@ def world_of(
             drafts,
             plan.speculative,
             target,
-            places=plan.limits.max_num_reqs,
+            num_states=plan.limits.max_num_reqs,
             length=LONGEST + plan.speculative.num_tokens + 1,
             seed=seed + 1,
         )
@@ -295,30 +296,31 @@ def watched(
     found: dict[tuple[int, Role], list[dict[str, torch.Tensor]]] = defaultdict(list)
     first = len(runner.session.steps)
 
-    def again(role: RoleRun, inner: Any, answer: Any, entry: Any, extents: Any, started: Any) -> Any:
+    def replay_or_run(role: RoleRun, inner: Any, step: ForwardStep, started: float) -> ForwardTimes:
+        extents = step.extents
         reqs = int((role.fields["idx_mapping"][: extents.reqs] >= 0).sum())
         moment = Moment(
             runner=runner,
             role=role,
-            entry=entry,
+            entry=step.entry,
             num_tokens=int(role.fields["query_start_loc"][reqs]),
             num_reqs=reqs,
             padded_tokens=extents.tokens,
             padded_reqs=extents.reqs,
         )
         kept = before(moment)
-        ran = inner(answer, entry, extents, started)
+        times: ForwardTimes = inner(step, started)
         found[len(runner.session.steps) - first, role.role].append(_real_rows(moment))
         after(moment, kept)
-        return ran
+        return times
 
     for role in runner.parts.roles.values():
-        role.again = functools.partial(again, role, role.again)  # type: ignore[method-assign]
+        role.replay_or_run = functools.partial(replay_or_run, role, role.replay_or_run)  # type: ignore[method-assign]
     try:
         yield found
     finally:
         for role in runner.parts.roles.values():
-            del role.again
+            del role.replay_or_run
 
 
 def _real_rows(moment: Moment) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from gpu_results import NO_VALUE, NOT_MEASURED, RESULTS, files, table
+from results import NO_VALUE, NOT_MEASURED, RESULTS, files, table
 
 BACKENDS = ("flash_attention", "flashinfer", "flashinfer_wrappers", "reference", "triton")
 """Those that a thorough run is wanted of; a row is there whether there is a result or not."""

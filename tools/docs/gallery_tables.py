@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import gpu_results
+import results
 
 from capture_planner.analysis.lint import RULES
 from capture_planner.analysis.lint.core import link
@@ -18,7 +18,7 @@ SHOWN = 160
 
 def campaign() -> dict[str, Any]:
     """Return the newest campaign; raises ``FileNotFoundError``."""
-    found = gpu_results.files("gallery-*.json")
+    found = results.files("gallery-*.json")
     if not found:
         raise FileNotFoundError(
             "benchmarks/results has no gallery-*.json: run tox -e gallery -- --output"
@@ -62,10 +62,10 @@ def table() -> str:
                 made["planted"],
                 ", ".join(_check(by) for by in made["by"]) or "nothing",
                 f"{made['hits']} of {made['seeds']}",
-                _cell(_short(made["shown"] or gpu_results.NO_VALUE)),
+                _cell(_short(made["shown"] or results.NO_VALUE)),
             )
         )
-    return gpu_results.table(
+    return results.table(
         ("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6
     )
 
@@ -79,11 +79,11 @@ def checks() -> str:
         for code, rule in RULES.items()
         if caught[code]
     ]
-    return gpu_results.table(("check", "law", "mutants"), rows, text=2)
+    return results.table(("check", "law", "mutants"), rows, text=2)
 
 
 def _check(by: str) -> str:
-    return f"[{by}](lint.md#{by.lower()})" if by in RULES else f"`{by}`"
+    return f"[{by}](../reference/lint.md#{by.lower()})" if by in RULES else f"`{by}`"
 
 
 def _first(explanation: str) -> str:

@@ -1,6 +1,6 @@
-"""The tables of the GPU bench, and the figures of the README.
+"""The tables of the GPU bench.
 
-A figure that the newest file does not have is shown as *not measured*: nothing is taken from an older one.
+A figure that is missing in the newest file is shown as *not measured*; older files are not used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from gpu_results import (
+from results import (
     MIBI,
     NO_VALUE,
     NOT_MEASURED,
@@ -28,8 +28,6 @@ from gpu_results import (
     us,
 )
 
-MANY = 64
-"""Requests of the headline's decode step, or the most below them that were measured."""
 FIGURES = {
     "decode": "decode step by bare graphs",
     "preparation": "preparation",
@@ -39,12 +37,12 @@ FIGURES = {
     "pools": "pools",
 }
 BOUNDS = {
-    "decode": "by what a step does beside its graphs: [Decode step](#decode-step), column *host*",
-    "preparation": "by the runner's own work on values, dispatch and padding. What the backend takes of it is "
-    "the column *backend* under [Preparation](#preparation)",
+    "decode": "by the work of a step outside its graphs: [Decode step](#decode-step), column *host*",
+    "preparation": "by the runner's own work on values, dispatch and padding. The backend's share is the column "
+    "*backend* under [Preparation](#preparation)",
     "chain": "by the GPU's work: [The draft chain](#the-draft-chain)",
-    "throughput": "by the GPU's work: [Throughput](#throughput) has what bare replays would give",
-    "capture": "by what the runner adds to a bare loop: [Capture](#capture)",
+    "throughput": "by the GPU's work: [Throughput](#throughput) has the limit set by bare replays",
+    "capture": "by the runner's overhead over a bare loop: [Capture](#capture)",
 }
 
 
@@ -72,7 +70,7 @@ def machine() -> str:
         if gpu != hardware.get("gpu") or packages != where["packages"]:
             lines += [
                 "",
-                f"`{file['name']}` is of other versions or another GPU: {gpu}, {_versions(packages)}.",
+                f"`{file['name']}` was measured with other versions or on another GPU: {gpu}, {_versions(packages)}.",
             ]
     return "\n".join(lines)
 
@@ -82,7 +80,7 @@ def _versions(packages: Mapping[str, str]) -> str:
 
 
 def _source(file: dict[str, Any]) -> tuple[str, str, str]:
-    link = f"[{file['name']}](../benchmarks/results/{file['name']})"
+    link = f"[{file['name']}](../../benchmarks/results/{file['name']})"
     date = datetime.fromisoformat(file["provenance"]["date"])
     return link, f"{date:%Y-%m-%d %H:%M}", f"`{file['provenance']['command']}`"
 
@@ -145,7 +143,7 @@ def _absences(measured: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
 
 
 def missed() -> str:
-    """What is missed, by how much, and what bounds it."""
+    """Return each missed target, by how much it is missed, and its bound."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for (backend, _), report in reports().items():
         for target in report.get("targets", ()):
@@ -159,7 +157,7 @@ def missed() -> str:
                 for backend, target in found[figure]
             ]
             lines += [f"- **{FIGURES[figure]}**, bounded {BOUNDS[figure]}.", *(f"  - {one}" for one in each)]
-    return "\n".join(lines) or "Nothing that was measured is missed."
+    return "\n".join(lines) or "No measured target is missed."
 
 
 # Figures ---------------------------------------------------------------------------------------
@@ -281,8 +279,8 @@ def throughput() -> str:
             )
         )
         says.add(found["other_says"])
-    columns = ("backend", "requests", "tokens/s", "transformers", "ratio", "bare replays", "reached of these")
-    return "\n".join([f"Beside it: {'; '.join(sorted(says))}.", "", table(columns, rows, 2)])
+    columns = ("backend", "requests", "tokens/s", "transformers", "ratio", "bare replays", "share of these")
+    return "\n".join([f"Compared with: {'; '.join(sorted(says))}.", "", table(columns, rows, 2)])
 
 
 def capture() -> str:
@@ -331,45 +329,6 @@ def pools() -> str:
     return table(columns, rows)
 
 
-# Headline --------------------------------------------------------------------------------------
-
-
-def headline() -> str:
-    """The figures of the README."""
-    measured, seen = bench(), campaigns()
-    backends = sorted({backend for backend, _ in reports()})
-    steps, loads = dict(of("decode", 0)), dict(of("throughput"))
-    decoded = {
-        backend: max(rows, key=lambda row: int(row["num_reqs"]))
-        for backend, figure in steps.items()
-        if (rows := [row for row in figure if row["num_reqs"] <= MANY])
-    }
-    sizes = sorted({row["num_reqs"] for row in decoded.values()})
-    chains = {backend: figure[0] for backend, figure in of("chain")}
-    lines: dict[str, Callable[[str], str]] = {
-        f"decode step of {' or '.join(map(str, sizes))} requests": lambda b: f"{ms(decoded[b]['step'])} ms",
-        "the same, by a bare replay of its graph": lambda b: times(decoded[b]["overhead"]),
-        "the same without graphs, by a bare replay": lambda b: times(decoded[b]["gain"]),
-        "generated tokens per second": lambda b: scaled(loads[b]["tokens_per_second"], 1, 0),
-        "the same, by transformers' continuous batching": lambda b: times(loads[b]["gain"]),
-        "draft decodes of K=5: eager by graphs": lambda b: times(chains[b]["over_eager"]),
-        "random steps; requests that differ from the same kernels": lambda b: (
-            f"{seen[b]['steps']:,}; {seen[b]['differ from the same kernels']} of {seen[b]['requests']:,}"
-        ),
-    }
-    rows = [(name, *(_or_absent(cell, backend) for backend in backends)) for name, cell in lines.items()]
-    date = datetime.fromisoformat(measured["provenance"]["date"])
-    gpu = measured["provenance"]["hardware"].get("gpu", "an unknown GPU")
-    return f"{gpu}, {date:%Y-%m-%d}:\n\n{table(('figure', *backends), rows)}"
-
-
-def _or_absent(cell: Callable[[str], str], backend: str) -> str:
-    try:
-        return cell(backend)
-    except KeyError:
-        return NOT_MEASURED
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "gpu-machine": machine,
     "gpu-targets": targets,
@@ -382,5 +341,4 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-throughput": throughput,
     "gpu-capture": capture,
     "gpu-pools": pools,
-    "gpu-headline": headline,
 }

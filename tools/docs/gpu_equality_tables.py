@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpu_results import campaigns, mib, share, table
+from results import campaigns, mib, share, table
 
 ROLES = ("target", "draft_prefill", "draft_decode")
 

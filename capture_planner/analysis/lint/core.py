@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -142,8 +143,8 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str,
     severity: Severity,
+    code: str,
     bug_class: BugClass,
     *threads: str,
     remedy: str,
@@ -152,6 +153,9 @@ def rule(
     """Register a check of plans under a stable code. The other arguments are fields of ``Rule``."""
     facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
     return register_in(RULES, Rule, code, remedy=remedy, spec_path=spec_path, **facts)
+
+
+error, warning, note = (partial(rule, severity) for severity in Severity)
 
 
 def lint(plan: Plan) -> tuple[Finding, ...]:

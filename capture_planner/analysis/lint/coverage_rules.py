@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -39,9 +39,8 @@ def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
         yield run
 
 
-@rule(
+@error(
     "CP001",
-    Severity.ERROR,
     BugClass.A,
     "vllm#54933",
     "vllm-ascend#16049",
@@ -58,9 +57,8 @@ def uncovered_batch(coverage: Coverage) -> Iterator[Diagnostic]:
         yield of_role(coverage, run[0].role, f"{describe(run)} have neither a graph nor a waiver")
 
 
-@rule(
+@warning(
     "CP002",
-    Severity.WARNING,
     BugClass.A,
     "vllm#54933",
     "vllm#50488",
@@ -93,9 +91,8 @@ def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "waivers")
 
 
-@rule(
+@warning(
     "CP003",
-    Severity.WARNING,
     BugClass.A,
     "vllm#54933",
     remedy="raise max_num_tokens to requests times tokens each, or lower max_num_reqs",
@@ -119,7 +116,7 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
             )
 
 
-@rule("CP004", Severity.ERROR, BugClass.A, "vllm#47460", remedy="plan again from the spec")
+@error("CP004", BugClass.A, "vllm#47460", remedy="plan again from the spec")
 def roles_of_the_deployment(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has a role that the deployment does not run, or lacks one that it runs."""
     runs = list(Role) if coverage.plan.speculative else [Role.TARGET]
@@ -139,9 +136,8 @@ _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
 """Reasons that a single batch or step can have, but not a class of batches."""
 
 
-@rule(
+@error(
     "CP050",
-    Severity.ERROR,
     BugClass.J,
     "vllm#36165",
     remedy="give a reason (mode, sizes, backend_cap or budget) and a sentence",
@@ -156,7 +152,7 @@ def unexplained_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "waivers", index)
 
 
-@rule("CP051", Severity.WARNING, BugClass.J, "vllm#47460", "sglang#40253", remedy="plan again from the spec")
+@warning("CP051", BugClass.J, "vllm#47460", "sglang#40253", remedy="plan again from the spec")
 def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     """A waiver covers no batch: all of its batches have a graph or are inadmissible.
 
@@ -172,9 +168,8 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "waivers", index)
 
 
-@rule(
+@note(
     "CP052",
-    Severity.NOTE,
     BugClass.J,
     "vllm#36165",
     "vllm#20098",

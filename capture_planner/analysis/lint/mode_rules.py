@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Coverage
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Role
 from capture_planner.records.plan import Decision, RolePlan
 
@@ -27,9 +27,8 @@ def _needed(role: RolePlan) -> GraphSupport:
     return GraphSupport.UNIFORM_BATCH if long else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-@rule(
+@error(
     "CP030",
-    Severity.ERROR,
     BugClass.G,
     "vllm#39773",
     remedy="use FULL_DECODE_ONLY or NONE for draft decodes",
@@ -51,7 +50,7 @@ def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "mode")
 
 
-@rule("CP031", Severity.ERROR, BugClass.G, "vllm#49547", remedy="plan again from the spec")
+@error("CP031", BugClass.G, "vllm#49547", remedy="plan again from the spec")
 def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role resolved to more than was requested: a higher mode, or chains instead of single steps."""
     speculative = coverage.plan.speculative
@@ -66,9 +65,8 @@ def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "mode")
 
 
-@rule(
+@error(
     "CP032",
-    Severity.ERROR,
     BugClass.G,
     "vllm#49547",
     "vllm#50619",
@@ -88,7 +86,7 @@ def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "mode")
 
 
-@rule("CP033", Severity.ERROR, BugClass.G, "vllm#49547", "vllm#50619", remedy="lower the drafter's mode only")
+@error("CP033", BugClass.G, "vllm#49547", "vllm#50619", remedy="lower the drafter's mode only")
 def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter's limits lowered the target's mode.
 
@@ -106,13 +104,8 @@ def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "decisions", step)
 
 
-@rule(
-    "CP034",
-    Severity.ERROR,
-    BugClass.G,
-    "vllm#28207",
-    remedy="choose another backend or a lower mode",
-    spec_path=("backend",),
+@error(
+    "CP034", BugClass.G, "vllm#28207", remedy="choose another backend or a lower mode", spec_path=("backend",)
 )
 def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
     """A mode or a graph needs more than the weakest attention group of its role supports."""
@@ -125,9 +118,8 @@ def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "groups", number)
 
 
-@rule(
+@note(
     "CP035",
-    Severity.NOTE,
     BugClass.G,
     "vllm#49547",
     remedy="choose another backend if the mode matters",
@@ -142,9 +134,7 @@ def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "decisions", step)
 
 
-@rule(
-    "CP036", Severity.ERROR, BugClass.G, "vllm#39773", remedy="lower the drafter's mode or raise the target's"
-)
+@error("CP036", BugClass.G, "vllm#39773", remedy="lower the drafter's mode or raise the target's")
 def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter has a mode that its target does not allow.
 
@@ -164,7 +154,7 @@ def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "mode")
 
 
-@rule("CP037", Severity.ERROR, BugClass.G, "vllm#47460", remedy="remove them or change the mode")
+@error("CP037", BugClass.G, "vllm#47460", remedy="remove them or change the mode")
 def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph does not belong to its role's mode, so no batch is dispatched to it."""
     for role in coverage.plan.roles:

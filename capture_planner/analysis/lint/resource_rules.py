@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.records.batch import Kind
 
@@ -21,9 +21,8 @@ COARSE_TOKENS = 64
 replaced doubling by steps of 64, for up to 1.5 times the throughput (TRT-LLM#12895)."""
 
 
-@rule(
+@error(
     "CP040",
-    Severity.ERROR,
     BugClass.I,
     "vllm#50488",
     "TRT-LLM#12895",
@@ -39,7 +38,7 @@ def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
         )
 
 
-@rule("CP041", Severity.ERROR, BugClass.I, "vllm-ascend#8585", remedy="plan again from the spec")
+@error("CP041", BugClass.I, "vllm-ascend#8585", remedy="plan again from the spec")
 def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role has more full graphs, or larger ones, than its backend can hold."""
     for role in coverage.plan.roles:
@@ -57,9 +56,8 @@ def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "groups", number)
 
 
-@rule(
+@warning(
     "CP042",
-    Severity.WARNING,
     BugClass.I,
     "vllm#32005",
     "vllm#36370",
@@ -82,9 +80,8 @@ def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     )
 
 
-@rule(
+@warning(
     "CP043",
-    Severity.WARNING,
     BugClass.I,
     "vllm#57475",
     "vllm#51590",
@@ -108,9 +105,8 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
         )
 
 
-@rule(
+@note(
     "CP044",
-    Severity.NOTE,
     BugClass.I,
     "vllm#44078",
     remedy="set pool to shared unless you measured a difference",
@@ -125,9 +121,8 @@ def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
         yield Diagnostic(path=("pool",), message="each role has its own pool, which cost vLLM about 0.27 GiB")
 
 
-@rule(
+@warning(
     "CP045",
-    Severity.WARNING,
     BugClass.I,
     "TRT-LLM#12895",
     "vllm-ascend#1168",

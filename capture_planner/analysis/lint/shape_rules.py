@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Coverage, nearest_group_misses
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, Severity, of_role, rule
+from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, token_step
@@ -16,14 +16,7 @@ HEAVY_TOKENS = 1024
 """Padding is heavy above both: 5 to 16 tokens is cheap, 3208 to 8192 is not (sglang#31487, #40253)."""
 
 
-@rule(
-    "CP010",
-    Severity.ERROR,
-    BugClass.B,
-    "vllm#28207",
-    "vllm#36165",
-    remedy="list num_reqs only; num_tokens follows",
-)
+@error("CP010", BugClass.B, "vllm#28207", "vllm#36165", remedy="list num_reqs only; num_tokens follows")
 def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph whose num_tokens is not num_reqs times query_len.
 
@@ -38,14 +31,7 @@ def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]
                 yield of_role(coverage, role.role, message, "entries")
 
 
-@rule(
-    "CP011",
-    Severity.ERROR,
-    BugClass.B,
-    "vllm#48494",
-    "vllm#48329",
-    remedy="remove them; no batch is dispatched to them",
-)
+@error("CP011", BugClass.B, "vllm#48494", "vllm#48329", remedy="remove them; no batch is dispatched to them")
 def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph has a query length that its role never runs.
 
@@ -63,9 +49,8 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "entries")
 
 
-@rule(
+@note(
     "CP012",
-    Severity.NOTE,
     BugClass.B,
     "vllm#46324",
     remedy="harmless here; use multiples for an engine that derives requests from tokens",
@@ -89,9 +74,8 @@ def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
         )
 
 
-@rule(
+@error(
     "CP013",
-    Severity.ERROR,
     BugClass.B,
     "vllm#28207",
     remedy="round them up to multiples of the tensor-parallel size",
@@ -107,9 +91,8 @@ def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnosti
             yield of_role(coverage, role.role, message, "entries")
 
 
-@rule(
+@warning(
     "CP014",
-    Severity.WARNING,
     BugClass.B,
     "vllm#48494",
     remedy="raise num_tokens or lower the schedule",
@@ -127,9 +110,8 @@ def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
             )
 
 
-@rule(
+@warning(
     "CP020",
-    Severity.WARNING,
     BugClass.C,
     "vllm#47460",
     "vllm#53407",
@@ -151,9 +133,8 @@ def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "entries")
 
 
-@rule(
+@note(
     "CP021",
-    Severity.NOTE,
     BugClass.C,
     "vllm#53407",
     "vllm#56136",
@@ -173,7 +154,7 @@ def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "entries")
 
 
-@rule("CP022", Severity.ERROR, BugClass.C, "vllm#36165", remedy="list it once")
+@error("CP022", BugClass.C, "vllm#36165", remedy="list it once")
 def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph is listed twice, and would be captured twice under one key."""
     for role in coverage.plan.roles:
@@ -182,9 +163,8 @@ def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, f"{entry} is listed {count} times", "entries")
 
 
-@rule(
+@warning(
     "CP023",
-    Severity.WARNING,
     BugClass.C,
     "sglang#31487",
     "sglang#40253",
@@ -208,14 +188,7 @@ def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, cell.role, message, "entries")
 
 
-@rule(
-    "CP024",
-    Severity.ERROR,
-    BugClass.C,
-    "vllm#36165",
-    "vllm#39773",
-    remedy="set num_reqs for FULL graphs only",
-)
+@error("CP024", BugClass.C, "vllm#36165", "vllm#39773", remedy="set num_reqs for FULL graphs only")
 def request_extent(coverage: Coverage) -> Iterator[Diagnostic]:
     """A FULL graph without num_reqs, or a PIECEWISE graph with it.
 

@@ -58,7 +58,7 @@ def _finite(errors: torch.Tensor) -> torch.Tensor:
     return errors.nan_to_num(torch.inf, torch.inf)
 
 
-def number(value: torch.Tensor) -> float | int | None:
+def finite(value: torch.Tensor) -> float | int | None:
     """Return the number of a tensor that has one; None where it is not finite."""
     found: float | int = value.item()
     return found if math.isfinite(found) else None

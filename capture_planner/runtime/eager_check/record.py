@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.text import counted
-
-if TYPE_CHECKING:
-    from capture_planner.runtime.serving.scheduler import Live
 
 
 @attrs.frozen(kw_only=True)
@@ -126,12 +123,13 @@ class Comparison:
 
 
 @attrs.define(eq=False)
-class Comparing:
+class ComparisonLog:
     """What all roles of a run add to; ``report`` sums it up at any time."""
 
     step: int = 0
-    batch: Sequence[Live] = ()
-    _held: Sequence[Live] = ()
+    batch: Sequence[str] = ()
+    """The names of the requests in the batch, a row each."""
+    _pages: Mapping[str, Sequence[int]] = attrs.Factory(dict)
     _compared: Counter[Role] = attrs.Factory(Counter)
     _eager: Counter[Role] = attrs.Factory(Counter)
     _turns: Counter[Role] = attrs.Factory(Counter)
@@ -140,9 +138,9 @@ class Comparing:
     near_ties: int = 0
     difference: Difference | None = None
 
-    def begin(self, step: int, batch: Sequence[Live], held: Sequence[Live]) -> None:
-        """Take note of a step: who is in its batch, and who holds pages."""
-        self.step, self.batch, self._held = step, batch, held
+    def begin(self, step: int, batch: Sequence[str], pages: Mapping[str, Sequence[int]]) -> None:
+        """Begin a step: the requests in its batch, a row each, and the pages of every live request."""
+        self.step, self.batch, self._pages = step, batch, pages
         self._turns.clear()
 
     def turn(self, role: Role) -> int:
@@ -165,12 +163,20 @@ class Comparing:
         if before is None or largest.error > before.error:
             self._largest[largest.tensor] = largest
 
+    def add_near_ties(self, count: int) -> None:
+        """Count drafts that differ and are as likely as each other."""
+        self.near_ties += count
+
+    def end(self, difference: Difference) -> None:
+        """Keep the difference that ends the run."""
+        self.difference = difference
+
     def owner(self, slot: int, page_size: int) -> tuple[str | None, int | None]:
         """Return whose a slot of the cache is, and for which of its tokens; None twice: nobody's."""
         page, offset = divmod(slot, page_size)
-        for live in self._held:
-            if page in live.pages:
-                return live.request.name, live.pages.index(page) * page_size + offset
+        for name, pages in self._pages.items():
+            if page in pages:
+                return name, pages.index(page) * page_size + offset
         return None, None
 
     def report(self) -> Comparison:

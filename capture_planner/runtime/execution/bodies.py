@@ -14,8 +14,9 @@ import attrs
 import torch
 
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.execution.fields import SAMPLED_ROWS, Extents, Fields, Held
-from capture_planner.runtime.execution.updates import DraftState, Moving, Updates
+from capture_planner.runtime.execution.fields import SAMPLED_ROWS, Extents, Fields, TensorRef
+from capture_planner.runtime.execution.inputs import Array
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.models.protocols import Attend, Drafter, TargetModel, Weight
 
 
@@ -28,10 +29,10 @@ class Body(Protocol):
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Run what follows for ``extents.reqs`` requests. ``entry`` is set where a graph holds it."""
 
-    def outputs(self) -> Iterator[Held]:
+    def outputs(self) -> Iterator[TensorRef]:
         """Every persistent tensor that a forward writes as a whole before anything reads it."""
 
-    def inputs(self) -> Iterator[Held]:
+    def inputs(self) -> Iterator[TensorRef]:
         """Every other persistent tensor but the fields."""
 
     def weights(self) -> Iterator[Weight]:
@@ -52,14 +53,14 @@ class TargetBody:
     """``int64[max tokens]``: the likeliest next token of each row that was read; of every row after a
     uniform FULL graph."""
     updates: Updates
-    moving: Moving
+    token_fields: TokenFields
     aux_layers: tuple[int, ...] = ()
     embeddings: torch.Tensor | None = None
     """``[max tokens, hidden_size]``: in place of token ids, where the plan says so."""
     ahead: bool = False
-    """Whether an input id may be negative: -1 - i is what the step before says after its row i."""
-    goes_on: bool = False
-    """Whether a graph of one token a request ends with the fields of the step after it."""
+    """Whether an input id may be negative: -1 - i is what the previous step says after its row i."""
+    advances: bool = False
+    """Whether a graph of one token a request ends with the fields of the next step."""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         """Fill ``hidden`` and ``aux``."""
@@ -89,8 +90,8 @@ class TargetBody:
         rows = extents.tokens
         tokens = self.model.logits(self.hidden[:rows]).argmax(-1)
         self.tokens[:rows].copy_(tokens)
-        if self.goes_on and extents.reqs == rows:
-            self.updates.move_on(self.moving, rows, tokens)
+        if self.advances and extents.reqs == rows:
+            self.updates.advance(self.token_fields, rows, tokens)
 
     def sample(self, entry: Entry | None, count: int) -> None:
         """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
@@ -98,7 +99,15 @@ class TargetBody:
             rows = self.fields[SAMPLED_ROWS][:count]
             self.tokens.index_copy_(0, rows, self.model.logits(self.hidden[rows]).argmax(-1))
 
-    def outputs(self) -> Iterator[Held]:
+    def embed(self, input_ids: Array) -> None:
+        """Fill ``embeddings`` for ``int32[T]``, where they are the input; rows past them become zero."""
+        if self.embeddings is not None:
+            rows = len(input_ids)
+            self.embeddings[rows:].zero_()
+            ids = torch.from_numpy(input_ids).to(self.embeddings.device)
+            self.embeddings[:rows] = self.model.embed(ids)
+
+    def outputs(self) -> Iterator[TensorRef]:
         """What sampling and the drafter read."""
         yield "hidden", self, "hidden"
         if not self.ahead:
@@ -106,7 +115,7 @@ class TargetBody:
         if self.aux is not None:
             yield "aux", self, "aux"
 
-    def inputs(self) -> Iterator[Held]:
+    def inputs(self) -> Iterator[TensorRef]:
         """The embeddings or the answers of the step before, where they are the input."""
         if self.ahead:
             yield "tokens", self, "tokens"
@@ -155,18 +164,18 @@ class DraftPrefillBody:
         """Propose the first token of each request, from its last settled row."""
         last = self.fields["last_token_indices"][: extents.reqs].long()
         mapping = self.fields["idx_mapping"][: extents.reqs]
-        places, _ = self.updates.entered(self.state, mapping)
+        states, _ = self.updates.entered(self.state, mapping)
         hidden = self.hidden[last]
-        tokens = self.drafter.propose(hidden, places, self.fields["positions"][last] + 2)
-        self.state.hidden.index_copy_(0, places, hidden)
+        tokens = self.drafter.propose(hidden, states, self.fields["positions"][last] + 2)
+        self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=True)
 
-    def outputs(self) -> Iterator[Held]:
+    def outputs(self) -> Iterator[TensorRef]:
         """The hidden states, and the state that draft decodes go on from."""
         yield "hidden", self, "hidden"
         yield from self.state.buffers()
 
-    def inputs(self) -> Iterator[Held]:
+    def inputs(self) -> Iterator[TensorRef]:
         """What the target left."""
         for name, holder, attribute in self.target.outputs():
             yield f"target.{name}", holder, attribute
@@ -184,30 +193,30 @@ class DraftDecodeBody:
     fields: Fields
     state: DraftState
     updates: Updates
-    moving: Moving
+    token_fields: TokenFields
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         """Run one step; it ends with the fields of the next."""
         rows = extents.reqs
         mapping = self.fields["idx_mapping"][:rows]
-        places, ids = self.updates.entered(self.state, mapping)
+        states, ids = self.updates.entered(self.state, mapping)
         positions = self.fields["positions"][:rows]
         hidden = self.drafter.forward(
-            input_ids=ids, positions=positions, hidden=self.state.hidden[places], attend=attend
+            input_ids=ids, positions=positions, hidden=self.state.hidden[states], attend=attend
         )
-        tokens = self.drafter.propose(hidden, places, positions + 2)
-        self.state.hidden.index_copy_(0, places, hidden)
+        tokens = self.drafter.propose(hidden, states, positions + 2)
+        self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=False)
-        self.updates.move_on(self.moving, rows)
+        self.updates.advance(self.token_fields, rows)
 
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Nothing: a token and a request are the same here."""
 
-    def outputs(self) -> Iterator[Held]:
+    def outputs(self) -> Iterator[TensorRef]:
         """None: each step goes on from the state that it changes."""
         return iter(())
 
-    def inputs(self) -> Iterator[Held]:
+    def inputs(self) -> Iterator[TensorRef]:
         """The state of the drafts."""
         return self.state.buffers()
 

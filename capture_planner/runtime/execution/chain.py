@@ -1,46 +1,45 @@
-"""Draft decodes: one fused chain, or one graph again and again, its fields moved on in between."""
+"""Draft decodes: one fused chain, or one graph several times, its fields advanced in between."""
 
 from __future__ import annotations
 
 from time import perf_counter
 
-import attrs
-
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.records.batch import Batch
-from capture_planner.runtime.execution.fields import Extents
-from capture_planner.runtime.execution.role import Ran, RoleRun
-from capture_planner.runtime.execution.step import Made, move_on
+from capture_planner.runtime.execution.inputs import StepInputs
+from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
 
 
 def run_chain(
     role: RoleRun,
     batch: Batch,
-    values: Made,
+    dispatch: Dispatch,
+    inputs: StepInputs,
     steps: int,
     *,
     max_model_len: int,
     filled: bool = False,
-    answer: Dispatch | None = None,
-) -> tuple[Ran, int]:
-    """Run ``steps`` draft decodes of a batch from the values of the first.
+) -> tuple[ForwardTimes, int]:
+    """Run ``steps`` draft decodes of a batch from the inputs of the first.
 
-    Returns what they were in all, times summed up, and how many forwards there were: 1 of a fused chain.
-    ``filled``: the fields on the device hold the values already. ``answer`` overrides the dispatcher.
+    Returns the sum of their times, and how many forwards there were: 1 of a fused chain.
+
+    :param filled: the fields on the device hold the inputs already.
     """
-    ran = role.run(batch, values, perf_counter(), filled=filled, answer=answer)
-    entry = ran.dispatch.entry
-    if entry is not None and entry.draft_steps is not None:
-        return ran, 1
-    made, host, seconds = ran.preparation, ran.host_seconds, ran.seconds
-    real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=role.fields.capacity.pages)
+    times = role.run(batch, dispatch, inputs, perf_counter(), filled=filled)
+    if dispatch.entry is not None and dispatch.entry.draft_steps is not None:
+        return times, 1
+    preparation, host, seconds = times.preparation, times.host_seconds, times.seconds
+    step = role.step(batch, dispatch.entry, inputs)
     for _ in range(steps - 1):
         started = perf_counter()
-        move_on(values, role.page_size, max_model_len)
+        # Each forward ends with the common fields of the next one, on the device; the host follows.
+        step = step.with_inputs(step.inputs.next_draft(max_model_len))
         if not filled:
-            role.follow(values)
-        role.prepare(entry, real, ran.extents, values)
-        again = role.again(ran.dispatch, entry, ran.extents, started)
-        made, host = made + again.preparation, host + again.host_seconds
-        seconds += again.seconds
-    return attrs.evolve(ran, preparation=made, host_seconds=host, seconds=seconds), steps
+            role.stage_derived(step)
+        role.prepare_backends(step)
+        times = role.replay_or_run(step, started)
+        preparation += times.preparation
+        host += times.host_seconds
+        seconds += times.seconds
+    return ForwardTimes(preparation, host, seconds), steps

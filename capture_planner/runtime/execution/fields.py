@@ -17,7 +17,7 @@ from capture_planner.records.backend import Axis, Bound, Fill, Lifetime, Metadat
 from capture_planner.records.plan import RolePlan
 from capture_planner.runtime.executor import NULL_SLOT
 
-Held = tuple[str, object, str]
+TensorRef = tuple[str, object, str]
 """A persistent tensor: its name, the object that holds it, and the attribute there."""
 
 _DTYPES = {
@@ -58,13 +58,13 @@ class Extents:
 
     def along(self, axis: Axis) -> int:
         """Return the extent of an axis; the pages of a vector are those of all requests together."""
-        return {
-            Axis.TOKEN: self.tokens,
-            Axis.REQUEST: self.reqs,
-            Axis.REQUEST_PLUS_ONE: self.reqs + 1,
-            Axis.PAGE: self.reqs * self.pages,
-            Axis.SCALAR: 1,
-        }[axis]
+        if axis is Axis.TOKEN:
+            return self.tokens
+        if axis is Axis.REQUEST:
+            return self.reqs
+        if axis is Axis.REQUEST_PLUS_ONE:
+            return self.reqs + 1
+        return self.reqs * self.pages if axis is Axis.PAGE else 1
 
     def rows(self, field: MetadataField) -> int:
         """Return the elements of a vector, or the rows of a table."""
@@ -190,7 +190,7 @@ class _Views(Mapping[str, torch.Tensor]):
         return len(self.buffers)
 
 
-def tensor_of(held: Held) -> torch.Tensor:
+def tensor_of(held: TensorRef) -> torch.Tensor:
     """Return the tensor as it is now."""
     found: torch.Tensor = getattr(held[1], held[2])
     return found

@@ -10,7 +10,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from capture_planner.runtime.execution.updates import DraftState, Moving, Verified
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, VerificationInputs
 from capture_planner.runtime.executor import NULL_SLOT, LayerCache
 
 _BLOCK = 128
@@ -53,11 +53,11 @@ class FusedUpdates:
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Updates``."""
         rows = len(idx_mapping)
-        places, ids = torch.empty(2, rows, dtype=torch.int64, device=idx_mapping.device)
+        states, ids = torch.empty(2, rows, dtype=torch.int64, device=idx_mapping.device)
         _entered[_grid(rows)](
-            idx_mapping, state.token, places, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP
+            idx_mapping, state.token, states, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP
         )
-        return places, ids
+        return states, ids
 
     def keep(
         self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
@@ -77,20 +77,20 @@ class FusedUpdates:
             **_ONE_WARP,
         )
 
-    def move_on(self, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
+    def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
         """See ``Updates``."""
-        _move_on[_grid(rows)](
-            moving.idx_mapping,
-            moving.input_ids,
-            moving.positions,
-            moving.slot_mapping,
-            moving.block_table,
-            self._held(moving.lengths),
-            moving.idx_mapping if tokens is None else tokens,
-            moving.block_table.stride(0),
-            len(moving.lengths),
-            moving.page_size,
-            moving.max_model_len,
+        _advance[_grid(rows)](
+            token_fields.idx_mapping,
+            token_fields.input_ids,
+            token_fields.positions,
+            token_fields.slot_mapping,
+            token_fields.block_table,
+            self._held(token_fields.lengths),
+            token_fields.idx_mapping if tokens is None else tokens,
+            token_fields.block_table.stride(0),
+            len(token_fields.lengths),
+            token_fields.page_size,
+            token_fields.max_model_len,
             rows,
             NULL_SLOT,
             takes=tokens is not None,
@@ -99,7 +99,11 @@ class FusedUpdates:
         )
 
     def prepare_drafts(
-        self, verified: Verified, prefill: Moving, last: torch.Tensor, decode: Moving | None
+        self,
+        verified: VerificationInputs,
+        prefill: TokenFields,
+        last: torch.Tensor,
+        decode: TokenFields | None,
     ) -> None:
         """See ``Updates``."""
         decodes = decode or prefill
@@ -165,11 +169,11 @@ def _store(
     width: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, width)
-    inside = place < elements
-    head = (place // dim).to(tl.int64)
-    within = place % dim
-    row = tl.load(slots + token) * elements + place
+    element = tl.arange(0, width)
+    inside = element < elements
+    head = (element // dim).to(tl.int64)
+    within = element % dim
+    row = tl.load(slots + token) * elements + element
     key = tl.load(keys + token * key_token + head * key_head + within, mask=inside)
     tl.store(key_cache + row, key.to(key_cache.dtype.element_ty), mask=inside)
     value = tl.load(values + token * value_token + head * value_head + within, mask=inside)
@@ -192,7 +196,7 @@ def _taken(
 def _entered(
     idx_mapping: tl.tensor,
     token: tl.tensor,
-    places: tl.tensor,
+    states: tl.tensor,
     ids: tl.tensor,
     padding: tl.tensor,
     rows: tl.tensor,
@@ -200,10 +204,10 @@ def _entered(
 ) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
-    place = tl.load(idx_mapping + row, mask=inside, other=-1)
-    real = place >= 0
-    tl.store(places + row, tl.where(real, place, padding).to(tl.int64), mask=inside)
-    tl.store(ids + row, tl.load(token + place, mask=inside & real, other=0), mask=inside)
+    state = tl.load(idx_mapping + row, mask=inside, other=-1)
+    real = state >= 0
+    tl.store(states + row, tl.where(real, state, padding).to(tl.int64), mask=inside)
+    tl.store(ids + row, tl.load(token + state, mask=inside & real, other=0), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -225,16 +229,16 @@ def _keep(
     for start in range(0, rows, block):
         row = start + tl.arange(0, block)
         inside = row < rows
-        place = tl.load(idx_mapping + row, mask=inside, other=-1)
-        place = tl.where(place >= 0, place, padding).to(tl.int64)
+        state = tl.load(idx_mapping + row, mask=inside, other=-1)
+        state = tl.where(state >= 0, state, padding).to(tl.int64)
         said = tl.load(tokens + row, mask=inside, other=0)
-        tl.store(token + place, said, mask=inside)
-        tl.store(proposed + place * width + at, said, mask=inside)
+        tl.store(token + state, said, mask=inside)
+        tl.store(proposed + state * width + at, said, mask=inside)
     tl.store(column, tl.minimum(at + 1, width - 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _move_on(
+def _advance(
     idx_mapping: tl.tensor,
     input_ids: tl.tensor,
     positions: tl.tensor,

@@ -10,7 +10,7 @@ import torch
 from capture_planner.errors import GuardError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.execution.fields import Held
+from capture_planner.runtime.execution.fields import TensorRef
 from capture_planner.runtime.models.protocols import Weight
 
 _Place = tuple[int, torch.Size, tuple[int, ...]]
@@ -24,7 +24,7 @@ class PointerGuard:
     moved one. Of weights the address alone is compared: there are hundreds, at every replay.
     """
 
-    def __init__(self, buffers: Iterable[Held], weights: Iterable[Weight]) -> None:
+    def __init__(self, buffers: Iterable[TensorRef], weights: Iterable[Weight]) -> None:
         self._buffers, self._weights = tuple(buffers), tuple(weights)
         # A module's own dictionaries: its attribute access is many times slower.
         self._slots = [
@@ -73,7 +73,7 @@ class PointerGuard:
 
 
 @attrs.frozen
-class Baked:
+class GraphState:
     """The host's numbers that one graph holds."""
 
     frozen: Mapping[str, int]
@@ -81,7 +81,7 @@ class Baked:
     layouts: Mapping[str, tuple[int, ...] | None]
     """Each group's plan layout."""
 
-    def check(self, now: Baked, who: str) -> None:
+    def check(self, now: GraphState, who: str) -> None:
         """Raise ``GuardError`` with the name of what differs."""
         if now == self:
             return

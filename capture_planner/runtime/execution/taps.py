@@ -16,7 +16,7 @@ from capture_planner.runtime.execution.fields import poison
 
 
 @attrs.frozen
-class Key:
+class TapKey:
     """One tensor of a forward."""
 
     step: int
@@ -34,10 +34,10 @@ class Taps:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._buffers: dict[Key, torch.Tensor] = {}
+        self._buffers: dict[TapKey, torch.Tensor] = {}
         self._is_on = True
 
-    def keep(self, key: Key, tensor: torch.Tensor) -> None:
+    def keep(self, key: TapKey, tensor: torch.Tensor) -> None:
         """Copy ``tensor [rows, ...]`` to the front of its buffer, which has rows for the largest graph."""
         if not self._is_on:
             return
@@ -46,7 +46,7 @@ class Taps:
             self._buffers[key] = tensor.new_zeros(rows, *tensor.shape[1:])
         self._buffers[key][: len(tensor)].copy_(tensor)
 
-    def kept(self, steps: int) -> Iterator[tuple[Key, torch.Tensor]]:
+    def kept(self, steps: int) -> Iterator[tuple[TapKey, torch.Tensor]]:
         """Yield the buffers of the first ``steps`` steps, in the order of computation."""
         return ((key, buffer) for key, buffer in self._buffers.items() if key.step < steps)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from capture_planner.runtime.execution.step import Array
+from capture_planner.runtime.execution.inputs import Array
 
 OnItsWay = Callable[[], Array]
 """Waits for values that a device still works out, and returns them."""

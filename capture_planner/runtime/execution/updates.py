@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from capture_planner.errors import RunError
-from capture_planner.runtime.execution.fields import Fields, Held
+from capture_planner.runtime.execution.fields import Fields, TensorRef
 from capture_planner.runtime.executor import NULL_SLOT, LayerCache
 
 LENGTHS = ("seq_lens", "kv_lens")
@@ -21,26 +21,26 @@ LENGTHS = ("seq_lens", "kv_lens")
 
 @attrs.define(eq=False)
 class DraftState:
-    """What draft steps hand on, a row a place; the last row is that of padding."""
+    """What draft steps hand on, a row per request state; the last row is for padding."""
 
     token: torch.Tensor
-    """``int64[places + 1]``: the last token proposed."""
+    """``int64[states + 1]``: the last token proposed."""
     hidden: torch.Tensor
-    """``[places + 1, hidden_size]``: the hidden state it came from."""
+    """``[states + 1, hidden_size]``: the hidden state it came from."""
     proposed: torch.Tensor
-    """``int64[places + 1, K]``: all tokens proposed in this step."""
+    """``int64[states + 1, K]``: all tokens proposed in this step."""
     column: torch.Tensor
     """``int64[1]``: where in ``proposed`` the next token goes."""
 
     @classmethod
     def make(
-        cls, places: int, most_drafts: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        cls, num_states: int, most_drafts: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> DraftState:
         """Allocate it, zeroed."""
         return cls(
-            token=torch.zeros(places + 1, dtype=torch.int64, device=device),
-            hidden=torch.zeros(places + 1, hidden_size, dtype=dtype, device=device),
-            proposed=torch.zeros(places + 1, most_drafts, dtype=torch.int64, device=device),
+            token=torch.zeros(num_states + 1, dtype=torch.int64, device=device),
+            hidden=torch.zeros(num_states + 1, hidden_size, dtype=dtype, device=device),
+            proposed=torch.zeros(num_states + 1, most_drafts, dtype=torch.int64, device=device),
             column=torch.zeros(1, dtype=torch.int64, device=device),
         )
 
@@ -49,14 +49,14 @@ class DraftState:
         """The row of padding."""
         return self.token.shape[0] - 1
 
-    def buffers(self) -> Iterator[Held]:
+    def buffers(self) -> Iterator[TensorRef]:
         """All of it, by name."""
         for name in ("token", "hidden", "proposed", "column"):
             yield f"draft_state.{name}", self, name
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Moving:
+class TokenFields:
     """The fields of one role that go on by a token where every request has one."""
 
     input_ids: torch.Tensor
@@ -75,7 +75,7 @@ class Moving:
     max_model_len: int
 
     @classmethod
-    def of(cls, fields: Fields, page_size: int, max_model_len: int) -> Moving:
+    def of(cls, fields: Fields, page_size: int, max_model_len: int) -> TokenFields:
         """Take them from a role's fields; raises ``RunError`` for lengths that are not ``int32``."""
         for buffer in fields:
             if buffer.field.name in LENGTHS and buffer.tensor.dtype != torch.int32:
@@ -95,10 +95,10 @@ class Moving:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Verified:
+class VerificationInputs:
     """One step of the target, as the drafter goes on from it; padding left out."""
 
-    fields: Moving
+    fields: TokenFields
     """Those of the target."""
     starts: torch.Tensor
     """``int32[R + 1]``: where the rows of each request begin."""
@@ -134,14 +134,18 @@ class Updates(Protocol):
     ) -> None:
         """Store one proposed token ``int64[R]`` of each request; ``first``: it is the step's first."""
 
-    def move_on(self, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
+    def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
         """Step every real row: position, length and slot; held at the model's end, on the null slot.
 
         ``tokens int64[rows]`` become the next input ids, where they are given.
         """
 
     def prepare_drafts(
-        self, verified: Verified, prefill: Moving, last: torch.Tensor, decode: Moving | None
+        self,
+        verified: VerificationInputs,
+        prefill: TokenFields,
+        last: torch.Tensor,
+        decode: TokenFields | None,
     ) -> None:
         """Verify the target's batch, and bring the drafter's fields to what was kept of it.
 
@@ -165,8 +169,8 @@ class TorchUpdates:
 
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Updates``."""
-        places = _places(state, idx_mapping)
-        return places, torch.where(idx_mapping < 0, 0, state.token[places])
+        rows = _state_rows(state, idx_mapping)
+        return rows, torch.where(idx_mapping < 0, 0, state.token[rows])
 
     def keep(
         self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
@@ -174,28 +178,34 @@ class TorchUpdates:
         """See ``Updates``."""
         if first:
             state.column.zero_()
-        places, width = _places(state, idx_mapping), state.proposed.shape[1]
-        state.token.index_copy_(0, places, tokens)
-        state.proposed.view(-1).index_copy_(0, places * width + state.column, tokens)
+        rows, width = _state_rows(state, idx_mapping), state.proposed.shape[1]
+        state.token.index_copy_(0, rows, tokens)
+        state.proposed.view(-1).index_copy_(0, rows * width + state.column, tokens)
         state.column.add_(1).clamp_(max=width - 1)
 
-    def move_on(self, moving: Moving, rows: int, tokens: torch.Tensor | None = None) -> None:
+    def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
         """See ``Updates``."""
-        real = moving.idx_mapping[:rows] >= 0
-        positions = moving.positions[:rows]
-        moved = real & (positions + 1 < moving.max_model_len)
+        real = token_fields.idx_mapping[:rows] >= 0
+        positions = token_fields.positions[:rows]
+        moved = real & (positions + 1 < token_fields.max_model_len)
         positions.add_(moved)
-        page = torch.gather(moving.block_table[:rows], 1, (positions // moving.page_size).unsqueeze(1))
-        slot = page.squeeze(1).long() * moving.page_size + positions % moving.page_size
-        moving.slot_mapping[:rows].copy_(torch.where(moved, slot, NULL_SLOT))
-        for lengths in moving.lengths:
+        page = torch.gather(
+            token_fields.block_table[:rows], 1, (positions // token_fields.page_size).unsqueeze(1)
+        )
+        slot = page.squeeze(1).long() * token_fields.page_size + positions % token_fields.page_size
+        token_fields.slot_mapping[:rows].copy_(torch.where(moved, slot, NULL_SLOT))
+        for lengths in token_fields.lengths:
             lengths[:rows].add_(moved)
         if tokens is not None:
-            ids = moving.input_ids[:rows]
+            ids = token_fields.input_ids[:rows]
             ids.copy_(torch.where(real, tokens, ids))
 
     def prepare_drafts(
-        self, verified: Verified, prefill: Moving, last: torch.Tensor, decode: Moving | None
+        self,
+        verified: VerificationInputs,
+        prefill: TokenFields,
+        last: torch.Tensor,
+        decode: TokenFields | None,
     ) -> None:
         """See ``Updates``."""
         start, end, read = verified.starts[:-1], verified.starts[1:], verified.counts
@@ -225,5 +235,5 @@ class TorchUpdates:
             lengths[:rows] = position + 1
 
 
-def _places(state: DraftState, idx_mapping: torch.Tensor) -> torch.Tensor:
+def _state_rows(state: DraftState, idx_mapping: torch.Tensor) -> torch.Tensor:
     return torch.where(idx_mapping < 0, state.padding, idx_mapping).long()

@@ -18,8 +18,8 @@ import attrs
 import torch
 
 from capture_planner.errors import CaptureError
-from capture_planner.runtime.graphs.graph import Pool
-from capture_planner.runtime.ledger import Reading
+from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.reading import Reading
 
 
 @attrs.frozen
@@ -165,7 +165,7 @@ class CudaGraphs:
         """Make a pool. A limit is checked after each capture: the allocator knows none."""
         return CudaPool(limit)
 
-    def capture(self, forward: Callable[[], object], pool: Pool) -> CudaGraph:
+    def capture(self, forward: Callable[[], object], pool: GraphPool) -> CudaGraph:
         """Capture ``forward``; see ``Grapher.capture``."""
         assert isinstance(pool, CudaPool), "pools are made here"
         if self._open is not None:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from capture_planner.runtime.ledger import Reading
+from capture_planner.runtime.graphs.reading import Reading
 
 
-class Pool(Protocol):
+class GraphPool(Protocol):
     """The memory that graphs' intermediates live in; graphs that share a pool never run at once."""
 
     @property
@@ -49,10 +49,10 @@ class Grapher(Protocol):
     def reading(self) -> Reading | None:
         """Wait for the device, give back what no tensor owns, and read its memory; None: a host."""
 
-    def pool(self, limit: int | None = None) -> Pool:
+    def pool(self, limit: int | None = None) -> GraphPool:
         """Make a pool that refuses to hold more than ``limit`` bytes."""
 
-    def capture(self, forward: Callable[[], object], pool: Pool) -> Graph:
+    def capture(self, forward: Callable[[], object], pool: GraphPool) -> Graph:
         """Run ``forward`` once and keep what it did.
 
         Raises ``CaptureError`` where it did what no graph can hold, such as reading a device value

@@ -85,7 +85,7 @@ def _aligned(size: int) -> int:
 
 
 @attrs.frozen(eq=False)
-class Held:
+class Allocation:
     """The memory that a pool gave to one graph."""
 
     places: tuple[tuple[torch.UntypedStorage, int], ...]
@@ -113,7 +113,7 @@ class RecordedPool:
         for chunk in self._chunks:
             torch.empty(0, dtype=torch.uint8).set_(chunk).fill_(0xFF)
 
-    def hold(self, blocks: Sequence[Block]) -> Held:
+    def hold(self, blocks: Sequence[Block]) -> Allocation:
         """Give memory to the blocks of one graph; other graphs' blocks may lie in the same bytes.
 
         Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then
@@ -128,7 +128,7 @@ class RecordedPool:
         if layout.grows:
             self._chunks.append(torch.UntypedStorage(layout.grows))  # type: ignore[no-untyped-call]
         places = tuple((self._chunks[chunk], offset) for chunk, offset in layout.places)
-        return Held(places, layout.grows, lay_out(blocks).grows)
+        return Allocation(places, layout.grows, lay_out(blocks).grows)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

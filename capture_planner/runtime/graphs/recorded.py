@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from capture_planner.errors import CaptureError, RunError
-from capture_planner.runtime.graphs.graph import Pool
+from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.pool import Own, RecordedPool, Storage, apart, storage_key
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ class RecordedGraphs:
         """Make a pool that refuses to hold more than ``limit`` bytes."""
         return RecordedPool(limit)
 
-    def capture(self, forward: Callable[[], object], pool: Pool) -> RecordedGraph:
+    def capture(self, forward: Callable[[], object], pool: GraphPool) -> RecordedGraph:
         """Run ``forward`` once and keep what it did.
 
         Tensors that existed before are used where they are, at every replay. Those that the forward

@@ -26,10 +26,10 @@ _BITS = 31
 _MASK = (1 << _BITS) - 1
 
 
-class Answering(nn.Module):
+class OracleDrafter(nn.Module):
     """A ``Drafter`` that does the work of another and proposes from a table of answers.
 
-    ``places`` requests are served at a time; place ``places`` is that of padded rows. ``length`` is
+    ``num_states`` requests are served at a time; the row ``num_states`` is for padding. ``length`` is
     the longest sequence, in tokens: a position past it is taken for the last. With ``miss`` the
     proposal is the answer's successor in the vocabulary. With ``chance`` a position is answered
     rightly with probability ``chance``: which ones are, follows from the position and ``seed`` alone.
@@ -38,14 +38,14 @@ class Answering(nn.Module):
     """
 
     table: torch.Tensor
-    """``int64[places + 1, length]``: the token at each position of each place; 0 where not learned."""
+    """``int64[num_states + 1, length]``: the token at each position of each request; 0 where not learned."""
 
     def __init__(
         self,
         drafter: Drafter,
         kind: Kind,
         *,
-        places: int,
+        num_states: int,
         length: int,
         vocab_size: int,
         chance: float = 0.5,
@@ -65,7 +65,7 @@ class Answering(nn.Module):
         self.num_heads, self.num_kv_heads = drafter.num_heads, drafter.num_kv_heads
         self.head_dim, self.aux_layers = drafter.head_dim, drafter.aux_layers
         device = next((getattr(module, name).device for _, module, name in drafter.weights()), None)
-        self.register_buffer("table", torch.zeros(places + 1, length, dtype=torch.int64, device=device))
+        self.register_buffer("table", torch.zeros(num_states + 1, length, dtype=torch.int64, device=device))
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Return what the real drafter makes of auxiliary states."""
@@ -78,11 +78,13 @@ class Answering(nn.Module):
         return self._drafter.forward(input_ids=input_ids, positions=positions, hidden=hidden, attend=attend)
 
     @torch.no_grad()
-    def propose(self, hidden: torch.Tensor, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Return the answer for each row, or a token that is not it, ``int64[N]``."""
         # Its logits are part of a step's work, so they are computed, and then not used.
-        self._drafter.propose(hidden, places, positions)
-        answers = self.table[places, positions.clamp(0, self.table.shape[1] - 1)]
+        self._drafter.propose(hidden, state_indices, positions)
+        answers = self.table[state_indices, positions.clamp(0, self.table.shape[1] - 1)]
         if self._kind == "copy":
             return answers
         others = (answers + 1) % self._vocab_size
@@ -90,21 +92,21 @@ class Answering(nn.Module):
             return others
         return torch.where(_scatter(positions, self._seed) < self._threshold, answers, others)
 
-    def learn(self, place: int, tokens: tuple[int, ...]) -> None:
-        """Take note that the request at ``place`` will read ``tokens`` from its first position on.
+    def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:
+        """Note that the request with ``state_index`` will read ``tokens`` from its first position on.
 
-        What was noted there before is forgotten. Raises ``RunError`` for a place that is not there, or
-        is that of padded rows, and for more tokens than the table is long.
+        What was noted there before is forgotten. Raises ``RunError`` for an index that does not exist, or
+        is for padding, and for more tokens than the table is long.
         """
-        places, length = self.table.shape[0] - 1, self.table.shape[1]
-        if not 0 <= place < places or len(tokens) > length:
+        states, length = self.table.shape[0] - 1, self.table.shape[1]
+        if not 0 <= state_index < states or len(tokens) > length:
             raise RunError(
-                f"{len(tokens)} answers for place {place}: the table has places 0 to {places - 1}, of "
+                f"{len(tokens)} answers for request state {state_index}: the table has states 0 to {states - 1}, of "
                 f"{length} tokens"
             )
         row = torch.zeros(length, dtype=torch.int64)
         row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        self.table[place].copy_(row)
+        self.table[state_index].copy_(row)
 
     def weights(self) -> Iterator[Weight]:
         """Every parameter and buffer of the real drafter, and the table."""
@@ -117,7 +119,7 @@ def choose_drafter(
     speculative: Speculative,
     target: TargetModel,
     *,
-    places: int,
+    num_states: int,
     length: int,
     chance: float = 0.5,
     seed: int = 0,
@@ -125,17 +127,17 @@ def choose_drafter(
     """Return the drafter that a run asks for: ``copy``, ``miss``, ``chance``, ``random``, or a folder.
 
     All but a folder are heads of the plan's numbers with random weights; the first three answer from
-    a table of ``places`` requests and ``length`` tokens. Raises ``RunError`` as ``load_drafter`` does.
+    a table of ``num_states`` requests and ``length`` tokens. Raises ``RunError`` as ``load_drafter`` does.
     """
     if isinstance(choice, Path):
         return load_drafter(choice, speculative, target, seed=seed)
     drafter = load_drafter(None, speculative, target, seed=seed)
     if choice == "random":
         return drafter
-    return Answering(
+    return OracleDrafter(
         drafter,
         choice,
-        places=places,
+        num_states=num_states,
         length=length,
         vocab_size=target.vocab_size,
         chance=chance,

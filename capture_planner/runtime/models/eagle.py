@@ -14,8 +14,8 @@ from capture_planner.runtime.models.heads import AUX_LAYER_IDS, Config, Eagle, E
 from capture_planner.runtime.models.huggingface import refuse_moving_rope
 from capture_planner.runtime.models.loading import (
     UNREADABLE,
-    Found,
     Source,
+    StoredTensor,
     fill,
     locate,
     read_tensors,
@@ -143,9 +143,9 @@ def _read(found: Source, speculative: Speculative, target: TargetModel) -> Confi
     return config
 
 
-def _published(found: dict[str, Found]) -> dict[str, Found]:
+def _published(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return tensors under one naming: without a prefix, the first layer as layers.0."""
-    renamed: dict[str, Found] = {}
+    renamed: dict[str, StoredTensor] = {}
     for name, item in found.items():
         new = name.removeprefix("model.").replace("midlayer.", "layers.0.")
         if new in renamed:

@@ -158,14 +158,16 @@ class _Head(nn.Module):
         raise RunError(f"{self.name} reads the target's last hidden state, not auxiliary ones")
 
     @torch.no_grad()
-    def propose(self, hidden: torch.Tensor, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
         normed = self._before_logits(hidden)
         logits = self._target_logits(normed) if self.lm_head is None else self.lm_head(normed)
         token = logits.argmax(dim=-1)
         return token if self.d2t is None else token + self.d2t[token]
 
-    def learn(self, place: int, tokens: tuple[int, ...]) -> None:
+    def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """Do nothing: these heads are not given answers."""
 
     def weights(self) -> Iterator[Weight]:

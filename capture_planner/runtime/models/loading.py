@@ -46,7 +46,7 @@ class Source:
 
 
 @attrs.frozen(eq=False)
-class Found:
+class StoredTensor:
     """A tensor and the file that it is from."""
 
     file: Path
@@ -73,12 +73,12 @@ def locate(path: Path) -> Source:
     return Source(config, files)
 
 
-def read_tensors(files: Iterable[Path]) -> dict[str, Found]:
+def read_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """Return all tensors of safetensors files, on the host, by name.
 
     Raises ``RunError`` for a broken file, and for a name that two files have.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         try:
             tensors = load_file(file)
@@ -87,11 +87,11 @@ def read_tensors(files: Iterable[Path]) -> dict[str, Found]:
         for name, tensor in tensors.items():
             if name in found:
                 raise RunError(f"{file}: tensor {name} is in {found[name].file} already; keep one of them")
-            found[name] = Found(file, tensor)
+            found[name] = StoredTensor(file, tensor)
     return found
 
 
-def fill(module: nn.Module, found: Mapping[str, Found], folder: Path) -> None:
+def fill(module: nn.Module, found: Mapping[str, StoredTensor], folder: Path) -> None:
     """Copy tensors into the parameters and persistent buffers of their names, cast to their dtype.
 
     Raises one ``RunError`` that lists every tensor that is missing, unexpected or of another shape;

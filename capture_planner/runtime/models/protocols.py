@@ -99,15 +99,17 @@ class Drafter(Protocol):
         ``positions int64[T]`` are those of ``hidden``.
         """
 
-    def propose(self, hidden: torch.Tensor, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Return one token for each row, ``int64[N]``, in the target's vocabulary.
 
-        ``places int64[N]`` say which request a row is (the last place is that of padded rows), and
+        ``state_indices int64[N]`` say which request a row is (the last index is for padded rows), and
         ``positions int64[N]`` where the proposed token will stand. Captured: no host reads.
         """
 
-    def learn(self, place: int, tokens: tuple[int, ...]) -> None:
-        """Take note that the request at ``place`` will read ``tokens`` from its first position on.
+    def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:
+        """Note that the request with ``state_index`` will read ``tokens`` from its first position on.
 
         Only drafters that were given the target's answers (``copy``, ``miss``, ``chance``) use it.
         """

@@ -1,7 +1,7 @@
 """Continuous batching with chunked prefill: which requests run in a step, with how many tokens.
 
 Simple on purpose: it exists to send a plan every batch that its limits admit. A request is admitted
-when a place and all the pages that it can ever need are free, so nothing is preempted. Requests
+when a request state and all the pages that it can ever need are free, so nothing is preempted. Requests
 past their prompt come first, then prompts in chunks, in order of arrival.
 """
 
@@ -25,10 +25,10 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 @attrs.define(eq=False)
 class Live:
-    """A request that has a place."""
+    """An admitted request."""
 
     request: Request
-    place: int
+    state_index: int
     pages: list[int]
     entered: float
     """Wall clock when it entered the queue."""
@@ -37,12 +37,12 @@ class Live:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Scheduled:
+class ScheduledBatch:
     """One step's batch, a row a request."""
 
     live: tuple[Live, ...]
-    places: Integers
-    """``[R]``"""
+    state_indices: Integers
+    """``[R]``: the row of each request in ``RequestStates``."""
     counts: Integers
     """``[R]``: tokens of each row, drafts included."""
     drafts: Integers
@@ -71,14 +71,17 @@ class Scheduled:
         return first if (self.counts == first).all() else None
 
 
-class Places:
-    """What is known of each place: tokens, lengths and pages, in arrays that a step reads at once."""
+class RequestStates:
+    """What is known of each admitted request: tokens, lengths and pages, in arrays that a step reads at once.
+
+    A row of each array is a request's state; its index is given to another request when it is finished.
+    """
 
     def __init__(self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat) -> None:
         self.max_model_len = max_model_len
         width = max_model_len + most_drafts + 1
         self.tokens = np.zeros((count, width), dtype=np.int32)
-        """``[place, position]``: prompt, output, and after them the drafts to verify."""
+        """``[state, position]``: prompt, output, and after them the drafts to verify."""
         self.length = np.zeros(count, dtype=np.int64)
         """Tokens that are settled: prompt and output."""
         self.computed = np.zeros(count, dtype=np.int64)
@@ -91,7 +94,7 @@ class Places:
         self.proposed = np.zeros(count, dtype=np.int64)
         """Draft tokens that stand after the settled ones."""
         self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
-        """``[place, page]``: the null page where there is none."""
+        """``[state, page]``: the null page where there is none."""
 
 
 class Scheduler:
@@ -116,16 +119,16 @@ class Scheduler:
         self._running: list[Live] = []
         self._leaving: list[Live] = []
         self._turn = 0
-        self.places = Places(limits.max_num_reqs, max_model_len, self._lookahead, pages)
+        self.states = RequestStates(limits.max_num_reqs, max_model_len, self._lookahead, pages)
 
     @property
     def waiting(self) -> int:
-        """Requests that have arrived and have no place."""
+        """Requests that have arrived and are not admitted."""
         return len(self._waiting)
 
     @property
     def unfinished(self) -> tuple[Live, ...]:
-        """Requests that have a place now."""
+        """Requests that are admitted now."""
         return (*self._running, *self._leaving)
 
     @property
@@ -167,14 +170,14 @@ class Scheduler:
         tokens = len(request.prompt) + request.max_new_tokens + self._lookahead
         return self._pages.pages(min(tokens, self._max_model_len))
 
-    def schedule(self) -> tuple[Scheduled | None, tuple[Live, ...]]:
-        """Return the next batch and the requests that were given a place for it."""
+    def schedule(self) -> tuple[ScheduledBatch | None, tuple[Live, ...]]:
+        """Return the next batch and the requests that were admitted for it."""
         admitted = self._admit()
         if not self._running:
             return None, admitted
-        running = np.array([live.place for live in self._running], dtype=np.int64)
-        computed = self.places.computed[running]
-        prompt_left = (self.places.prompt[running] - computed).tolist()
+        running = np.array([live.state_index for live in self._running], dtype=np.int64)
+        computed = self.states.computed[running]
+        prompt_left = (self.states.prompt[running] - computed).tolist()
         room = dict(zip(running.tolist(), (self._max_model_len - 1 - computed).tolist(), strict=True))
         decoding = [live for live, left in zip(self._running, prompt_left, strict=True) if left <= 0]
         prompting = [(live, left) for live, left in zip(self._running, prompt_left, strict=True) if left > 0]
@@ -185,7 +188,7 @@ class Scheduler:
             k = self._k(len(decoding))
         rows: list[tuple[Live, int, int]] = []
         for live in decoding:
-            drafts = min(k, room[live.place], left - 1)
+            drafts = min(k, room[live.state_index], left - 1)
             if drafts < 0:
                 break
             rows.append((live, 1 + drafts, drafts))
@@ -213,15 +216,15 @@ class Scheduler:
         return tuple(admitted)
 
     def _settle(self, live: Live) -> None:
-        place, prompt = live.place, live.request.prompt
-        self.places.tokens[place] = 0
-        self.places.tokens[place, : len(prompt)] = prompt
-        self.places.length[place] = self.places.prompt[place] = len(prompt)
-        self.places.computed[place] = self.places.proposed[place] = 0
-        self.places.end[place] = live.request.length
-        self.places.stops[place] = bool(live.request.stop)
-        self.places.table[place] = 0
-        self.places.table[place, : len(live.pages)] = live.pages
+        index, prompt = live.state_index, live.request.prompt
+        self.states.tokens[index] = 0
+        self.states.tokens[index, : len(prompt)] = prompt
+        self.states.length[index] = self.states.prompt[index] = len(prompt)
+        self.states.computed[index] = self.states.proposed[index] = 0
+        self.states.end[index] = live.request.length
+        self.states.stops[index] = bool(live.request.stop)
+        self.states.table[index] = 0
+        self.states.table[index, : len(live.pages)] = live.pages
 
     def _k(self, num_reqs: int) -> int:
         return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
@@ -237,11 +240,11 @@ class Scheduler:
         self._turn += count
         return [decoding[(start + i) % len(decoding)] for i in range(count)]
 
-    def _scheduled(self, rows: Sequence[tuple[Live, int, int]], prompts: int) -> Scheduled:
+    def _scheduled(self, rows: Sequence[tuple[Live, int, int]], prompts: int) -> ScheduledBatch:
         live, counts, drafts = zip(*rows, strict=True)
-        scheduled = Scheduled(
+        scheduled = ScheduledBatch(
             live=live,
-            places=np.array([each.place for each in live], dtype=np.int64),
+            state_indices=np.array([each.state_index for each in live], dtype=np.int64),
             counts=np.array(counts, dtype=np.int64),
             drafts=np.array(drafts, dtype=np.int64),
             prompts=prompts,
@@ -250,16 +253,16 @@ class Scheduler:
         self._fill_up(scheduled)
         return scheduled
 
-    def _fill_up(self, scheduled: Scheduled) -> None:
+    def _fill_up(self, scheduled: ScheduledBatch) -> None:
         """Let a row that has too few drafts verify its last token again, so that all rows are alike.
 
         That happens where a schedule raises k as the batch shrinks. Verification refuses what the
         target would not say, so any token will do.
         """
-        missing = scheduled.drafts > self.places.proposed[scheduled.places]
-        for place, drafts in zip(scheduled.places[missing], scheduled.drafts[missing], strict=True):
-            start, row = int(self.places.length[place]), self.places.tokens[place]
-            row[start + int(self.places.proposed[place]) : start + drafts] = row[start - 1]
+        missing = scheduled.drafts > self.states.proposed[scheduled.state_indices]
+        for index, drafts in zip(scheduled.state_indices[missing], scheduled.drafts[missing], strict=True):
+            start, row = int(self.states.length[index]), self.states.tokens[index]
+            row[start + int(self.states.proposed[index]) : start + drafts] = row[start - 1]
 
     def leave(self, live: Live) -> None:
         """Schedule a request no more; its last token is on the way."""
@@ -267,8 +270,8 @@ class Scheduler:
         self._leaving.append(live)
 
     def finish(self, live: Live) -> None:
-        """Let a request go: its place and its pages are free."""
+        """Let a request go: its state and its pages are free."""
         (self._leaving if live in self._leaving else self._running).remove(live)
         live.is_finished = True
-        self._free.append(live.place)
+        self._free.append(live.state_index)
         self._pool.give_back(live.pages)

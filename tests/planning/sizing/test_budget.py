@@ -64,19 +64,19 @@ def worst(fitted):
 
 
 @given(ladders(), st.integers(0, 80))
-def test_never_over_budget(given_ladders, allowed):
+def test_fit_never_exceeds_the_budget(given_ladders, allowed):
     """Whatever the ladders, what is left fits."""
     assert total(fit(given_ladders, allowed, Reason.BUDGET)) <= allowed
 
 
 @given(ladders(), st.integers(0, 80))
-def test_what_fits_is_left_alone(given_ladders, extra):
+def test_fit_keeps_ladders_that_fit(given_ladders, extra):
     """A budget that is large enough changes nothing."""
     assert fit(given_ladders, total(given_ladders) + extra, Reason.BUDGET) == given_ladders
 
 
 @given(ladders(), st.integers(0, 80))
-def test_coverage_is_given_up_last(given_ladders, allowed):
+def test_fit_gives_up_coverage_last(given_ladders, allowed):
     """A ladder keeps its largest size, or loses all of them and says why; the order is kept."""
     fitted = fit(given_ladders, allowed, Reason.BUDGET)
     for before, after in zip(given_ladders, fitted, strict=True):
@@ -92,7 +92,7 @@ def test_coverage_is_given_up_last(given_ladders, allowed):
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_one_graph_is_the_largest_size(adaptive):
+def test_ladder_of_one_graph_is_the_largest_size(adaptive):
     """A budget of one graph covers everything, whatever the largest size."""
     for last in range(1, 20):
         domain = Domain.upto(last)
@@ -111,7 +111,7 @@ def test_one_graph_is_the_largest_size(adaptive):
         assert fitted.cut is None
 
 
-def test_what_a_budget_leaves_pads_least():
+def test_fit_pads_least():
     """Two alike in a budget of an odd number: each is the best of as many sizes, and one graph is left."""
     for last in range(20, 65):
         domain = Domain.upto(last)
@@ -130,7 +130,7 @@ def of_the_target(**shape):
     return Ladder(role=Role.TARGET, kind=Kind.DECODE, mode=GraphMode.FULL, **shape)
 
 
-def test_adapter_cases_go_before_ladders():
+def test_fit_drops_lora_cases_before_ladders():
     """None and the most are left; a ladder without adapters is as it was."""
     adapters, plain = of_the_target(cases=(0, 1, 2, 4, 5)), of_the_target(query_len=4)
     assert total((adapters, plain)) == 6
@@ -142,7 +142,7 @@ def test_adapter_cases_go_before_ladders():
     assert [ladder.cases for ladder in fit((adapters, one), 4, Reason.BUDGET)] == [(0, 5), (0, 5)]
 
 
-def test_decodes_of_longer_queries_go_before_shorter():
+def test_fit_drops_longer_queries_first():
     """They are rarer."""
     fitted = fit([of_the_target(query_len=n) for n in (2, 4, 1)], 1, Reason.BUDGET)
     assert [ladder.query_len for ladder in fitted if ladder.sizes] == [1]
@@ -150,7 +150,7 @@ def test_decodes_of_longer_queries_go_before_shorter():
     assert [ladder.query_len for ladder in fitted if ladder.sizes] == [2, 1]
 
 
-def test_a_ladder_is_thinned_only_where_that_saves_a_graph():
+def test_ladder_is_thinned_only_if_that_saves_a_graph():
     """It is itself where it is further from the ratio already, and where nothing shorter is within."""
     fixed = of_the_target(sizes=(1, 2, 4, *range(8, 65, 8)))
     assert fixed.worst == Fraction(16, 9)
@@ -164,7 +164,7 @@ def test_a_ladder_is_thinned_only_where_that_saves_a_graph():
 
 
 @given(ladders(), st.integers(0, 20))
-def test_mixed_batches_go_before_decodes_and_drafters_before_targets(given_ladders, allowed):
+def test_fit_drops_mixed_before_decodes_and_drafters_before_targets(given_ladders, allowed):
     """No ladder is dropped while a less valuable one stays."""
     fitted = fit(given_ladders, allowed, Reason.BUDGET)
     dropped = [VALUE[ladder.kind, ladder.role] for ladder in fitted if not ladder.sizes]
@@ -173,7 +173,7 @@ def test_mixed_batches_go_before_decodes_and_drafters_before_targets(given_ladde
 
 
 @given(ladders(lora=False), st.integers(0, 60), st.integers(1, 20))
-def test_a_larger_budget_never_pads_more(given_ladders, allowed, more):
+def test_larger_budget_never_pads_more(given_ladders, allowed, more):
     """Monotone: among budgets that keep every ladder, more graphs mean no worse padding."""
     one, other = (fit(given_ladders, n, Reason.BUDGET) for n in (allowed, allowed + more))
     assert sum(bool(ladder.sizes) for ladder in one) <= sum(bool(ladder.sizes) for ladder in other)
@@ -182,7 +182,7 @@ def test_a_larger_budget_never_pads_more(given_ladders, allowed, more):
 
 
 @given(ladders())
-def test_a_ladder_knows_its_graphs(given_ladders):
+def test_ladder_counts_its_graphs(given_ladders):
     """Sizes times the adapter counts that its real requests, not the padded ones, can need."""
     for ladder in given_ladders:
         counted = 0
@@ -195,7 +195,7 @@ def test_a_ladder_knows_its_graphs(given_ladders):
         assert ladder.num_graphs == counted
 
 
-def test_a_ladder_reads_as_what_it_is():
+def test_ladder_as_text():
     """Mode, kind, query length and chain."""
     shape = {"role": Role.DRAFT_DECODE, "domain": Domain.upto(4), "sizes": (4,), "max_num_reqs": 4}
     mixed = Ladder(kind=Kind.MIXED, mode=GraphMode.PIECEWISE, **shape)

@@ -49,7 +49,7 @@ def every_ladder(domain, graphs):
 
 
 @given(domains(), st.integers(1, 5))
-def test_no_ladder_of_as_many_sizes_pads_less(domain, graphs):
+def test_minimax_pads_least(domain, graphs):
     """Exhaustive search finds nothing better."""
     sizes = minimax(domain, graphs)
     found = [padding(domain, ladder) for ladder in every_ladder(domain, graphs)]
@@ -59,14 +59,14 @@ def test_no_ladder_of_as_many_sizes_pads_less(domain, graphs):
 
 
 @given(domains(), st.integers(2, 5))
-def test_beyond_its_worst_place_it_pads_least_again(domain, graphs):
+def test_minimax_pads_least_above_its_worst_count(domain, graphs):
     """Exhaustive search over the counts above finds nothing better with the sizes that are left."""
     assume(worst_ratio(domain, minimax(domain, graphs)) > 1)
     nothing_beyond_is_better(domain, graphs)
 
 
 @pytest.mark.parametrize(("last", "graphs"), [(8, 3), (8, 4), (10, 3), (11, 6), (12, 7), (14, 5), (14, 6)])
-def test_without_gaps_it_pads_least_beyond_its_worst_place(last, graphs):
+def test_minimax_without_gaps_pads_least_above_its_worst_count(last, graphs):
     """Domains where sizes are left over there, and the shortest ladder has them too close or too far."""
     nothing_beyond_is_better(Domain.upto(last), graphs)
 
@@ -90,7 +90,7 @@ def nothing_beyond_is_better(domain, graphs):
 
 
 @given(domains(), st.integers(1, 5), st.data())
-def test_anchors_are_in_it_and_the_rest_is_best(domain, graphs, data):
+def test_minimax_has_its_anchors_and_pads_least(domain, graphs, data):
     """Of all ladders with the anchors it pads least; with too many anchors it is those."""
     useful = sorted({domain.round_up(count) for count in counts_of(domain)})
     inner = data.draw(st.sets(st.sampled_from(useful), max_size=3))
@@ -115,7 +115,7 @@ def test_fewest_covers_within_the_ratio_with_least_sizes(domain, ratio):
     assert not any((found := padding(domain, ladder)) is not None and found <= ratio for ladder in shorter)
 
 
-def test_no_eighteen_sizes_reach_28_percent_over_256():
+def test_minimax_of_18_sizes_over_256_requests():
     """The bound that the pages state: 73/57 is the least worst ratio, and 1.28 takes 19 sizes."""
     domain = Domain.upto(256)
     assert padding(domain, minimax(domain, 18)) == Fraction(73, 57)
@@ -133,31 +133,31 @@ def test_fewest_of_candidates_takes_no_others(domain, candidates, ratio):
 
 
 @given(domains(40), st.integers(1, 12))
-def test_more_sizes_never_pad_more(domain, graphs):
+def test_minimax_with_more_sizes_never_pads_more(domain, graphs):
     """One more size is no worse."""
     assert worst_ratio(domain, minimax(domain, graphs + 1)) <= worst_ratio(domain, minimax(domain, graphs))
 
 
 @given(domains(40), st.integers(1, 12))
-def test_the_largest_count_has_its_own_size(domain, graphs):
+def test_minimax_covers_the_ceiling(domain, graphs):
     """The ceiling is a size, always."""
     assert minimax(domain, graphs)[-1] == domain.ceiling
 
 
-def test_an_empty_domain_has_no_sizes():
+def test_minimax_of_an_empty_domain():
     """Nothing to cover, nothing to capture, nothing padded."""
     assert minimax(Domain(()), 3) == ()
     assert worst_ratio(Domain(()), ()) == worst_ratio(Domain.upto(4), ()) == 1
 
 
 @pytest.mark.parametrize("last", range(2, 33))
-def test_one_size_short(last):
+def test_minimax_one_size_short(last):
     """The best that is left out is the last but one, whose batches then take the last: exactly so."""
     assert minimax(Domain.upto(last), last - 1) == (*range(1, last - 1), last)
 
 
 @pytest.mark.parametrize(("graphs", "percent"), [(35, 12), (18, 28)])
-def test_the_worst_padding_over_256_requests(graphs, percent):
+def test_minimax_worst_padding_over_256_requests(graphs, percent):
     """12 % at 35 sizes, where vLLM's list has 78 % and SGLang's 60 %; 28 % at 18."""
     sizes = minimax(Domain.upto(256), graphs)
     assert len(sizes) <= graphs
@@ -170,7 +170,7 @@ POWERS = [1 << i for i in range(9)]
 
 
 @pytest.mark.parametrize("ladder", [VLLM, SGLANG, POWERS])
-def test_no_ladder_of_an_engine_is_better(ladder):
+def test_minimax_beats_the_lists_of_engines(ladder):
     """At as many sizes, minimax is at least as good as each list in use."""
     domain = Domain.upto(256)
     assert worst_ratio(domain, minimax(domain, len(ladder))) <= worst_ratio(domain, ladder)

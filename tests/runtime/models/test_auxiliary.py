@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import DraftModel, Method, Speculative
-from capture_planner.runtime.models.auxiliary import Answering, choose_drafter
+from capture_planner.runtime.models.auxiliary import OracleDrafter, choose_drafter
 from capture_planner.runtime.models.eagle import Eagle3, load_drafter
 
 PLACES, LENGTH, VOCAB, HIDDEN = 3, 12, 50, 24
@@ -27,7 +27,7 @@ def drafter(target):
 
 def answering(drafter, kind, tables=(), *, length=LENGTH, **options):
     """Return a drafter that was told these answers."""
-    told = Answering(drafter, kind, places=PLACES, length=length, vocab_size=VOCAB, **options)
+    told = OracleDrafter(drafter, kind, num_states=PLACES, length=length, vocab_size=VOCAB, **options)
     for place, tokens in enumerate(tables):
         told.learn(place, tuple(tokens))
     return told
@@ -130,20 +130,20 @@ def test_answers_that_do_not_fit_are_refused(drafter):
     """A place that is not there, that of padded rows, more tokens than places for them, no chance."""
     told = answering(drafter, "copy")
     for place, tokens in ((-1, ()), (PLACES, (1,)), (0, (1,) * (LENGTH + 1))):
-        with pytest.raises(RunError, match="the table has places 0 to 2, of 12 tokens"):
+        with pytest.raises(RunError, match="the table has states 0 to 2, of 12 tokens"):
             told.learn(place, tokens)
     with pytest.raises(RunError, match="expected at least 2 tokens"):
-        Answering(drafter, "miss", places=1, length=1, vocab_size=1)
+        OracleDrafter(drafter, "miss", num_states=1, length=1, vocab_size=1)
     with pytest.raises(RunError, match="a chance from 0 to 1"):
         answering(drafter, "chance", chance=1.5)
 
 
 def test_a_drafter_is_chosen_by_name_or_folder(target, tmp_path):
     """The kinds that answer wrap a random head; a folder is loaded."""
-    options = {"places": PLACES, "length": LENGTH}
+    options = {"num_states": PLACES, "length": LENGTH}
     for kind in KINDS:
         chosen = choose_drafter(kind, PLAN, target, **options, chance=0.25, seed=3)
-        assert isinstance(chosen, Answering)
+        assert isinstance(chosen, OracleDrafter)
         assert chosen.table.shape == (PLACES + 1, LENGTH)
         assert chosen.name.startswith(kind)
         assert "random weights (seed 3)" in chosen.name

@@ -1,7 +1,7 @@
-"""The libraries' attention calls, each behind one method: what differs between them stays here.
+"""One adapter per library: the differences between the libraries' attention calls stay in this module.
 
-A kernel is an adapter of one library. It is given device lengths and pages, and host numbers that do
-not depend on the batch; what it allocates belongs to the graph's pool when it is captured.
+An adapter gets lengths and pages on the device, and host numbers that do not depend on the batch.
+Memory that it allocates under capture belongs to the graph's pool.
 """
 
 from __future__ import annotations
@@ -15,40 +15,43 @@ import torch
 from torch.nn.functional import pad
 
 from capture_planner.records.backend import Attention
-from capture_planner_flash_attention.backend import FA2, FA3, FA4, TORCH, Library
+from capture_planner_flash_attention.libraries import FA2, FA3, FA4, TORCH, Library
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Call:
-    """One layer's attention, in the terms that the libraries share."""
+class AttentionCall:
+    """The arguments of one layer's attention, common to all libraries. All tensors are on the device."""
 
     query: torch.Tensor
     """``[num_tokens, num_heads, head_dim]``; rows past ``cu_seqlens_q[-1]`` are padding."""
     keys: torch.Tensor
     """``[num_pages, page_size, num_kv_heads, head_dim]``."""
     values: torch.Tensor
-    """The same for values."""
+    """``[num_pages, page_size, num_kv_heads, head_dim]``."""
     cu_seqlens_q: torch.Tensor
     """``int32[num_reqs + 1]``: where each request's queries start."""
     seqused_k: torch.Tensor
-    """``int32[num_reqs]``: tokens in each sequence, those of the query included."""
+    """``int32[num_reqs]``: tokens in each sequence, including those of the query."""
     page_table: torch.Tensor
-    """``int32[num_reqs, pages]``."""
+    """``int32[num_reqs, pages]``: page numbers, 0 for the null page."""
     max_seqlen_q: int
+    """Tokens of the longest query."""
     max_seqlen_k: int
+    """Tokens of the longest sequence."""
     query_len: int | None
-    """Set where every request, padding included, has that many rows of ``query``."""
+    """Rows of ``query`` per request where all requests, padded ones included, have equally many."""
     num_splits: int
-    """Most parts of a KV sequence; 0 leaves it to the library, which no graph may."""
+    """Maximum number of parts of a KV sequence; 0 (not under capture) lets the library choose."""
     scale: float
+    """Factor of the scores, before the softcap."""
     softcap: float | None
     sinks: torch.Tensor | None
-    """``[num_heads]``."""
+    """``[num_heads]``: one logit per head."""
     schedule: torch.Tensor | None = None
-    """``int32[n]``: tiles that were scheduled ahead of the call, where the library does so."""
+    """``int32[n]``: the tile schedule, where the library makes one ahead of the call."""
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """One library, for one group of layers."""
 
     softcap: bool
@@ -56,18 +59,18 @@ class Kernel(Protocol):
     sinks: bool
     """Whether it takes attention sinks."""
 
-    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
-        """Attend, and return ``[num_tokens, num_heads, head_dim]``: ``out`` if the library can write there.
+    def run(self, call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
+        """Attend, and return ``[num_tokens, num_heads, head_dim]``: ``out`` if the library can write to it.
 
-        Rows past ``cu_seqlens_q[-1]`` hold anything.
+        Rows past ``cu_seqlens_q[-1]`` are undefined.
         """
 
-    def schedule(self, call: Call) -> torch.Tensor | None:
-        """Return the tiles of a call without softcap, ``int32[n]``; None: it is not scheduled ahead."""
+    def schedule(self, call: AttentionCall) -> torch.Tensor | None:
+        """Return the tile schedule of a call without softcap, ``int32[n]``, or None if there is none."""
 
 
 class FlashAttention4:
-    """``flash_attn.cute``: no output argument, and one split, all that it takes on SM90."""
+    """``flash_attn.cute``: no output argument; a single split, the maximum on SM90 (4.0.0b36)."""
 
     softcap = sinks = True
 
@@ -77,8 +80,8 @@ class FlashAttention4:
         left, right = _window(attention)
         self._window = None if left < 0 else left, None if right < 0 else right
 
-    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
-        """See ``Kernel``."""
+    def run(self, call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
+        """See ``AttentionKernel``."""
         result, _ = self._attend(
             call.query,
             call.keys,
@@ -97,25 +100,25 @@ class FlashAttention4:
         )
         return _tensor(result)
 
-    def schedule(self, call: Call) -> None:
+    def schedule(self, call: AttentionCall) -> None:
         """None: blocks find their request on the device."""
 
 
 class FlashAttention3:
-    """``flash_attn_interface``: no output argument; it takes its longest KV from the page table's width."""
+    """``flash_attn_interface``: no output argument; the width of the page table is its longest KV."""
 
     softcap = True
 
     def __init__(self, module: Any, attention: Attention) -> None:
         self._attend, self._schedule = module.flash_attn_with_kvcache, module.get_scheduler_metadata
         self._attention = attention
-        # A build of upstream takes no sinks; vLLM's and SGLang's do, each under a name of its own.
+        # Upstream builds take no sinks. vLLM's (s_aux) and SGLang's (sinks) do.
         self._sinks = _parameter(self._attend, "s_aux", "sinks")
         self.sinks = self._sinks is not None
         self._mask = {"causal": attention.causal, "window_size": _local_window(attention)}
 
-    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
-        """See ``Kernel``."""
+    def run(self, call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
+        """See ``AttentionKernel``."""
         sinks = {} if self._sinks is None or call.sinks is None else {self._sinks: call.sinks}
         result = self._attend(
             call.query,
@@ -134,10 +137,10 @@ class FlashAttention3:
         )
         return _tensor(result)
 
-    def schedule(self, call: Call) -> torch.Tensor:
-        """Schedule the tiles, with every number that ``run`` passes.
+    def schedule(self, call: AttentionCall) -> torch.Tensor:
+        """Schedule the tiles, from the same numbers that ``run`` passes.
 
-        A layer with a softcap has tiles of another size, and lets the captured call schedule them.
+        Layers with a softcap have tiles of another size, so the captured call schedules those itself.
         """
         num_reqs, pages = call.page_table.shape
         page_size = call.keys.shape[1]
@@ -159,7 +162,7 @@ class FlashAttention3:
 
 
 class FlashAttention2:
-    """``flash_attn``: no output argument; a uniform batch goes to the call that takes a number of splits."""
+    """``flash_attn``: no output argument; uniform batches take the call that has a number of splits."""
 
     softcap, sinks = True, False
 
@@ -167,8 +170,8 @@ class FlashAttention2:
         self._uniform, self._mixed = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
         self._mask = {"causal": attention.causal, "window_size": _local_window(attention)}
 
-    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
-        """See ``Kernel``."""
+    def run(self, call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
+        """See ``AttentionKernel``."""
         shared = {
             "block_table": call.page_table,
             "softmax_scale": call.scale,
@@ -198,12 +201,12 @@ class FlashAttention2:
         )
         return _tensor(result)
 
-    def schedule(self, call: Call) -> None:
+    def schedule(self, call: AttentionCall) -> None:
         """None: its grid follows from host numbers alone."""
 
 
 class TorchVarlen:
-    """``torch.nn.attention.varlen``: writes the output that it is given, and takes no softcap."""
+    """``torch.nn.attention.varlen``: writes to ``out``; takes neither softcap nor sinks."""
 
     softcap = sinks = False
 
@@ -213,15 +216,15 @@ class TorchVarlen:
             raise AttributeError("varlen_attn_out takes no block_table")
         self._window = _window(attention)
 
-    def run(self, call: Call, out: torch.Tensor) -> torch.Tensor:
-        """See ``Kernel``."""
+    def run(self, call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
+        """See ``AttentionKernel``."""
         self._attend(
             out,
             call.query,
             call.keys,
             call.values,
             call.cu_seqlens_q,
-            # The kernel reads seqused_k, and the binding insists on these offsets as well.
+            # The kernel reads seqused_k, but the binding requires these offsets too.
             _starts(call.seqused_k),
             call.max_seqlen_q,
             call.max_seqlen_k,
@@ -234,7 +237,7 @@ class TorchVarlen:
         )
         return out
 
-    def schedule(self, call: Call) -> None:
+    def schedule(self, call: AttentionCall) -> None:
         """None: its grid follows from host numbers alone."""
 
 
@@ -246,33 +249,33 @@ _KERNELS: dict[Library, type[FlashAttention2 | FlashAttention3 | FlashAttention4
 }
 
 
-def load(library: Library, attention: Attention) -> Kernel:
+def load(library: Library, attention: Attention) -> AttentionKernel:
     """Import a library and adapt it to these layers.
 
-    Raises ``ImportError`` where it is not installed, and ``AttributeError`` where what is installed
-    lacks the calls.
+    Raises ``ImportError`` if it is not installed, and ``AttributeError`` if the installed version lacks
+    the calls.
     """
     return _KERNELS[library](import_module(library.module), attention)
 
 
 def _window(attention: Attention) -> tuple[int, int]:
-    """Return how many keys a query sees left and right of its own; -1 for all."""
+    """Return how many keys a query sees to the left and right of its own position; -1: all."""
     left = -1 if attention.window is None else attention.window - 1
     return left, 0 if attention.causal else left
 
 
 def _local_window(attention: Attention) -> tuple[int, int]:
-    """The same for libraries that have a causal flag beside it, and read a right side of 0 as a window."""
+    """Return ``_window`` for libraries with a separate causal flag, to which a right side of 0 is a window."""
     return (-1, -1) if attention.window is None else _window(attention)
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
-    """Return ``int32[num_reqs + 1]``: where each sequence would start, were they in one row."""
+    """Return ``int32[num_reqs + 1]``: the start of each sequence if they were contiguous."""
     return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _parameter(function: Any, *names: str) -> str | None:
-    """Return which of ``names`` a function takes, or None."""
+    """Return the first of ``names`` that is a parameter of the function, or None."""
     return next((name for name in names if name in inspect.signature(function).parameters), None)
 
 

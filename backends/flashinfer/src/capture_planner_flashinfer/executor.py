@@ -1,7 +1,7 @@
-"""FlashInfer at run time: which wrapper or kernel serves a step, over memory that never moves.
+"""Runs FlashInfer: chooses the wrapper or kernel of a step, over memory that never moves.
 
-In a FULL graph a group takes the path that was planned: a wrapper for each batch shape, or XQA or
-trtllm-gen, which need none. Eager and PIECEWISE steps take one prefill wrapper, on real extents.
+In a FULL graph a group takes the kernel family that was planned: a wrapper for each batch shape, or
+XQA or trtllm-gen, which need none. Eager and PIECEWISE steps take one prefill wrapper, at real extents.
 """
 
 from __future__ import annotations
@@ -18,37 +18,51 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType
 from capture_planner.runtime.executor import Metadata, Reservation, Scoring
-from capture_planner_flashinfer.backend import KV_LENS, PACKAGE, Parts, Path, parts, path, refusal, splits
-from capture_planner_flashinfer.kernels import Kernel
+from capture_planner_flashinfer.kernels import PlanlessKernel
+from capture_planner_flashinfer.selection import (
+    KV_LENS,
+    PACKAGE,
+    KernelFamily,
+    kernel_family,
+    refusal,
+    xqa_splits,
+)
 from capture_planner_flashinfer.stock import Stock
-from capture_planner_flashinfer.workspace import INT_WORKSPACE
-from capture_planner_flashinfer.wrappers import DecodeGraph, Eager, Memory, Planned, PrefillGraph, Shape
+from capture_planner_flashinfer.workspace import INT_WORKSPACE, WorkspaceParts, workspace_parts
+from capture_planner_flashinfer.wrappers import (
+    DecodeGraph,
+    EagerWrapper,
+    GroupShape,
+    Memory,
+    PlannedWrapper,
+    PrefillGraph,
+)
 
 HEAD_DIMS = (64, 128, 256)
-"""Those of the prefill wrapper, which serves eager steps on every path."""
+"""Head dimensions of the prefill wrapper, which serves eager steps in every family."""
 
-PAGE_SIZES = {Path.XQA: (16, 32, 64, 128), Path.TRTLLM_GEN: (16, 32, 64)}
-"""Those of the kernels without a plan; the wrappers take any."""
+PAGE_SIZES = {KernelFamily.XQA: (16, 32, 64, 128), KernelFamily.TRTLLM_GEN: (16, 32, 64)}
+"""Tokens per page that the kernels without a plan take; the wrappers take any."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class FlashInferExecutor:
-    """Attention of one group of one role."""
+    """The executor of one group of one role."""
 
     def __init__(self, reservation: Reservation) -> None:
         """Make every wrapper that the entries need, in the reserved workspaces.
 
-        Raises ``BackendError`` for what ``refuse`` says, where FlashInfer cannot be imported, and
-        where the workspace is smaller than these entries need.
+        Raises ``BackendError`` for the groups that ``refuse`` rejects, if FlashInfer cannot be imported,
+        and if the workspace is smaller than these entries need.
         """
         refuse(reservation)
         library = load()
-        attention = reservation.attention
+        attention, environment = reservation.attention, reservation.environment
         self._where = _where(reservation)
-        self._path = path(attention, reservation.environment)
+        self._family = kernel_family(attention, environment)
         self._caches = dict(reservation.caches)
-        self._shape = Shape(
+        self._shape = GroupShape(
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
@@ -56,71 +70,72 @@ class FlashInferExecutor:
             window_left=-1 if attention.window is None else attention.window - 1,
             dtype=next(iter(self._caches.values())).keys.dtype,
         )
-        cut = parts(attention, reservation.environment, reservation.entries)
-        memories, rest = _cut(reservation, cut)
+        parts = workspace_parts(attention, environment, reservation.entries)
+        memories, rest = _split_workspace(reservation, parts)
+        graphs = [entry for entry in reservation.entries if entry.mode is GraphMode.FULL]
         # By the batch shape of a graph; None: eager steps.
-        self._wrappers: dict[tuple[int, int] | None, Planned] = {
-            None: Eager(library, self._shape, memories[0])
+        self._wrappers: dict[tuple[int, int] | None, PlannedWrapper] = {
+            None: EagerWrapper(library, self._shape, memories[0])
         }
-        self._kernel: Kernel | None = None
-        if self._path.is_wrapper:
-            shapes = dict.fromkeys(_shape_of(entry) for entry in _full(reservation.entries))
-            for (num_reqs, query_len), memory in zip(shapes, memories[1:], strict=True):
-                self._wrappers[num_reqs, query_len] = self._wrapper(
-                    library, memory, reservation, num_reqs, query_len
-                )
-        elif _full(reservation.entries):
-            self._kernel = Kernel(
+        self._kernel: PlanlessKernel | None = None
+        if self._family.is_wrapper:
+            batches = dict.fromkeys(_batch_shape(entry) for entry in graphs)
+            for batch, memory in zip(batches, memories[1:], strict=True):
+                self._wrappers[batch] = self._new_wrapper(library, memory, reservation, *batch)
+        elif graphs:
+            self._kernel = PlanlessKernel(
                 library,
-                self._path,
+                self._family,
                 rest,
-                cut.counters,
-                _full(reservation.entries),
+                parts.counters,
+                graphs,
                 self._shape.window_left,
-                splits=splits(reservation.environment),
+                splits=xqa_splits(environment),
             )
         pages = -(-attention.max_model_len // reservation.page_size)
-        self._stock = Stock(library, attention, self._shape, cut.floats, pages, reservation.device)
-        self._now: Planned | None = None
+        self._stock = Stock(library, attention, self._shape, parts.floats, pages, reservation.device)
+        self._current: PlannedWrapper | None = None
+        # One plan serves all layers of a group and is specific to a softcap, which the first layer that
+        # attends decides.
         self._softcap: float | None = None
-        self._is_settled = False
+        self._has_softcap = False
         self.plans = 0
-        """Host plans so far: steps for which one was made, not left out."""
+        """Host plans so far, without the steps that reused the last one."""
 
-    def _wrapper(
+    def _new_wrapper(
         self, library: Any, memory: Memory, reservation: Reservation, num_reqs: int, query_len: int
-    ) -> Planned:
-        if self._path is Path.PREFILL:
+    ) -> PlannedWrapper:
+        if self._family is KernelFamily.PREFILL:
             return PrefillGraph(library, self._shape, memory, reservation.fields, num_reqs, query_len)
-        tensor_cores = self._path is Path.TENSOR_CORE
+        tensor_cores = self._family is KernelFamily.TENSOR_CORE
         return DecodeGraph(
             library, self._shape, memory, reservation.fields, num_reqs, tensor_cores=tensor_cores
         )
 
     def prepare(self, metadata: Metadata) -> None:
-        """Plan the step's wrapper where it has to be; a kernel without a plan needs nothing.
+        """Plan the step's wrapper, unless its last plan still holds; XQA and trtllm-gen need no plan.
 
-        Raises ``RunError`` for a graph of a shape that was not reserved.
+        Raises ``RunError`` for a graph whose batch shape was not reserved.
         """
         if metadata.is_full and self._kernel is not None:
-            self._now = None
+            self._current = None
             self._kernel.clear()
             return
         entry = metadata.entry if metadata.is_full else None
-        self._now = self._wrappers.get(None if entry is None else _shape_of(entry))
-        if self._now is None:
+        self._current = self._wrappers.get(None if entry is None else _batch_shape(entry))
+        if self._current is None:
             raise RunError(
-                f"{self._where}: there is no wrapper for {entry}; reserve with all entries of the plan"
+                f"{self._where}: no wrapper was reserved for {entry}; reserve with all entries of the plan"
             )
-        self.plans += self._now.plan(metadata.host, self._softcap)
+        self.plans += self._current.plan(metadata.host, self._softcap)
 
     def attend(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
     ) -> None:
         """Write the attention of ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``.
 
-        Raises ``BackendError`` for sinks, for a custom mask, for a softcap that the path does not have, and for layers
-        of one group whose softcaps differ.
+        Raises ``BackendError`` for sinks, a custom mask, a softcap that the kernel does not have, and for
+        layers of one group whose softcaps differ.
         """
         if scoring.sinks is not None:
             raise BackendError(_no_sinks(f"{self._where}, layer {layer}"))
@@ -130,14 +145,16 @@ class FlashInferExecutor:
         if metadata.is_full and self._kernel is not None:
             self._kernel.run(query, cache, out, scoring, metadata)
             return
-        if not self._is_settled or scoring.softcap != self._softcap:
-            self._settle(layer, scoring.softcap, query, metadata)
-        assert self._now is not None, "attend comes after prepare"
-        self._now.run(query, cache, out, scoring.scale)
+        if not self._has_softcap or scoring.softcap != self._softcap:
+            self._set_softcap(layer, scoring.softcap, query, metadata)
+        assert self._current is not None, "attend comes after prepare"
+        self._current.run(query, cache, out, scoring.scale)
 
-    def _settle(self, layer: int, softcap: float | None, query: torch.Tensor, metadata: Metadata) -> None:
-        """Take the softcap from the first layer that attends: a plan chooses its kernel by it."""
-        if self._is_settled:
+    def _set_softcap(
+        self, layer: int, softcap: float | None, query: torch.Tensor, metadata: Metadata
+    ) -> None:
+        """Adopt the softcap of the first layer that attends, and plan again if it has one."""
+        if self._has_softcap:
             raise BackendError(
                 f"{self._where}, layer {layer}: its softcap is {softcap}, and an earlier layer of the group "
                 f"has {self._softcap}; one plan serves all layers of a group, so make two groups of them"
@@ -145,64 +162,68 @@ class FlashInferExecutor:
         if softcap != self._softcap:
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise BackendError(
-                    f"{self._where}, layer {layer}: its softcap of {softcap} is first seen in a capture, "
-                    "where nothing can be planned; run the forward once before it is captured"
+                    f"{self._where}, layer {layer}: its softcap of {softcap} first appears in a capture, "
+                    "where nothing can be planned; run the forward once before the capture"
                 )
             self._softcap = softcap
             self.prepare(metadata)
-        self._is_settled = True
+        self._has_softcap = True
 
     def layout(self) -> tuple[int, ...] | None:
-        """Return the numbers of the last plan of a graph; None where no graph holds one."""
-        return None if self._now is None or isinstance(self._now, Eager) else self._now.layout
+        """Return the numbers of the last plan of a graph; None without one."""
+        wrapper = self._current
+        return None if wrapper is None or isinstance(wrapper, EagerWrapper) else wrapper.layout
 
     def stock(self, metadata: Metadata) -> Callable[[], None]:
-        """Return a call that makes FlashInfer's own plan of a FULL step: what an engine pays a step.
+        """Return a call that makes FlashInfer's own plan of a FULL step, which other engines make each step.
 
-        Optional: not all executors have it, and nothing but a benchmark calls it. The plan is made on
-        a wrapper with memory of its own, so it may come between any two steps. For XQA and trtllm-gen,
-        which have no plan, it is that of the wrapper that would serve in their place. Allocates, and
-        compiles, at the first call of a shape. Raises ``RunError`` for any other step.
+        Optional for executors; only ``bench`` calls it. The plan is made on a separate wrapper with
+        separate memory, so it may come between any two steps. For XQA and trtllm-gen, which have no plan,
+        it is the plan of the wrapper for the same layers. The first call of a shape allocates and
+        compiles. Raises ``RunError`` for other steps.
         """
         entry = metadata.entry
         if not metadata.is_full or entry is None:
             raise RunError(
                 f"{self._where}: {entry or 'an eager step'} has no plan of its own to compare with"
             )
-        return self._stock.plan(metadata.host, *_shape_of(entry))
+        return self._stock.plan(metadata.host, *_batch_shape(entry))
 
     def release(self) -> None:
-        """Let go of wrappers and caches."""
+        """Drop wrappers and caches."""
         self._wrappers.clear()
         self._stock.release()
-        self._kernel = self._now = None
+        self._kernel = self._current = None
         self._caches.clear()
 
 
 def load() -> Any:
-    """Import FlashInfer; raises ``BackendError`` where it cannot be."""
+    """Import FlashInfer; raises ``BackendError`` if that fails."""
     try:
         library = importlib.import_module("flashinfer")
         importlib.import_module("flashinfer.decode")
     except ImportError as error:
         raise BackendError(
-            f"flashinfer: the plan counts on {PACKAGE}, which cannot be imported ({error}); "
-            "install capture-planner-flashinfer[run]"
+            f"flashinfer: the plan needs {PACKAGE}, which cannot be imported ({error}); install it"
         ) from error
     return library
 
 
 def refuse(reservation: Reservation) -> None:
-    """Raise ``BackendError`` for what this backend does not run, naming what it does.
+    """Raise ``BackendError`` for a group that this backend does not run.
 
-    Latent attention, decode context parallelism, non-causal layers, sinks, other element types than
-    float16 and bfloat16, head dimensions and page sizes without a kernel, caches of another shape than
-    the group's, full graphs that are not uniform, and more requests than FlashInfer's buffers hold.
+    These are latent attention, decode context parallelism, non-causal layers, sinks, element types other
+    than float16 and bfloat16, head dimensions and page sizes without a kernel, caches of another shape
+    than the group's, full graphs that are not uniform, and more requests than FlashInfer's buffers hold.
     """
-    attention, chosen = reservation.attention, path(reservation.attention, reservation.environment)
-    reason = refusal(attention, reservation.environment) or _unsupported(attention)
-    if reason is None:
-        reason = _unsupported_pages(reservation, chosen) or _unsupported_entries(reservation, chosen)
+    attention, environment = reservation.attention, reservation.environment
+    family = kernel_family(attention, environment)
+    reason = (
+        refusal(attention, environment)
+        or _unsupported_layers(attention)
+        or _unsupported_pages(reservation, family)
+        or _unsupported_entries(reservation, family)
+    )
     if reason is not None:
         raise BackendError(f"flashinfer: {_where(reservation)}: {reason}")
     expected = (reservation.page_size, attention.num_kv_heads, attention.head_dim)
@@ -217,14 +238,13 @@ def refuse(reservation: Reservation) -> None:
                 )
 
 
-def _unsupported(attention: Attention) -> str | None:
-    """Return what is wrong with the layers, or None."""
+def _unsupported_layers(attention: Attention) -> str | None:
     eight_bit = attention.kv_dtype in (DataType.FP8, DataType.NVFP4)
     unsupported = {
-        "latent attention is planned and not run": attention.latent is not None,
-        "decode context parallelism is planned and not run": attention.decode_context > 1,
-        "attention that is not causal is planned and not run": not attention.causal,
-        f"a KV cache of {attention.kv_dtype.value} needs scales, which no layer gives": eight_bit,
+        "latent attention is planned but not run": attention.latent is not None,
+        "decode context parallelism is planned but not run": attention.decode_context > 1,
+        "attention that is not causal is planned but not run": not attention.causal,
+        f"a KV cache of {attention.kv_dtype.value} needs scales, which no layer provides": eight_bit,
         f"{attention.num_kv_heads} KV heads do not divide {attention.num_heads} query heads": (
             attention.num_heads % attention.num_kv_heads != 0
         ),
@@ -234,67 +254,65 @@ def _unsupported(attention: Attention) -> str | None:
     if attention.sinks:
         return _no_sinks("its layers")
     return next(
-        (f"{what}; name another backend for this group" for what, wrong in unsupported.items() if wrong), None
+        (f"{reason}; name another backend for this group" for reason, true in unsupported.items() if true),
+        None,
     )
 
 
-def _unsupported_pages(reservation: Reservation, chosen: Path) -> str | None:
-    sizes = PAGE_SIZES.get(chosen)
+def _unsupported_pages(reservation: Reservation, family: KernelFamily) -> str | None:
+    sizes = PAGE_SIZES.get(family)
     if sizes is None or reservation.page_size in sizes:
         return None
-    return f"{chosen.value} takes pages of {_list(sizes)} tokens, not {reservation.page_size}"
+    return f"{family.value} takes pages of {_list(sizes)} tokens, not {reservation.page_size}"
 
 
-def _unsupported_entries(reservation: Reservation, chosen: Path) -> str | None:
+def _unsupported_entries(reservation: Reservation, family: KernelFamily) -> str | None:
     for entry in reservation.entries:
         if entry.mode is GraphMode.FULL and (entry.num_reqs is None or entry.query_len is None):
-            return f"{entry} holds mixed batches, which no wrapper does under capture; plan it again"
-        if chosen is Path.PREFILL and (entry.num_reqs or 0) > KV_LENS:
-            return f"{entry} has more requests than the {KV_LENS} that a prefill wrapper holds; plan it again"
+            return f"{entry} is for mixed batches, which no wrapper takes under capture; plan again"
+        if family is KernelFamily.PREFILL and (entry.num_reqs or 0) > KV_LENS:
+            return f"{entry} has more requests than the {KV_LENS} of a prefill wrapper; plan again"
     return None
 
 
 _NO_MASK = (
-    "a mask of its own, such as a tree of drafts has, is not run: a graph holds the address of a mask's buffer, "
-    "and a wrapper that has one goes on reading the bits of the last masked plan where a step has no mask "
-    "(FlashInfer 0.6.9); plan drafts as chains"
+    "custom masks, such as those of draft trees, are not supported: a wrapper with a mask buffer keeps reading "
+    "the bits of its last masked plan in steps without a mask (FlashInfer 0.6.9); plan drafts as chains"
 )
 
 
-def _no_sinks(who: str) -> str:
+def _no_sinks(subject: str) -> str:
     return (
-        f"{who} have learned sinks, and FlashInfer's FA2 kernels, which serve eager steps, have none; "
+        f"{subject} have learned sinks, and FlashInfer's FA2 kernels, which serve eager steps, have none; "
         "name another backend for this group"
     )
 
 
-def _cut(reservation: Reservation, cut: Parts) -> tuple[list[Memory], torch.Tensor]:
-    """Return the memory of each wrapper, and ``uint8[counters + floats]`` for a kernel."""
-    pinned = cut.plans * INT_WORKSPACE
-    for what, given, need in (
-        ("workspace", reservation.workspace, cut.device),
+def _split_workspace(reservation: Reservation, parts: WorkspaceParts) -> tuple[list[Memory], torch.Tensor]:
+    """Return the memory of each wrapper, and ``uint8[counters + floats]`` for a kernel without a plan."""
+    pinned = parts.plans * INT_WORKSPACE
+    for kind, memory, need in (
+        ("workspace", reservation.workspace, parts.device),
         ("pinned memory", reservation.pinned, pinned),
     ):
-        if given.numel() < need:
+        if memory.numel() < need:
             raise BackendError(
-                f"flashinfer: {_where(reservation)}: the plan has {given.numel()} bytes of {what}, and its "
-                f"entries need {need}; plan it again with this version"
+                f"flashinfer: {_where(reservation)}: the plan has {memory.numel()} bytes of {kind}, and its "
+                f"entries need {need}; plan again with this version"
             )
-    ints = reservation.workspace[:pinned].view(cut.plans, INT_WORKSPACE)
-    rest = reservation.workspace[pinned : cut.device]
+    ints = reservation.workspace[:pinned].view(parts.plans, INT_WORKSPACE)
+    rest = reservation.workspace[pinned : parts.device]
     memories = [
-        Memory(floats=rest[cut.counters :], ints=device, pinned=host)
-        for device, host in zip(ints, reservation.pinned[:pinned].view(cut.plans, INT_WORKSPACE), strict=True)
+        Memory(floats=rest[parts.counters :], ints=device, pinned=host)
+        for device, host in zip(
+            ints, reservation.pinned[:pinned].view(parts.plans, INT_WORKSPACE), strict=True
+        )
     ]
     return memories, rest
 
 
-def _full(entries: tuple[Entry, ...]) -> list[Entry]:
-    return [entry for entry in entries if entry.mode is GraphMode.FULL]
-
-
-def _shape_of(entry: Entry) -> tuple[int, int]:
-    """Return what fixes a wrapper; ``refuse`` has seen that both are known."""
+def _batch_shape(entry: Entry) -> tuple[int, int]:
+    """Return (requests, query length), which fix a wrapper; ``refuse`` rejects entries without them."""
     return entry.num_reqs or 0, entry.query_len or 0
 
 

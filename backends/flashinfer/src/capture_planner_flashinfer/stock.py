@@ -1,7 +1,7 @@
-"""FlashInfer's own plan of a step, to measure what this backend's preparation is worth.
+"""FlashInfer's own plan of a step, against which a benchmark compares this backend's preparation.
 
-An engine that keeps no plan calls ``plan`` of a wrapper before each replay. ``Stock`` makes that call,
-on a wrapper and on memory of its own, so that no graph notices.
+An engine that keeps no plan calls ``plan`` of a wrapper before each replay. ``Stock`` makes that call
+on a separate wrapper with separate memory, so that no graph is affected.
 """
 
 from __future__ import annotations
@@ -12,34 +12,40 @@ from typing import Any
 import torch
 
 from capture_planner.records.backend import Attention
-from capture_planner_flashinfer.backend import Path, wrapper
-from capture_planner_flashinfer.wrappers import Array, PageLists, Shape
+from capture_planner_flashinfer.selection import KernelFamily, wrapper_family
+from capture_planner_flashinfer.wrappers import Array, GroupShape, PageLists
 
 FLOATS = 512 << 20
-"""Bytes of its float workspace, and at least what the group's plan has. FlashInfer recommends 128 MiB,
-which 256 requests of 6 tokens overflow (16 query heads of 128, 0.6.9)."""
+"""Least bytes of the float workspace. FlashInfer recommends 128 MiB, which 256 requests of 6 tokens
+overflow (16 query heads of 128, 0.6.9)."""
 
 
 class Stock:
-    """The wrappers that FlashInfer's user would plan: one for each (requests, query length)."""
+    """The wrappers that a user of FlashInfer would plan: one for each (requests, query length)."""
 
     def __init__(
-        self, library: Any, attention: Attention, shape: Shape, floats: int, pages: int, device: torch.device
+        self,
+        library: Any,
+        attention: Attention,
+        shape: GroupShape,
+        floats: int,
+        pages: int,
+        device: torch.device,
     ) -> None:
-        """Allocate nothing; ``floats`` are bytes, ``pages`` the most that a request has."""
+        """Allocate nothing yet. ``floats``: bytes of the group's workspace; ``pages``: most per request."""
         self._library, self._shape, self._device = library, shape, device
-        self._path, self._pages = wrapper(attention), pages
+        self._family, self._pages = wrapper_family(attention), pages
         self._floats = max(floats, FLOATS)
         self._workspace: torch.Tensor | None = None
         self._wrappers: dict[tuple[int, int], Any] = {}
 
     def plan(self, host: Mapping[str, Array], num_reqs: int, query_len: int) -> Callable[[], None]:
-        """Return the call for one batch; its page lists are made here, so that it times the plan alone.
+        """Return a call that plans one batch. Its page lists are made before, so that timing it times the plan.
 
-        The lists of offsets stay on the host, where the planner reads them, and the page numbers are on
-        the device, which is how a plan costs least.
+        Offsets stay on the host, where the planner reads them, and page numbers go to the device: the
+        cheapest way to call ``plan``.
         """
-        made = self._wrapper(num_reqs, query_len)
+        wrapper = self._wrapper(num_reqs, query_len)
         lists = PageLists.of(host, self._shape.page_size)
         pages = (
             torch.from_numpy(lists.kv_indptr),
@@ -47,30 +53,30 @@ class Stock:
             torch.from_numpy(lists.last_page_len),
         )
         rest, options = self._shape.arguments(), self._shape.options(None)
-        if self._path is Path.PREFILL:
-            # As many rows as the graph has: the first plan fixes the most that a later one may have.
+        if self._family is KernelFamily.PREFILL:
+            # The first plan fixes the most rows of any later one, so plan as many as the graph has.
             queries = torch.arange(num_reqs + 1, dtype=torch.int32) * query_len
-            return lambda: made.plan(queries, *pages, *rest, causal=True, **options)
-        return lambda: made.plan(*pages, *rest, **options)
+            return lambda: wrapper.plan(queries, *pages, *rest, causal=True, **options)
+        return lambda: wrapper.plan(*pages, *rest, **options)
 
     def release(self) -> None:
-        """Let go of wrappers and memory."""
+        """Drop wrappers and memory."""
         self._wrappers.clear()
         self._workspace = None
 
     def _wrapper(self, num_reqs: int, query_len: int) -> Any:
         if (num_reqs, query_len) not in self._wrappers:
-            self._wrappers[num_reqs, query_len] = self._made(num_reqs)
+            self._wrappers[num_reqs, query_len] = self._new_wrapper(num_reqs)
         return self._wrappers[num_reqs, query_len]
 
-    def _made(self, num_reqs: int) -> Any:
+    def _new_wrapper(self, num_reqs: int) -> Any:
         if self._workspace is None:
             self._workspace = torch.zeros(self._floats, dtype=torch.uint8, device=self._device)
         starts, queries, indices, last = (
             torch.zeros(size, dtype=torch.int32, device=self._device)
             for size in (num_reqs + 1, num_reqs + 1, num_reqs * self._pages, num_reqs)
         )
-        if self._path is Path.PREFILL:
+        if self._family is KernelFamily.PREFILL:
             return self._library.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace,
                 "NHD",
@@ -85,7 +91,7 @@ class Stock:
             self._workspace,
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=self._path is Path.TENSOR_CORE,
+            use_tensor_cores=self._family is KernelFamily.TENSOR_CORE,
             paged_kv_indptr_buffer=starts,
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=last,

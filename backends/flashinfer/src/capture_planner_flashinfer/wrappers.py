@@ -1,9 +1,9 @@
-"""FlashInfer's wrappers, each with what its last plan was made from.
+"""FlashInfer's wrappers, each with the inputs of its last plan.
 
 A plan is arithmetic on the host that ends in a copy from pinned memory to the wrapper's plan
-workspace. FA2's plan depends on the page counts and query lengths of the batch and on nothing else
-of it, so it is left out where those are as they were. Read in ``decode.py``, ``prefill.py`` and
-``scheduler.cuh`` of 0.6.9 and 0.7.2.post1.
+workspace. FA2's plan depends only on the page counts and query lengths of the batch, so it is skipped
+while those stay the same. Read in ``decode.py``, ``prefill.py`` and ``scheduler.cuh`` of 0.6.9 and
+0.7.2.post1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from capture_planner.runtime.executor import LayerCache
 
 Array = np.ndarray[Any, Any]
 Module = Any
-"""FlashInfer, which has no type annotations that can be relied on."""
+"""FlashInfer, whose type annotations are not reliable."""
 
 
 @attrs.frozen(kw_only=True)
-class Shape:
-    """What all plans of a group have in common."""
+class GroupShape:
+    """What all plans of a group share."""
 
     num_heads: int
     num_kv_heads: int
@@ -34,16 +34,17 @@ class Shape:
     window_left: int
     """Tokens before its own that a query sees; -1: all."""
     dtype: torch.dtype
+    """Of queries and cache."""
 
     def arguments(self) -> tuple[int, int, int, int]:
-        """Return what a plan takes by position after the page lists."""
+        """Return the positional arguments of a plan after the page lists."""
         return self.num_heads, self.num_kv_heads, self.head_dim, self.page_size
 
     def options(self, softcap: float | None) -> dict[str, Any]:
-        """Return what a plan takes by keyword.
+        """Return the keyword arguments of a plan.
 
-        The scale differs by layer and a plan does not: it is planned as 1, and ``run`` is given the
-        layer's own as the scale of its queries, which the wrappers multiply in.
+        A plan serves all layers of a group, whose scales differ: it is made for a scale of 1, and ``run``
+        passes the layer's own as the scale of its queries.
         """
         return {
             "window_left": self.window_left,
@@ -56,20 +57,20 @@ class Shape:
 
 @attrs.frozen(kw_only=True, eq=False)
 class PageLists:
-    """One batch as the wrappers take it, on the host."""
+    """One batch in the form that wrappers take, on the host."""
 
     kv_indptr: Array
-    """``int32[R + 1]``: where the pages of each request begin in ``indices``."""
+    """``int32[num_reqs + 1]``: where the pages of each request begin in ``indices``."""
     last_page_len: Array
-    """``int32[R]``: tokens in the last page; 0 of a request without pages."""
+    """``int32[num_reqs]``: tokens in the last page; 0 for a request without pages."""
     indices: torch.Tensor
-    """``int32[pages]``, on the host."""
+    """``int32[pages]``: page numbers, request by request."""
     qo_indptr: Array
-    """``int32[R + 1]``: where the queries of each request begin."""
+    """``int32[num_reqs + 1]``: where the queries of each request begin."""
 
     @classmethod
     def of(cls, host: Mapping[str, Array], page_size: int) -> PageLists:
-        """Make the lists of a step from its common fields."""
+        """Make the lists from the common fields of a step."""
         lengths, table = host["seq_lens"], host["block_table"]
         counts = -(-lengths // page_size)
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -95,69 +96,69 @@ class Memory:
     """Where the host writes the plan before it is copied."""
 
 
-class Planned:
-    """A wrapper and its last plan. Subclasses say what a plan depends on and how it is made."""
+class PlannedWrapper:
+    """A wrapper and its last plan. Subclasses define what a plan depends on, and how it is made."""
 
-    def __init__(self, wrapper: Module, shape: Shape, memory: Memory) -> None:
-        # The constructors allocate plan workspaces of their own, which this frees again. The method
-        # takes no pinned memory and makes some each time; SGLang 0.5.23 reads the same attribute.
+    def __init__(self, wrapper: Module, shape: GroupShape, memory: Memory) -> None:
+        # Replaces the plan workspaces that the constructor allocated. The method accepts no pinned
+        # memory and allocates some, hence the attribute, which SGLang 0.5.23 uses too.
         wrapper.reset_workspace_buffer(memory.floats, memory.ints)
         wrapper._pin_memory_int_workspace_buffer = memory.pinned
         self._wrapper, self._shape, self._memory = wrapper, shape, memory
         self._copied = _fence(memory.ints.device)
-        self._made_from: tuple[object, ...] | None = None
+        self._planned_from: tuple[object, ...] | None = None
         self.layout: tuple[int, ...] = ()
-        """The last plan's numbers: grid, tile, offsets into the workspaces."""
+        """The numbers of the last plan: grid, tile, offsets into the workspaces."""
 
     def plan(self, host: Mapping[str, Array], softcap: float | None) -> bool:
-        """Plan for a batch from its padded host fields, and return whether that was needed.
+        """Plan for a batch from its padded host fields; return whether a new plan was needed.
 
-        A plan lives in the workspace, so it is made again when somebody has written there: torch
-        counts the writes to a tensor and its views. A field is padded when it is asked for, which
-        costs more than comparing it does: one that no plan depends on is left alone until then.
+        A plan lives in the workspace, so a write there invalidates it: torch counts the writes to a
+        tensor and its views. ``host`` pads a field when it is read, which costs more than comparing it,
+        so fields that no plan depends on are not read before a plan is made.
         """
         read = self._reads(host)
-        made_from = (softcap, self._memory.ints._version, *(array.tobytes() for array in read))
-        if made_from == self._made_from:
+        planned_from = (softcap, self._memory.ints._version, *(array.tobytes() for array in read))
+        if planned_from == self._planned_from:
             return False
-        self._made_from = None
+        self._planned_from = None
         self._make(host, read, softcap)
         self.layout = tuple(int(number) for number in self._wrapper._plan_info)
-        self._made_from = made_from
+        self._planned_from = planned_from
         return True
 
     def _reads(self, host: Mapping[str, Array]) -> tuple[Array, ...]:
-        """Return what a plan depends on beside the group: equal values make an equal plan."""
+        """Return the fields that a plan depends on: equal values make an equal plan."""
         raise NotImplementedError
 
     def _make(self, host: Mapping[str, Array], read: tuple[Array, ...], softcap: float | None) -> None:
-        """Plan for a batch of which ``read`` was read already."""
+        """Plan for a batch; ``read`` is what ``_reads`` returned."""
         raise NotImplementedError
 
     def _staged(self, plan: Callable[..., object], *args: object, **options: Any) -> object:
-        """Make one plan of the library, when the copy of the last has left the pinned memory."""
+        """Call a planner of the library, once the copy of the last plan has left the pinned memory."""
         if self._copied is not None:
             self._copied.synchronize()
-        made = plan(*args, **options)
+        result = plan(*args, **options)
         if self._copied is not None:
             self._copied.record()
-        return made
+        return result
 
     def run(self, query: torch.Tensor, cache: LayerCache, out: torch.Tensor, scale: float) -> None:
         """Attend with ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``."""
         self._wrapper.run(query, (cache.keys, cache.values), q_scale=scale, out=out)
 
 
-class DecodeGraph(Planned):
+class DecodeGraph(PlannedWrapper):
     """A decode wrapper under capture: one token a request.
 
-    Its ramp of query offsets is its own and covers every planned row, so padded rows run on no key.
+    It has its own ramp of query offsets, which covers every planned row; padded rows attend to no key.
     """
 
     def __init__(
         self,
         library: Module,
-        shape: Shape,
+        shape: GroupShape,
         memory: Memory,
         fields: Mapping[str, torch.Tensor],
         num_reqs: int,
@@ -191,21 +192,21 @@ class DecodeGraph(Planned):
         )
         rest, options = self._shape.arguments(), self._shape.options(softcap)
         if self._softcap == (softcap,):
-            # Copies no list: the runner has filled the registered buffers. Takes the module of the
-            # full plan before, and that one was chosen by the softcap.
+            # Copies no list, as the runner has filled the registered buffers. It reuses the module of
+            # the last full plan, which was chosen by the softcap.
             self._staged(self._library.fast_decode_plan, self._wrapper, *pages, *rest, **options)
         else:
             self._staged(self._wrapper.plan, *pages, *rest, **options)
             self._softcap = (softcap,)
 
 
-class PrefillGraph(Planned):
+class PrefillGraph(PlannedWrapper):
     """A prefill wrapper under capture: at most ``query_len`` tokens of each request."""
 
     def __init__(
         self,
         library: Module,
-        shape: Shape,
+        shape: GroupShape,
         memory: Memory,
         fields: Mapping[str, torch.Tensor],
         num_reqs: int,
@@ -226,8 +227,8 @@ class PrefillGraph(Planned):
         self._num_reqs, self._query_len = num_reqs, query_len
         self._rows = 0
         self._softcap: tuple[float | None] | None = None
-        # How its planner ends: split size (chosen), no split disabled, no colocated blocks; then, as
-        # long as decodes have several tokens, no promise of a uniform query length.
+        # The planner's last arguments: split size (-1: automatic), disable_split_kv, colocated blocks;
+        # in versions whose decodes take several tokens, also a uniform query length (0: none).
         uniform = (0,) if "q_len_per_req" in inspect.signature(library.fast_decode_plan).parameters else ()
         self._ending = (-1, False, 0, *uniform)
 
@@ -247,8 +248,8 @@ class PrefillGraph(Planned):
             self._plan_fast(lists)
             return
         if self._softcap is None and self._rows < self._num_reqs * self._query_len:
-            # The first plan fixes the most rows that any later one may have, and with it the grid
-            # and the tile. The plan below puts the buffers right again.
+            # The first plan fixes the most rows of any later one, and with them the grid and the tile.
+            # The plan below corrects the buffers.
             self._plan_fully(self._largest(), softcap)
         self._plan_fully(lists, softcap)
         self._softcap = (softcap,)
@@ -266,10 +267,10 @@ class PrefillGraph(Planned):
         self._staged(_plan_prefill, self._wrapper, self._shape, lists, softcap)
 
     def _plan_fast(self, lists: PageLists) -> None:
-        """Plan as ``fast_decode_plan`` does, for which FlashInfer has no prefill counterpart.
+        """Plan as ``fast_decode_plan`` does, which has no prefill counterpart in FlashInfer.
 
-        It goes to the planner of the full plan before, and copies no list: the runner has filled the
-        registered buffers. Those of the wrapper's notes that a launch compares are kept right.
+        It calls the planner of the last full plan, and copies no list, as the runner has filled the
+        registered buffers. ``_qo_indptr_last``, which a launch compares, is kept up to date.
         """
         counts = np.diff(lists.kv_indptr)
         lengths = np.maximum(counts - 1, 0) * self._shape.page_size + lists.last_page_len
@@ -299,23 +300,23 @@ class PrefillGraph(Planned):
     def run(self, query: torch.Tensor, cache: LayerCache, out: torch.Tensor, scale: float) -> None:
         """Attend; rows that no request owns at a replay become zero.
 
-        The kernels read from the device how many rows there are and write those alone. Only the
-        library compares the rows given here with the plan, and it does so at capture.
+        The kernels read the number of rows from the device, and write only those. The library compares
+        the rows passed here with the plan, at capture only.
         """
         out.zero_()
         super().run(query[: self._rows], cache, out[: self._rows], scale)
 
 
-class Eager(Planned):
-    """A prefill wrapper without a graph: prompts and decodes alike, planned anew for every step."""
+class EagerWrapper(PlannedWrapper):
+    """A prefill wrapper without a graph, for prompts and decodes, planned for every step."""
 
-    def __init__(self, library: Module, shape: Shape, memory: Memory) -> None:
+    def __init__(self, library: Module, shape: GroupShape, memory: Memory) -> None:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(memory.floats, "NHD", backend="fa2")
         super().__init__(wrapper, shape, memory)
 
     def plan(self, host: Mapping[str, Array], softcap: float | None) -> bool:
-        """Plan for a batch, always: the wrapper's lists are copies of this step's."""
-        self._made_from = None
+        """Plan for a batch, always: the wrapper copies the lists of each step."""
+        self._planned_from = None
         return super().plan(host, softcap)
 
     def _reads(self, host: Mapping[str, Array]) -> tuple[Array, ...]:
@@ -326,7 +327,7 @@ class Eager(Planned):
         self._staged(_plan_prefill, self._wrapper, self._shape, lists, softcap)
 
 
-def _plan_prefill(wrapper: Module, shape: Shape, lists: PageLists, softcap: float | None) -> None:
+def _plan_prefill(wrapper: Module, shape: GroupShape, lists: PageLists, softcap: float | None) -> None:
     wrapper.plan(
         torch.from_numpy(lists.qo_indptr),
         torch.from_numpy(lists.kv_indptr),
@@ -339,5 +340,5 @@ def _plan_prefill(wrapper: Module, shape: Shape, lists: PageLists, softcap: floa
 
 
 def _fence(device: torch.device) -> torch.cuda.Event | None:
-    """Return what tells that a plan was copied; None where the host copies it itself."""
+    """Return an event for the copy of a plan; None on a CPU, where the copy is synchronous."""
     return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Reference:
     """Attention in torch operators whose shapes depend on padded extents alone.
 
-    Lengths and block tables are tensors that the operators read, so nothing is baked in: any batch
-    fits any graph that is large enough, and a draft chain can refresh itself.
+    The operators read lengths and block tables from tensors, so nothing is baked in: any batch fits any
+    graph that is large enough, and a draft chain can refresh itself.
     """
 
     name = "reference"
@@ -34,17 +34,17 @@ class Reference:
         )
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
-        """Nothing beyond the runner's common fields: empty rows are masked by ``seq_lens`` 0."""
+        """Declare no fields beyond the common ones: empty rows are masked by ``seq_lens`` 0."""
         return PaddingContract()
 
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """In the graph: no value is read on the host."""
+        """In the graph: nothing is read on the host."""
         return Refresh.IN_GRAPH
 
     def workspace(
         self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
     ) -> Workspace:
-        """Nothing: intermediates come from the graph's own pool."""
+        """Zero bytes: intermediates come from the graph's pool."""
         return Workspace(formula="0: intermediates live in the graph's pool")
 
     def reserve(self, reservation: Reservation) -> Executor:
@@ -53,7 +53,7 @@ class Reference:
         Raises ``BackendError`` for latent attention, an NVFP4 cache, decode context parallelism, and
         caches of another shape than the group's.
         """
-        # Planning needs no torch, so that this module must not import it.
+        # Imported here because planning must not import torch.
         from capture_planner_reference.executor import ReferenceExecutor
 
         return ReferenceExecutor(reservation)

@@ -1,7 +1,7 @@
-"""Paged attention in plain torch, twice: from tensors alone for a graph, from host values for a step.
+"""Paged attention in plain torch, twice: from tensors for a graph, from host values for an eager step.
 
-The two share what a query sees (``_seen``) and how it is weighed (``_weigh``), and nothing else. Read
-this as an example of ``capture_planner.runtime.executor.Executor``; it is written to be checked against.
+The two share only the mask (``_visible``) and the weighted mean (``_weigh``). This module is also an
+example of ``capture_planner.runtime.executor.Executor`` for authors of backends.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 
 _QUERY_START_LOC, _SEQ_LENS, _BLOCK_TABLE = _FIELDS = ("query_start_loc", "seq_lens", "block_table")
 _ELEMENTS = 1 << 24
-"""Most elements of one intermediate, as far as a single row allows: blocks of rows keep to it."""
+"""Most elements of one intermediate, unless a single row has more: rows are processed in blocks."""
 
 
 class ReferenceExecutor:
-    """Exact attention for one group of one role.
+    """The executor of one group of one role.
 
     Scores and sums are float64 where queries are, else float32. The sliding window counts the
     query's own token, as in vLLM: ``position - window < key <= position``; where attention is not
@@ -26,10 +26,10 @@ class ReferenceExecutor:
     """
 
     def __init__(self, reservation: Reservation) -> None:
-        """Keep the caches and remember where everything lies.
+        """Keep the caches.
 
-        Raises ``BackendError`` for what this backend does not compute: latent attention, an NVFP4
-        cache, decode context parallelism, caches of another shape than the group's.
+        Raises ``BackendError`` for latent attention, an NVFP4 cache, decode context parallelism, and
+        caches of another shape than the group's.
         """
         _check_supported(reservation)
         self._attention = reservation.attention
@@ -38,10 +38,10 @@ class ReferenceExecutor:
         self._caches = dict(reservation.caches)
 
     def prepare(self, metadata: Metadata) -> None:
-        """Check the step; there is no host work to do.
+        """Check the extents of the step; there is no host work to do.
 
-        Raises ``RunError`` where a field has another shape than the step says. That nothing was
-        replaced is not checked here: the runner's guards do it.
+        Raises ``RunError`` if a field has the wrong shape. The runner's guards check that no buffer was
+        replaced.
         """
         self._check_extents(metadata)
 
@@ -65,27 +65,27 @@ class ReferenceExecutor:
             self._attend_real(layer, query, out, scoring, metadata)
 
     def layout(self) -> tuple[int, ...] | None:
-        """None: a graph bakes in no number of a step."""
+        """Return None: a graph bakes in no number of a step."""
         return None
 
     def release(self) -> None:
-        """Let go of the caches."""
+        """Drop the caches."""
         self._caches.clear()
 
     def _attend_padded(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
     ) -> None:
-        """Attend at static shapes: rows of equal query length, each over the whole block table."""
+        """Attend at static shapes: each row over the whole block table."""
         starts, lengths, table = (metadata.fields[name] for name in _FIELDS)
         num_tokens, num_reqs = len(query), len(table)
         entry = metadata.entry
         query_len = 1 if entry is None or entry.query_len is None else entry.query_len
         if entry is not None and entry.query_len is not None and num_reqs * query_len == num_tokens:
-            # A row without queries is padding, whatever length another group's backend wants there.
+            # A row without queries is padding, even if another group's backend pads with a length above 0.
             lengths = lengths.masked_fill(starts.diff() <= 0, 0)
             positions = lengths[:, None] - query_len + torch.arange(query_len, device=query.device)
         else:
-            # Requests of unknown query length: each token is a row of its own.
+            # Requests of different query lengths: each token becomes a row.
             query_len, ends = 1, starts[1:]
             tokens = torch.arange(num_tokens, device=query.device, dtype=ends.dtype)
             owners = torch.searchsorted(ends, tokens, right=True).clamp(max=num_reqs - 1)
@@ -97,13 +97,13 @@ class ReferenceExecutor:
         heads = self._attention
         widest = max(heads.num_kv_heads * heads.head_dim, heads.num_heads * query_len)
         for block in _blocks(len(rows), len(keys) * widest):
-            seen = self._seen(keys, positions[block], lengths[block])
-            out_rows[block] = self._weigh(layer, rows[block], table[block], seen, scoring)
+            visible = self._visible(keys, positions[block], lengths[block])
+            out_rows[block] = self._weigh(layer, rows[block], table[block], visible, scoring)
 
     def _attend_real(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
     ) -> None:
-        """Attend request by request, each over the pages that it has."""
+        """Attend request by request, each over its own pages."""
         starts, lengths = (metadata.host[name].tolist() for name in (_QUERY_START_LOC, _SEQ_LENS))
         table = metadata.fields[_BLOCK_TABLE]
         out[starts[metadata.num_reqs] :] = 0
@@ -112,33 +112,33 @@ class ReferenceExecutor:
             pages = table[request : request + 1, : -(-length // self._page_size)]
             keys = torch.arange(pages.shape[1] * self._page_size, device=query.device)
             positions = torch.arange(length - (end - start), length, device=query.device)[None]
-            held = torch.full((1,), length, device=query.device)
+            total = torch.full((1,), length, device=query.device)
             for block in _blocks(end - start, length * self._attention.num_heads):
                 rows = slice(start + block.start, start + block.stop)
-                seen = self._seen(keys, positions[:, block], held)
-                out[rows] = self._weigh(layer, query[None, rows], pages, seen, scoring)[0]
+                visible = self._visible(keys, positions[:, block], total)
+                out[rows] = self._weigh(layer, query[None, rows], pages, visible, scoring)[0]
 
-    def _seen(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return ``bool[N, q, S]``: which keys the queries at ``positions int[N, q]`` see.
+    def _visible(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return ``bool[N, q, S]``: which keys the queries see.
 
-        ``keys int64[S]`` are positions too, and ``lengths int[N]`` those of the sequences.
+        ``keys int64[S]`` and ``positions int[N, q]`` are positions in the sequence, of ``lengths int[N]``.
         """
         positions = positions[..., None]
-        seen = keys < lengths[:, None, None]
+        visible = keys < lengths[:, None, None]
         if self._attention.causal:
-            seen = seen & (keys <= positions)
+            visible = visible & (keys <= positions)
         if self._attention.window is not None:
-            seen = seen & (keys > positions - self._attention.window)
+            visible = visible & (keys > positions - self._attention.window)
             if not self._attention.causal:
-                seen = seen & (keys < positions + self._attention.window)
-        return seen
+                visible = visible & (keys < positions + self._attention.window)
+        return visible
 
     def _weigh(
-        self, layer: int, query: torch.Tensor, pages: torch.Tensor, seen: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, visible: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Return ``[N, q, heads, dim]`` of as many queries over the keys of ``pages int32[N, W]``.
+        """Return ``[N, q, heads, dim]``: the weighted values of ``pages int32[N, W]`` for each query.
 
-        ``seen bool[N, q, W * page_size]``. Nothing that is unseen has a part in it, NaN included.
+        ``visible bool[N, q, W * page_size]`` masks the keys; masked NaN does not reach the result.
         """
         cache = self._caches[layer]
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -151,8 +151,8 @@ class ReferenceExecutor:
         scores = torch.einsum("nqhgd,nshd->nqhgs", grouped, keys) * scoring.scale
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
-        # Where nothing is seen the top is -inf, and -inf - -inf would be NaN.
+        scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
+        # Where nothing is visible the top is -inf, and -inf - -inf would be NaN.
         top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
         weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True)
@@ -161,7 +161,7 @@ class ReferenceExecutor:
             total = total + (scoring.sinks.view(keys.shape[2], -1, 1) - top).exp()
         # A weight of 0 does not keep NaN out. Pages before a window may be freed, so that what is
         # masked is what no query of the row sees, not only what lies beyond the sequence.
-        values = values.masked_fill(~seen.any(1)[..., None, None], 0)
+        values = values.masked_fill(~visible.any(1)[..., None, None], 0)
         mean = torch.einsum("nqhgs,nshd->nqhgd", weights, values) / total.clamp(min=torch.finfo(dtype).tiny)
         return mean.flatten(2, 3)
 
@@ -193,7 +193,7 @@ class ReferenceExecutor:
 
 
 def _blocks(rows: int, elements: int) -> list[slice]:
-    """Cut ``rows`` of so many elements each into blocks that fit."""
+    """Split ``rows``, of ``elements`` elements each, into blocks of at most ``_ELEMENTS``."""
     step = max(1, _ELEMENTS // max(elements, 1))
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
@@ -205,10 +205,10 @@ def _check_supported(reservation: Reservation) -> None:
         "an NVFP4 cache": attention.kv_dtype is DataType.NVFP4,
         "decode context parallelism": attention.decode_context > 1,
     }
-    for what, asked in unsupported.items():
-        if asked:
+    for feature, required in unsupported.items():
+        if required:
             raise BackendError(
-                f"reference: {where}: it does not run {what}; it runs ordinary heads (MHA, MQA, GQA) of "
+                f"reference: {where}: it does not run {feature}; it runs ordinary heads (MHA, MQA, GQA) of "
                 "one width for keys and values, on one rank; name another backend for this group"
             )
     expected = (reservation.page_size, attention.num_kv_heads, attention.head_dim)

@@ -1,6 +1,7 @@
-"""How the work of one step is cut into programs, from padded extents alone, without torch.
+"""Which layers the kernel computes, and how it cuts a step into programs. No torch is needed here.
 
-The planner sizes the workspace by it and the executor launches by it, so that the two agree.
+Programs follow from padded extents only. The planner sizes the workspace and the executor launches by
+the same functions, so that the two agree.
 """
 
 from __future__ import annotations
@@ -8,44 +9,77 @@ from __future__ import annotations
 import attrs
 
 from capture_planner.records.backend import Attention
+from capture_planner.records.batch import Entry
+from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType
 
 ITEMSIZE = {DataType.BFLOAT16: 2, DataType.FLOAT16: 2, DataType.FLOAT32: 4}
-"""The element types that the kernel takes, with their bytes."""
+"""Bytes of each element type that the kernel takes."""
 
 MAX_HEAD_DIM = 256
 """Wider tiles of keys leave no room for a second one in flight on devices with 99 KiB."""
 
 MAX_GROUP = 128
-"""Query heads that one KV head may serve: they are rows of one tile."""
+"""Most query heads per KV head: they are rows of one tile."""
 
 MAX_GROUP_BYTES = 32 << 10
-"""Bytes that their queries may take: keys and values need the rest of the shared memory."""
+"""Most bytes of the queries of one KV head and token: keys and values need the rest of shared memory."""
 
 MIN_TILE = 16
-"""Fewest rows, keys and columns that a tensor core's product takes."""
+"""Fewest rows, keys and columns of a product on tensor cores."""
 
 MAX_ROWS = 64
-"""Rows of a tile, where heads do not ask for more: the least that Hopper's warp-group product takes."""
+"""Rows of a tile, unless a group has more heads: the fewest of a warp-group product on Hopper."""
 
 MAX_KEYS = 64
-"""Keys of a tile: enough for a product and for wide loads; more would be computed with in vain."""
+"""Keys of a tile: enough for a product and for wide loads; more would waste work on short sequences."""
 
 MAX_SPLITS = 32
-"""Parts that the keys of one tile are cut into at most; merging them costs more from there on."""
+"""Most parts of the keys of one tile; merging more parts costs more than it saves."""
 
 PROGRAMS = 4
-"""Programs a multiprocessor that a split grid may have: so many run at once, and lengths even out."""
+"""Most programs per multiprocessor of a split grid: so many run at once, and unequal lengths even out."""
 
 _TILE_BYTES = 16 << 10
-"""Bytes of a tile of queries, of keys or of values, where its least extent allows."""
+"""Bytes of a tile of queries, keys or values, unless its minimum extent takes more."""
 
 _IN_FLIGHT = 1
-"""Tiles of keys and of values that are on their way while one is computed with.
+"""Tiles of keys and values that are loaded ahead of the one in use.
 
-A decode waits for memory: it is programs beside it that keep the device busy, and they need the room
-(on an H200, 64 requests of 700 tokens take 47 us so, and 61 us with 2).
+A decode waits for memory, and other programs keep the device busy meanwhile; they need the shared memory
+(on an H200, 64 requests of 700 tokens take 47 us with 1 tile, 61 us with 2).
 """
+
+
+def refusal(model: Attention) -> str | None:
+    """Return why the kernel cannot compute these layers on any device, or None."""
+    if model.latent is not None:
+        return (
+            "latent attention has keys and values of two widths in one cache, which the kernel does not read"
+        )
+    if model.decode_context > 1:
+        return (
+            f"{model.decode_context} decode-context ranks need the log-sum-exp, which attend does not return"
+        )
+    if model.dtype not in ITEMSIZE:
+        return f"activations in {model.dtype.value}; the kernel takes bfloat16, float16 and float32"
+    if model.kv_dtype is not model.dtype:
+        return (
+            f"a {model.kv_dtype.value} KV cache under {model.dtype.value} activations; the kernel scales "
+            "and converts nothing"
+        )
+    if model.head_dim > MAX_HEAD_DIM:
+        return f"head dimension {model.head_dim} is more than {MAX_HEAD_DIM}, the widest tile of keys"
+    group = model.num_heads // model.num_kv_heads
+    if group > MAX_GROUP:
+        return f"{group} query heads a KV head are more than the {MAX_GROUP} rows of a tile"
+    taken = group * model.head_dim * ITEMSIZE[model.dtype]
+    if taken > MAX_GROUP_BYTES:
+        return (
+            f"{group} query heads a KV head of dimension {model.head_dim} take {taken} bytes, and a tile has "
+            f"{MAX_GROUP_BYTES}"
+        )
+    return None
 
 
 @attrs.frozen(kw_only=True)
@@ -57,18 +91,18 @@ class Geometry:
     queries: int
     """Query tokens of a tile."""
     keys: int
-    """Keys that are read at a time."""
+    """Keys of a tile."""
     width: int
     """The head dimension, rounded up to a power of two."""
     blocks: int
-    """Tiles of queries that the padded extents can have."""
+    """Most tiles of queries within the padded extents."""
     blocks_each: int | None
-    """Tiles of each request; None: requests differ, and a program looks for its owner."""
+    """Tiles of each request; None: requests differ, and a program searches for its request."""
     splits: int
-    """Parts that the keys of a tile are cut into."""
+    """Parts of the keys of a tile."""
     warps: int
     stages: int
-    """Depth of Triton's pipeline: loads that depend on a load (the page's number) take two a tile."""
+    """Depth of Triton's pipeline: two a tile, as the loads depend on a load of the page number."""
 
 
 def geometry(
@@ -83,12 +117,11 @@ def geometry(
 ) -> Geometry:
     """Cut a step of at least one request and one token.
 
-    ``query_len`` is the most tokens that a request has, or None where requests differ widely.
-    ``workspace`` is the bytes there are for partial results, or None where the answer decides how
-    many there will be.
+    ``query_len`` is the longest query in tokens, or None if requests differ widely. ``max_seq_len`` is
+    the longest sequence in tokens. ``workspace`` limits the bytes of partial results; None: no limit.
     """
     group = model.num_heads // model.num_kv_heads
-    # Tokens of a request that are worth a tile: in a mixed batch, the mean.
+    # The tokens of a request that a tile should hold: the mean in a mixed batch.
     tokens = query_len or _ceil_div(num_tokens, num_reqs)
     width = max(_power_of_two(model.head_dim), MIN_TILE)
     fitting = max(_TILE_BYTES // (width * ITEMSIZE[model.dtype]), MIN_TILE)
@@ -116,8 +149,26 @@ def geometry(
     )
 
 
+def entry_geometry(model: Attention, environment: Environment, entry: Entry) -> Geometry:
+    """Return how a full graph is cut. Graphs of the same extents are cut the same way."""
+    return geometry(
+        model,
+        environment.device.multiprocessors or 1,
+        num_reqs=entry.num_reqs or 1,
+        num_tokens=entry.num_tokens,
+        query_len=entry.query_len,
+        max_seq_len=model.max_model_len,
+    )
+
+
+def entry_partial_bytes(model: Attention, environment: Environment, entry: Entry) -> int:
+    """Return the bytes of a full graph's partial results: 0 if its keys are not split."""
+    splits = entry_geometry(model, environment, entry).splits
+    return partial_bytes(model, entry.num_tokens, splits) if splits > 1 else 0
+
+
 def partial_bytes(model: Attention, num_tokens: int, splits: int) -> int:
-    """Return the bytes of ``splits`` partial results of so many tokens: float32, each with its sum."""
+    """Return the bytes of ``splits`` partial results of each token and head: float32, each with its sum."""
     return splits * num_tokens * model.num_heads * (model.head_dim + 1) * 4
 
 

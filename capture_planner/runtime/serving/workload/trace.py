@@ -31,7 +31,7 @@ ALIASES = {
 
 
 @attrs.frozen
-class Row:
+class TraceRow:
     """One row of a trace: seconds from the start, tokens, and its line in the file (from 1)."""
 
     arrival: float
@@ -45,7 +45,7 @@ def text_of(path: str | Path) -> str:
     return read(path).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-def read_trace(path: str | Path) -> list[Row]:
+def read_trace(path: str | Path) -> list[TraceRow]:
     """Return the rows of a trace in the order of its file; raises ``InvalidDocument`` with all problems."""
     file = str(path)
     table = _table(text_of(path))
@@ -94,7 +94,7 @@ def read_trace(path: str | Path) -> list[Row]:
         problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
         raise InvalidDocument(problems[:MAX_PROBLEMS])
     return [
-        Row((value - start) / unit, *tokens, cell.line)
+        TraceRow((value - start) / unit, *tokens, cell.line)
         for (cell, value), tokens in zip(same, lengths, strict=True)
     ]
 

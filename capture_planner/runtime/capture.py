@@ -1,0 +1,105 @@
+"""Capture: every entry of a plan, in an order and in pools that need least memory.
+
+PIECEWISE first, then FULL, each largest first over all roles, so that a smaller graph finds the
+memory that a larger one left. Each forward runs twice, to warm up and to be captured, with metadata
+made anew. A graph that does not fit into memory is left out, and what it would have served is waived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import torch
+
+from capture_planner.errors import RunError
+from capture_planner.modes import Pool, Reason
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.plan import Plan, RolePlan, Waiver
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.ledger import Captured
+
+
+def capture_all(
+    plan: Plan,
+    roles: Sequence[RoleRun],
+    grapher: Grapher,
+    *,
+    strict: bool,
+    memory: int | None = None,
+) -> Iterator[Captured]:
+    """Capture all entries of ``plan``, and yield what each cost.
+
+    ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if
+    ``strict``.
+    """
+    shared = grapher.pool(memory)
+    for role in roles:
+        role.begin_capture(shared if plan.pool is Pool.SHARED else grapher.pool(memory))
+    work = sorted(
+        ((role, entry) for role in roles for entry in role.plan.entries),
+        key=lambda item: item[1].capture_order,
+    )
+    for role, entry in work:
+        yield _capture(role, entry, grapher, strict)
+
+
+def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> Captured:
+    """Capture one entry; the device is read before, between and after, so that growth has one cause."""
+    started = perf_counter()
+    memory, alone, waiver = 0, 0, None
+    before = warm = grapher.reading()
+    try:
+        role.warm_up(entry)
+        warm = grapher.reading()
+        graph = role.capture(entry)
+        memory, alone = graph.memory, graph.alone
+    except torch.OutOfMemoryError as error:
+        message = " ".join(str(error).split())
+        if strict:
+            raise RunError(f"{role.role.value}: {entry} does not fit into memory: {message}") from error
+        waiver = _waiver(role.plan, entry, message)
+    after = grapher.reading()
+    if waiver is not None and warm and after:
+        # Nothing but the graph grew in between: this is what it left behind in its pool.
+        memory = max(after.held - warm.held, 0)
+    return Captured(
+        role=role.role,
+        entry=entry,
+        seconds=perf_counter() - started,
+        memory=memory,
+        alone=alone,
+        readings=(before, warm, after) if before and warm and after else None,
+        waiver=waiver,
+    )
+
+
+def _waiver(role: RolePlan, entry: Entry, message: str) -> Waiver:
+    """Waive what only this entry served: the extents between the next smaller one and itself."""
+    decode = entry.query_len is not None
+    smaller = [_extent(other) for other in role.entries if _alike(other, entry)]
+    below = max((size for size in smaller if size < _extent(entry)), default=0)
+    return Waiver(
+        kind=Kind.DECODE if decode else Kind.MIXED,
+        query_len=entry.query_len,
+        first=below + 1,
+        last=_extent(entry),
+        max_loras=entry.active_loras,
+        reason=Reason.MEMORY,
+        message=f"{entry} did not fit into memory when it was captured: {message}"[:500],
+    )
+
+
+def _extent(entry: Entry) -> int:
+    return entry.num_tokens // entry.query_len if entry.query_len else entry.num_tokens
+
+
+def _alike(entry: Entry, other: Entry) -> bool:
+    """Say whether two entries stand in one ladder."""
+    return (entry.mode, entry.query_len, entry.active_loras, entry.draft_steps) == (
+        other.mode,
+        other.query_len,
+        other.active_loras,
+        other.draft_steps,
+    )

@@ -1,0 +1,388 @@
+"""Graph and eager side by side: what a graph serves is run eager too, and the tensors are compared.
+
+The eager forward is first, at real extents, with the fields filled anew from the host and through the same
+backends. Then all that it changed is put back, everything else is poisoned, and the graph is replayed. The
+tensors are compared in the order of computation: fields, then of each layer queries, keys, values,
+what the caches hold, and attention, then results. So the first that differs is where it went wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import NoReturn
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.errors import DifferenceError
+from capture_planner.modes import Role
+from capture_planner.records.backend import Axis
+from capture_planner.records.batch import Entry
+from capture_planner.runtime.eager_check.agreement import (
+    HALF,
+    finite,
+    prints,
+    row_errors,
+    shortfall,
+    tolerance_of,
+)
+from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSeen, Largest
+from capture_planner.runtime.execution import padding
+from capture_planner.runtime.execution.bodies import TargetBody
+from capture_planner.runtime.execution.fields import TensorRef, tensor_of
+from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
+from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
+from capture_planner.runtime.execution.taps import TapKey, Taps
+from capture_planner.runtime.models.protocols import Attend, Scoring
+
+_RESULTS = (
+    "aux",
+    "hidden",
+    "draft_state.hidden",
+    "tokens",
+    "draft_state.token",
+    "draft_state.proposed",
+    "draft_state.column",
+)
+"""The order in which bodies compute their results."""
+CACHES = ("key cache", "value cache")
+
+_Owner = tuple[str | None, int | None]
+"""The request that a row belongs to, and its token; None twice: padding, or no request's."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Comparison:
+    """One forward that is compared."""
+
+    role: RoleRun
+    entry: Entry
+    step: ForwardStep
+    chain: tuple[StepInputs, ...]
+    """The host's inputs of each draft decode of a chain; of one forward, where there is none."""
+    fields: dict[str, torch.Tensor]
+    """Each field as it was staged for the graph, by its key."""
+    slots: torch.Tensor
+    """``int64[steps * T]``: the slots that it writes, on the device."""
+    turn: int
+    """How often the role ran in this step before."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens."""
+        return self.step.real.tokens
+
+    def owner(self, key: TapKey, row: int) -> tuple[int | None, int | None]:
+        """Return the request of a row of a tensor, as its row in the batch, and its token; or None twice."""
+        number = key.step
+        if key.name == "draft_state.column":
+            return None, None
+        if key.name in CACHES:
+            number, row = divmod(row, self.num_tokens)
+        inputs = self.chain[number]
+        if key.name.startswith("draft_state."):
+            return row, int(inputs.positions[inputs.last_token_indices[row]])
+        return int(np.searchsorted(inputs.query_start_loc, row, "right")) - 1, int(inputs.positions[row])
+
+    def is_tied(self, key: TapKey, rows: int, untied: Array) -> Array:
+        """Return ``bool[rows]``: what comes after a near tie of its request, whose step is ``untied int[R]``."""
+        owners = [self.owner(key, row)[0] for row in range(rows)]
+        steps = [row // self.num_tokens if key.name in CACHES else key.step for row in range(rows)]
+        return np.array(
+            [at is not None and step >= untied[at] for at, step in zip(owners, steps, strict=True)]
+        )
+
+
+class EagerCheck:
+    """The ``ForwardObserver`` of one role that compares its graphs with eager forwards.
+
+    :param log: what all roles of a run add to.
+    :param max_tokens: rows of the role's largest graph.
+    """
+
+    def __init__(self, log: ComparisonLog, max_tokens: int) -> None:
+        self._log = log
+        self._taps = Taps(max_tokens)
+
+    # What is tapped.
+
+    def attend(
+        self,
+        number: int,
+        attend: Attend,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Keep what goes into attention and what comes out; see ``ForwardObserver``."""
+        for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
+            self._taps.keep(TapKey(number, layer, name), tensor)
+        out = attend(layer, query, keys, values, scoring)
+        self._taps.keep(TapKey(number, layer, "attention"), out)
+        return out
+
+    def tokens_done(self, role: RoleRun, number: int) -> None:
+        """Keep the state of a draft decode: each one goes on from the one before, and changes it."""
+        if role.role is Role.DRAFT_DECODE:
+            for name, tensor in _in_order(role.body.inputs()):
+                self._taps.keep(TapKey(number, None, name), tensor)
+
+    # What runs.
+
+    def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
+        """Run a step eagerly, then from its graph, and compare; raises ``DifferenceError``."""
+        turn = self._log.turn(role.role)
+        if step.entry is None:
+            self._log.ran_eager(role.role)
+            with self._taps.off():
+                return role.execute(step, started)
+        begun = perf_counter()
+        chain = _chain(step.inputs, step.entry.draft_steps or 1, role.bounds.positions)
+        slots = np.concatenate([inputs.declared["slot_mapping"] for inputs in chain]).astype(np.int64)
+        forward = _Comparison(
+            role=role,
+            entry=step.entry,
+            step=step,
+            chain=chain,
+            fields={buffer.key: buffer.tensor.clone() for buffer in role.fields},
+            slots=torch.from_numpy(slots).to(role.fields["positions"].device),
+            turn=turn,
+        )
+        inputs = [tensor_of(held) for held in role.body.inputs()]
+        before = [tensor.clone() for tensor in inputs]
+        caches = [(cache, cache[forward.slots]) for _, _, cache in _caches(role)]
+        before_graph = [prints(cache) for cache, _ in caches]
+        eager = self._eager(forward)
+        # The graph starts where the eager forward did, and finds none of its results.
+        role.poison()
+        self._taps.poison()
+        for tensor, then in zip(inputs, before, strict=True):
+            tensor.copy_(then)
+        for buffer in role.fields:
+            buffer.tensor.copy_(forward.fields[buffer.key])
+        for cache, then in caches:
+            cache[forward.slots] = then
+        self._compare_fields(forward)
+        role.prepare_backends(step)
+        times = role.execute(step, started + perf_counter() - begun)
+        self._compare_tensors(forward, self._results(forward), eager, before_graph)
+        self._log.same(role.role)
+        return times
+
+    def _eager(self, forward: _Comparison) -> dict[TapKey, torch.Tensor]:
+        """Run all steps eagerly, and return what they computed; of the target's tokens, the logits."""
+        role = forward.role
+        for number, inputs in enumerate(forward.chain):
+            step = role.step(forward.step.batch, None, inputs)
+            role.stage_inputs(step)
+            role.prepare_backends(step)
+            role.per_token(number, step.extents)
+            role.body.per_request(step.extents, None)
+        results = self._results(forward)
+        tokens = TapKey(0, None, "tokens")
+        if tokens in results and isinstance(role.body, TargetBody):
+            results[tokens] = role.body.model.logits(role.body.hidden[: forward.num_tokens])
+        return results
+
+    def _results(self, forward: _Comparison) -> dict[TapKey, torch.Tensor]:
+        """Return copies of the real rows of every tensor, in the order of computation."""
+        steps, results = len(forward.chain), dict[TapKey, torch.Tensor]()
+        states = torch.from_numpy(forward.step.inputs.idx_mapping).long().to(forward.slots.device)
+        caches: dict[int, list[tuple[TapKey, torch.Tensor]]] = {}
+        for layer, name, cache in _caches(forward.role):
+            caches.setdefault(layer, []).append((TapKey(steps - 1, layer, name), cache[forward.slots]))
+
+        def keep(key: TapKey, tensor: torch.Tensor) -> None:
+            if key.name == "draft_state.column":
+                results[key] = tensor[:1].clone()
+            elif key.name.startswith("draft_state."):
+                results[key] = tensor[states]
+            else:
+                results[key] = tensor[: forward.num_tokens].clone()
+
+        for key, tensor in self._taps.kept(steps):
+            keep(key, tensor)
+            if key.name == "values" and key.step == steps - 1 and key.layer is not None:
+                # After the last step of a chain, when all of its slots are written.
+                results.update(caches[key.layer])
+        for name, tensor in _in_order(forward.role.body.outputs()):
+            if name != "tokens" or forward.entry.query_len is not None:
+                keep(TapKey(0, None, name), tensor)
+        return results
+
+    # What is compared.
+
+    def _compare_fields(self, forward: _Comparison) -> None:
+        """Compare the fields that the graph will read with what they should be, padding included.
+
+        Before the replay: what indexes with poison or with a stale row may not come back from it.
+        """
+        declared = forward.step.inputs.declared
+        for buffer in forward.role.fields:
+            real = declared.get(buffer.field.name)
+            if real is None or buffer.is_frozen:
+                continue
+            held = forward.fields[buffer.key][: forward.step.extents.rows(buffer.field)].cpu()
+            wanted = torch.full_like(held, padding.fill_of(buffer, real, forward.num_tokens))
+            wanted[tuple(map(slice, real.shape))] = torch.from_numpy(np.ascontiguousarray(real)).to(
+                held.dtype
+            )
+            errors = row_errors(held, wanted)
+            if bool(errors.any()):
+                row = int(errors.argmax())
+                owner: _Owner = (None, None)
+                if row < len(real) and buffer.field.axis is Axis.TOKEN and buffer.field.scale == 1:
+                    owner = self._named(*forward.owner(TapKey(0, None, ""), row))
+                elif row < len(real) and buffer.field.axis is Axis.REQUEST:
+                    owner = self._named(row, None)
+                key = TapKey(0, None, f"field {buffer.key}")
+                self._refuse(forward, key, held, wanted, errors, 0.0, None, (row, owner))
+
+    def _compare_tensors(
+        self,
+        forward: _Comparison,
+        graph: dict[TapKey, torch.Tensor],
+        eager: dict[TapKey, torch.Tensor],
+        before_graph: Sequence[torch.Tensor],
+    ) -> None:
+        """Raise ``DifferenceError`` at the first tensor that differs."""
+        role, slots, steps = forward.role, forward.slots, len(forward.chain)
+        untied = np.full(forward.step.real.reqs, steps)
+        """By request, the first step of a chain after which it is not compared: it went on from another
+        token of as much likelihood."""
+        caches = dict(zip(((layer, name) for layer, name, _ in _caches(role)), before_graph, strict=True))
+        half = any(tolerance_of(tensor) > HALF for tensor in eager.values())
+        after: TapKey | None = None
+        for key, wanted in eager.items():
+            held, tolerance, is_cache = graph[key], tolerance_of(wanted), key.name in CACHES
+            is_logits = key.name == "tokens"
+            errors = (shortfall(held, wanted) if is_logits else row_errors(held, wanted)).cpu()
+            if is_cache:
+                # Padding writes to the null page, and so does a draft past the model's end.
+                errors[(slots < role.page_size).cpu()] = 0
+            if untied.min(initial=steps) < steps:
+                errors[torch.from_numpy(forward.is_tied(key, len(errors), untied))] = 0
+            if half and key.name == "draft_state.token":
+                tied = errors.numpy() > 0
+                untied[tied] = key.step
+                self._log.add_near_ties(int(tied.sum()))
+                continue
+            if bool((errors > tolerance).any()):
+                wanted = wanted.argmax(-1) if is_logits else wanted
+                row = int((errors > tolerance).nonzero()[0])
+                at = int(slots[row]) if is_cache else row, self._named(*forward.owner(key, row))
+                self._refuse(forward, key, held, wanted, errors, tolerance, after, at)
+            if wanted.is_floating_point() and len(errors):
+                self._log.saw(
+                    Largest(
+                        tensor=key.name,
+                        error=float(errors.max()),
+                        tolerance=tolerance,
+                        role=role.role,
+                        layer=key.layer,
+                    )
+                )
+            if is_cache and key.layer is not None:
+                self._compare_foreign(forward, key, caches[key.layer, key.name], after)
+            after = key
+
+    def _compare_foreign(
+        self, forward: _Comparison, key: TapKey, before_graph: torch.Tensor, after: TapKey | None
+    ) -> None:
+        """Refuse a slot that the graph wrote and this batch does not; the null page is anybody's."""
+        role = forward.role
+        cache = next(tensor for *of, tensor in _caches(role) if of == [key.layer, key.name])
+        changed = prints(cache) != before_graph
+        changed[forward.slots] = False
+        changed[: role.page_size] = False
+        if bool(changed.any()):
+            slot = int(changed.nonzero()[0])
+            held = cache[changed]
+            errors = torch.full((len(held),), torch.inf, dtype=torch.float64)
+            at = slot, self._log.owner(slot, role.page_size)
+            self._refuse(forward, key, held, torch.full_like(held, torch.nan), errors, 0.0, after, at)
+
+    def _refuse(
+        self,
+        forward: _Comparison,
+        key: TapKey,
+        graph: torch.Tensor,
+        eager: torch.Tensor,
+        errors: torch.Tensor,
+        tolerance: float,
+        after: TapKey | None,
+        at: tuple[int, _Owner],
+    ) -> NoReturn:
+        """Raise ``DifferenceError``; ``at``: the row as it is told, and whose it is."""
+        row, (request, token) = at
+        first = int((errors > tolerance).nonzero()[0])
+        held, wanted = graph[first].flatten().cpu(), eager[first].flatten().cpu()
+        apart = (held.double() - wanted.double()).abs().nan_to_num(torch.inf, torch.inf)
+        furthest, worst = int(apart.argmax()), float(errors.max())
+        role, real = forward.role.role, forward.step.real
+        difference = Difference(
+            step=self._log.step,
+            role=role,
+            entry=forward.entry,
+            draft_step=forward.turn + key.step if role is Role.DRAFT_DECODE else None,
+            layer=key.layer,
+            tensor=key.name,
+            row=row,
+            request=request,
+            token=token,
+            graph=finite(held[furthest]),
+            eager=finite(wanted[furthest]),
+            error=worst if np.isfinite(worst) else None,
+            tolerance=tolerance,
+            rows=int((errors > tolerance).sum()),
+            after=None if after is None else str(after),
+            num_tokens=real.tokens,
+            num_reqs=real.reqs,
+            padded_tokens=forward.step.extents.tokens - real.tokens,
+            padded_reqs=forward.step.extents.reqs - real.reqs,
+            requests=tuple(self._log.batch),
+            fields=tuple(_metadata_seen(forward)),
+        )
+        self._log.end(difference)
+        raise DifferenceError(str(difference), difference)
+
+    def _named(self, row: int | None, token: int | None) -> _Owner:
+        batch = self._log.batch
+        return (batch[row], token) if row is not None and row < len(batch) else (None, token)
+
+
+def _in_order(tensors: Iterator[TensorRef]) -> list[tuple[str, torch.Tensor]]:
+    """Return a body's tensors in the order in which it computes them."""
+    return [(each[0], tensor_of(each)) for each in sorted(tensors, key=lambda e: _RESULTS.index(e[0]))]
+
+
+def _chain(inputs: StepInputs, steps: int, max_model_len: int) -> tuple[StepInputs, ...]:
+    """Return the inputs of each draft decode of a chain."""
+    chain = [inputs]
+    for _ in range(steps - 1):
+        chain.append(chain[-1].next_draft(max_model_len))
+    return tuple(chain)
+
+
+def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield each layer's caches as ``[slots, width]``."""
+    for layer, cache in role.attention.caches():
+        for name, tensor in zip(CACHES, (cache.keys, cache.values), strict=True):
+            yield layer, name, tensor.flatten(0, 1).flatten(1)
+
+
+def _metadata_seen(forward: _Comparison) -> Iterator[FieldSeen]:
+    """Yield the fields as they were staged, and the scalars of each group."""
+    for buffer in forward.role.fields:
+        held, field = forward.fields[buffer.key], buffer.field
+        real, padded = forward.step.real.rows(field), forward.step.extents.rows(field)
+        yield FieldSeen(
+            name=buffer.key, real=held[:real].cpu().tolist(), padding=held[real:padded].cpu().tolist()
+        )
+    for group, metadata in forward.role.attention.metadata.items():
+        for name in ("num_reqs", "num_tokens", "max_query_len", "max_seq_len"):
+            yield FieldSeen(name=f"{group}.{name}", real=getattr(metadata, name))

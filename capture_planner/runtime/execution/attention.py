@@ -1,0 +1,174 @@
+"""The attention backends of one role: prepared before each forward, called by its layers, released last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.errors import BackendError, CapturePlannerError
+from capture_planner.modes import Role
+from capture_planner.records.backend import Lifetime
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import GroupPlan
+from capture_planner.runtime.execution.fields import Fields, TensorRef
+from capture_planner.runtime.execution.guards import GraphState
+from capture_planner.runtime.execution.host_fields import HostFields
+from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.updates import Updates
+from capture_planner.runtime.executor import Executor, LayerCache, Metadata, Scoring
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class GroupRun:
+    """One attention group with what executes it."""
+
+    plan: GroupPlan
+    executor: Executor
+    caches: Mapping[int, LayerCache]
+    workspace: torch.Tensor
+    label: str
+    """Backend, distribution and version, for messages."""
+
+
+class RoleAttention:
+    """The attention groups of one role.
+
+    :param updates: stores keys and values.
+    :param max_model_len: the longest sequence that a FULL graph is prepared for.
+    """
+
+    def __init__(
+        self, role: Role, groups: Sequence[GroupRun], fields: Fields, updates: Updates, max_model_len: int
+    ) -> None:
+        self.groups = tuple(groups)
+        self.metadata: dict[str, Metadata] = {}
+        """What each group was given for the step that is prepared, by the group's name."""
+        self._role = role
+        self._fields = fields
+        self._updates = updates
+        self._max_model_len = max_model_len
+        self._group_of = {layer: group for group in groups for layer in group.caches}
+        self._frozen = {group.plan.name: _frozen_scalars(group.plan) for group in groups}
+
+    def persistent(self) -> Iterator[TensorRef]:
+        """Yield workspaces and caches."""
+        for group in self.groups:
+            yield f"{self._role.value}.{group.plan.name}.workspace", group, "workspace"
+            for layer, cache in group.caches.items():
+                yield f"{self._role.value}.keys[{layer}]", cache, "keys"
+                yield f"{self._role.value}.values[{layer}]", cache, "values"
+
+    def caches(self) -> Iterator[tuple[int, LayerCache]]:
+        """Yield each layer with its cache, in the model's order."""
+        for layer, group in sorted(self._group_of.items()):
+            yield layer, group.caches[layer]
+
+    def prepare(self, step: ForwardStep) -> None:
+        """Let each backend do its host work for a step whose fields are filled."""
+        self._describe(step)
+        for group in self.groups:
+            try:
+                group.executor.prepare(self.metadata[group.plan.name])
+            except Exception as error:
+                raise self._blamed(group, step.entry, "prepare", error) from error
+
+    def _describe(self, step: ForwardStep) -> None:
+        """Make the metadata of each group, at the extents that attention sees."""
+        entry, inputs = step.entry, step.inputs
+        if entry is not None and step.is_full:
+            # A graph bakes these in, so they are the most that it can ever see.
+            seen, query, length = step.extents, entry.query_len or entry.num_tokens, self._max_model_len
+        else:
+            # Around attention a PIECEWISE graph is padded; attention itself runs outside, on real rows.
+            seen = step.real
+            query = int(np.diff(inputs.query_start_loc).max(initial=0))
+            length = int(inputs.seq_lens.max(initial=0))
+        for group in self.groups:
+            name = group.plan.name
+            host = HostFields(self._fields.by_group[name], inputs, seen, step.real.tokens)
+            self.metadata[name] = Metadata(
+                entry=entry,
+                num_reqs=seen.reqs,
+                num_tokens=seen.tokens,
+                max_query_len=query,
+                max_seq_len=length,
+                fields=self._fields.views(name, seen),
+                host=host,
+            )
+
+    def seen_rows(self) -> int:
+        """Return the tokens that attention sees in the step that is prepared."""
+        return next(iter(self.metadata.values())).num_tokens
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scoring: Scoring,
+    ) -> None:
+        """Store keys and values, and attend; rows that attention does not see become zero."""
+        group = self._group_of[layer]
+        metadata = self.metadata[group.plan.name]
+        rows = metadata.num_tokens
+        slots = self._fields["slot_mapping"][:rows]
+        self._updates.store(group.caches[layer], slots, keys[:rows], values[:rows])
+        if rows < out.shape[0]:
+            # The rest of the model reads them, and garbage may be NaN, which some operators spread.
+            out[rows:].zero_()
+        try:
+            group.executor.attend(layer, query[:rows], out[:rows], scoring, metadata)
+        except Exception as error:
+            raise self._blamed(group, metadata.entry, f"attend of layer {layer}", error) from error
+
+    def graph_state(self) -> GraphState:
+        """Return the host's numbers that a graph of the prepared step bakes in."""
+        frozen, layouts = {}, {}
+        for group in self.groups:
+            name = group.plan.name
+            metadata = self.metadata[name]
+            if metadata.is_full:
+                for scalar in self._frozen[name]:
+                    frozen[f"{name}.{scalar}"] = getattr(metadata, scalar)
+                layouts[name] = self._layout(group, metadata)
+        return GraphState(frozen, layouts)
+
+    def _layout(self, group: GroupRun, metadata: Metadata) -> tuple[int, ...] | None:
+        try:
+            layout = group.executor.layout()
+            if layout is not None and type(layout) is not tuple:
+                raise TypeError(f"it returned {layout!r}, not a tuple of integers or None")
+        except Exception as error:
+            raise self._blamed(group, metadata.entry, "layout", error) from error
+        return layout
+
+    def release(self) -> None:
+        """Release all backends, and raise the first error afterwards."""
+        errors = []
+        for group in self.groups:
+            try:
+                group.executor.release()
+            except Exception as error:
+                errors.append(self._blamed(group, None, "release", error))
+        if errors:
+            raise errors[0]
+
+    def _blamed(self, group: GroupRun, entry: Entry | None, call: str, error: Exception) -> Exception:
+        """Return an error that names the backend, the role and the entry; ours are left as they are."""
+        if isinstance(error, (CapturePlannerError, torch.OutOfMemoryError)):
+            return error
+        step = "" if call == "release" else f", {entry or 'eager step'}"
+        where = f"{self._role.value}, group {group.plan.name}{step}"
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        return BackendError(f"{group.label} broke in {call} ({where}): {message}; tell its authors")
+
+
+def _frozen_scalars(group: GroupPlan) -> list[str]:
+    """Return the frozen fields of a group that are scalars of a step's metadata."""
+    known = ("max_query_len", "max_seq_len")
+    return [f.name for f in group.padding.fields if f.lifetime is Lifetime.FROZEN and f.name in known]

@@ -1,0 +1,186 @@
+"""The values of one forward: what the fields of a role hold, as the host knows it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.executor import NULL_SLOT
+
+Array = np.ndarray[Any, Any]
+
+
+# Without slots, since one is made at every step, and that takes a third of the time.
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class StepInputs:
+    """The values of one forward of T tokens and R requests, without padding.
+
+    A value: the next step of a decode is another one, by ``next_draft`` or ``next_decode``. No array is
+    written once it is in here; many are shared by several steps.
+    """
+
+    input_ids: Array | None
+    """``int32[T]``; negative where a token is still on the device. None: only the device knows."""
+    positions: Array
+    """``int64[T]``"""
+    slot_mapping: Array | None
+    """``int64[T]``: the KV cache slot of each token. None: only the device knows."""
+    query_start_loc: Array
+    """``int32[R + 1]``: where the rows of each request begin."""
+    seq_lens: Array
+    """``int32[R]``: tokens of each request, this step's included."""
+    block_table: Array
+    """``int32[R, pages]``: the pages of each request, as far as this step needs them."""
+    idx_mapping: Array
+    """``int32[R]``: the request state index of each row of the batch."""
+    last_token_indices: Array = attrs.field()
+    """``int32[R]``: the last row of each request; in a draft prefill, the last that verification kept."""
+    cu_num_draft_tokens: Array | None = None
+    """``int32[R]``: running sum of the drafts to verify. None in a draft decode."""
+    sampled_rows: Array | None = None
+    """``int64[N]``: the rows whose next token is read. None in draft decodes and warm-ups."""
+    sampled_counts: Array | None = None
+    """``int32[R]``: how many of ``sampled_rows`` each request has."""
+    page_size: int
+    """Tokens per page."""
+
+    @last_token_indices.default
+    def _last_rows(self) -> Array:
+        rows: Array = self.query_start_loc[1:] - 1
+        return rows
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.positions)
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return len(self.seq_lens)
+
+    @functools.cached_property
+    def declared(self) -> Mapping[str, Array]:
+        """The arrays by the names that contracts declare; read-only. Those of ``DERIVED`` are made when
+        they are first read.
+
+        What the host does not know, and what a backend fills itself, is not in it.
+        """
+        return _DeclaredArrays(self)
+
+    def array(self, name: str) -> Array | None:
+        """Return the array of a declared field; None where the host does not know it."""
+        is_known = name in self.declared or name in DERIVED
+        return self.declared[name] if is_known else None
+
+    def next_draft(self, max_model_len: int) -> StepInputs:
+        """Return the draft decode after this one, as its graph advances the fields on the device.
+
+        A request at the model's end stays at its last position, and writes the null slot.
+        """
+        moved = self.positions + 1 < max_model_len
+        positions = self.positions + moved
+        page, offset = np.divmod(positions, self.page_size)
+        slots = self.block_table[np.arange(len(page)), page] * np.int64(self.page_size) + offset
+        return attrs.evolve(
+            self,
+            positions=positions,
+            slot_mapping=np.where(moved, slots, NULL_SLOT),
+            seq_lens=(self.seq_lens + moved).astype(np.int32),
+        )
+
+    def next_decode(self) -> StepInputs:
+        """Return the decode after this one, whose fields its graph filled on the device.
+
+        The host knows neither ids nor slots of it; no backend that allows this plans by them.
+        """
+        # Written out, since ``attrs.evolve`` takes ten times as long, and this is all that the host does.
+        return StepInputs(
+            input_ids=None,
+            positions=self.positions + 1,
+            slot_mapping=None,
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens + np.int32(1),
+            block_table=self.block_table,
+            last_token_indices=self.last_token_indices,
+            idx_mapping=self.idx_mapping,
+            cu_num_draft_tokens=self.cu_num_draft_tokens,
+            sampled_rows=self.sampled_rows,
+            sampled_counts=self.sampled_counts,
+            page_size=self.page_size,
+        )
+
+
+class _DeclaredArrays(dict[str, Array]):
+    """The arrays of a step by declared name; see ``StepInputs.declared``.
+
+    A plain dict to its readers, as it is read for each field of a step. Only a derived name is missing.
+    """
+
+    def __init__(self, inputs: StepInputs) -> None:
+        super().__init__({name: array for name, array in vars(inputs).items() if array is not None})
+        del self["page_size"]
+        self._inputs = inputs
+
+    def __missing__(self, name: str) -> Array:
+        array = self[name] = DERIVED[name](self._inputs)
+        return array
+
+
+def _page_counts(inputs: StepInputs) -> Array:
+    return -(-inputs.seq_lens // inputs.page_size)
+
+
+def _page_starts(inputs: StepInputs) -> Array:
+    return np.concatenate(([0], np.cumsum(_page_counts(inputs)))).astype(np.int32)
+
+
+def _page_list(inputs: StepInputs) -> Array:
+    table = inputs.block_table
+    used: Array = table[np.arange(table.shape[1]) < _page_counts(inputs)[:, None]]
+    return used
+
+
+def _last_page_len(inputs: StepInputs) -> Array:
+    last: Array = ((inputs.seq_lens - 1) % inputs.page_size + 1).astype(np.int32)
+    return last
+
+
+DERIVED: Mapping[str, Callable[[StepInputs], Array]] = {
+    "qo_indptr": lambda inputs: inputs.query_start_loc,
+    "kv_lens": lambda inputs: inputs.seq_lens,
+    "paged_kv_indptr": _page_starts,
+    "paged_kv_indices": _page_list,
+    "paged_kv_last_page_len": _last_page_len,
+    "mrope_positions": lambda inputs: np.repeat(inputs.positions, 3),
+}
+"""Fields that follow from the common ones. Text has the same position in all three sections of
+multimodal rope."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ForwardStep:
+    """One forward of one role: what it serves, and which graph of the plan serves it."""
+
+    batch: Batch
+    entry: Entry | None
+    """The graph that is captured or replayed; None: it runs eagerly."""
+    inputs: StepInputs
+    real: Extents
+    extents: Extents
+    """What the model runs at: the entry's, or the real ones."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether attention runs inside the graph, at padded extents."""
+        return self.entry is not None and self.entry.num_reqs is not None
+
+    def with_inputs(self, inputs: StepInputs) -> ForwardStep:
+        """Return the next step of a chain: the same batch and graph on other values."""
+        return attrs.evolve(self, inputs=inputs)

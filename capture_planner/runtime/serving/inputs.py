@@ -1,0 +1,107 @@
+"""The inputs of a step's forwards, made on the host from the states of the requests."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from capture_planner.runtime.execution.inputs import Array, StepInputs
+from capture_planner.runtime.executor import NULL_SLOT
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.speculative import sampled_counts, sampled_rows
+
+LOOKAHEAD = 64
+"""Tokens by which requests may grow in graphs that advance their own fields, before the host must widen
+their block tables."""
+
+
+def token_rows(scheduled: ScheduledBatch, states: RequestStates) -> tuple[Array, Array, Array]:
+    """Return ``starts int32[R + 1]``, and for each token its request state index and its position, ``int64[T]``."""
+    base, query_len = states.computed[scheduled.state_indices], scheduled.query_len
+    if query_len is not None:
+        starts = np.arange(0, scheduled.num_tokens + 1, query_len, dtype=np.int32)
+        if query_len == 1:
+            return starts, scheduled.state_indices, base
+        return (
+            starts,
+            np.repeat(scheduled.state_indices, query_len),
+            (base[:, None] + np.arange(query_len)).ravel(),
+        )
+    starts = np.zeros(scheduled.num_reqs + 1, dtype=np.int32)
+    np.cumsum(scheduled.counts, out=starts[1:])
+    positions = np.arange(scheduled.num_tokens) + np.repeat(base - starts[:-1], scheduled.counts)
+    return starts, np.repeat(scheduled.state_indices, scheduled.counts), positions
+
+
+def slots(rows: Array, positions: Array, states: RequestStates, page_size: int) -> Array:
+    """Return the cache slot of each position of a request, ``int64[T]``."""
+    page, offset = np.divmod(positions, page_size)
+    slot_mapping: Array = states.table[rows, page] * np.int64(page_size) + offset
+    return slot_mapping
+
+
+def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageFormat) -> StepInputs:
+    """Return the target's inputs: tokens from each row's first uncomputed position on.
+
+    The block table is wide enough for the ``LOOKAHEAD`` tokens after them, too.
+    """
+    starts, rows, positions = token_rows(scheduled, states)
+    seq_lens = (states.computed[scheduled.state_indices] + scheduled.counts).astype(np.int32)
+    width = min(pages.pages(int(seq_lens.max()) + LOOKAHEAD), states.table.shape[1])
+    return StepInputs(
+        input_ids=states.tokens[rows, positions],
+        positions=positions,
+        slot_mapping=slots(rows, positions, states, pages.page_size),
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=states.table[:, :width].take(scheduled.state_indices, axis=0),
+        idx_mapping=scheduled.state_indices.astype(np.int32),
+        cu_num_draft_tokens=np.cumsum(scheduled.drafts, dtype=np.int32),
+        sampled_rows=sampled_rows(scheduled, starts, states),
+        sampled_counts=sampled_counts(scheduled, states).astype(np.int32),
+        page_size=pages.page_size,
+    )
+
+
+def draft_prefill_inputs(
+    target: StepInputs, scheduled: ScheduledBatch, settled: Array, states: RequestStates
+) -> StepInputs:
+    """Return the drafter's inputs on the target's batch: each token shifted by one.
+
+    ``settled int64[R]`` counts the tokens of each row that verification kept. Rows past them hold
+    rejected drafts, whose tokens, keys and values are overwritten before anything reads them.
+    """
+    rows = np.repeat(scheduled.state_indices, scheduled.counts)
+    return attrs.evolve(
+        target,
+        input_ids=states.tokens[rows, target.positions + 1],
+        last_token_indices=(target.query_start_loc[:-1] + settled - 1).astype(np.int32),
+    )
+
+
+def draft_decode_inputs(
+    scheduled: ScheduledBatch, wanted: Array, states: RequestStates, pages: PageFormat
+) -> StepInputs:
+    """Return the first draft decode's inputs: one token a row, at position ``wanted int64[R]``.
+
+    That is the first one that is not settled. The graph advances the fields for the steps that follow.
+    A position past the model's end is held at the last one and writes the null slot.
+    """
+    positions = np.minimum(wanted, states.max_model_len - 1)
+    count = len(positions)
+    slot_mapping = slots(scheduled.state_indices, positions, states, pages.page_size)
+    slot_mapping[wanted > positions] = NULL_SLOT
+    seq_lens = (positions + 1).astype(np.int32)
+    starts = np.arange(count + 1, dtype=np.int32)
+    width = min(pages.pages(int(seq_lens.max()) + scheduled.draft_tokens), states.table.shape[1])
+    return StepInputs(
+        input_ids=np.zeros(count, dtype=np.int32),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=states.table[scheduled.state_indices, :width],
+        idx_mapping=scheduled.state_indices.astype(np.int32),
+        page_size=pages.page_size,
+    )

@@ -1,0 +1,279 @@
+"""Launching a step: the forwards that a batch needs, in order, and what their graphs leave for the next.
+
+Without a drafter, lengths are known before tokens are. So a step can be launched before the tokens of
+the previous one are read; and where the batch is the same, the graph itself has advanced its fields to
+the next token, and nothing is copied at all.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import attrs
+import numpy as np
+
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
+from capture_planner.runtime.execution.chain import run_chain
+from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
+from capture_planner.runtime.execution.inputs import Array, StepInputs
+from capture_planner.runtime.execution.role import ForwardTimes
+from capture_planner.runtime.execution.transfer import OnItsWay, on_its_way
+from capture_planner.runtime.execution.updates import VerificationInputs
+from capture_planner.runtime.ledger import Forward, Session
+from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.parts import Parts
+from capture_planner.runtime.serving.scheduler import ScheduledBatch, Scheduler
+from capture_planner.runtime.serving.speculative import Verification, promise
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PendingStep:
+    """A step that is launched, whose tokens are not read yet."""
+
+    index: int
+    scheduled: ScheduledBatch
+    inputs: StepInputs
+    started: float
+    tokens: OnItsWay
+    """``int64[T]``: what the target says after each row that is read."""
+    draft_decodes: Dispatch | None
+    """What serves its draft decodes; None where there are none."""
+    proposed: OnItsWay | None
+    """``int64[states + 1, K]``, where the drafter is launched too."""
+    promised: Verification | None
+    """What the step counts, where that is known before its tokens are."""
+
+
+@attrs.frozen(eq=False)
+class _Advanced:
+    """Decodes whose last graph filled the fields of the next step."""
+
+    state_indices: Array
+    """``int64[R]``: which requests are in the batch."""
+    inputs: StepInputs
+    room: int
+    """For how many more tokens the block table on the device has pages."""
+
+
+class StepLauncher:
+    """Launches the forwards of steps, and notes each in the session.
+
+    :param dispatcher: says which graph serves a batch, as captured.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, parts: Parts, dispatcher: Dispatcher, pages: PageFormat, session: Session
+    ) -> None:
+        self._scheduler = scheduler
+        self._parts = parts
+        self._policy = parts.policy
+        self._dispatcher = dispatcher
+        self._pages = pages
+        self._session = session
+        self._advanced: _Advanced | None = None
+        self._count = len(session.steps)
+
+    def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
+        """Launch all that can be launched of a step before its tokens are on the host."""
+        index, self._count = self._count, self._count + 1
+        parts = self._parts
+        if parts.comparison is not None:
+            pages = {live.request.name: live.pages for live in self._scheduler.unfinished}
+            parts.comparison.begin(index, [live.request.name for live in scheduled.live], pages)
+        begun = perf_counter()
+        inputs, filled = self._target_inputs(scheduled)
+        decodes = None
+        if scheduled.draft_tokens > 1:
+            decodes = self._dispatcher.dispatch(_draft_decode_batch(scheduled))
+        proposed = None
+        if self._drafts_on_device(decodes):
+            proposed = self._launch_all(index, scheduled, inputs, decodes, begun)
+        else:
+            dispatch = self._run_target(index, scheduled, inputs, begun, filled=filled)
+            entry = dispatch.entry
+            if not filled and self._policy.advance_in_graph and entry is not None and entry.query_len == 1:
+                room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
+                self._advanced = _Advanced(scheduled.state_indices, inputs, room)
+        return PendingStep(
+            index=index,
+            scheduled=scheduled,
+            inputs=inputs,
+            started=started,
+            tokens=on_its_way(parts.target.tokens[: scheduled.num_tokens]),
+            draft_decodes=decodes,
+            proposed=proposed,
+            promised=self._promised(scheduled, inputs) if parts.state is None else None,
+        )
+
+    def _target_inputs(self, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
+        """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
+        last, self._advanced = self._advanced, None
+        is_same = (
+            last is not None
+            and not scheduled.prompts
+            and scheduled.query_len == 1
+            and np.array_equal(last.state_indices, scheduled.state_indices)
+        )
+        if last is not None and is_same and last.room:
+            # The same requests in the same rows: the fields on the device are this step's already.
+            inputs = last.inputs.next_decode()
+            self._advanced = _Advanced(last.state_indices, inputs, last.room - 1)
+            return inputs, True
+        return target_inputs(scheduled, self._scheduler.states, self._pages), False
+
+    def _promised(self, scheduled: ScheduledBatch, inputs: StepInputs) -> Verification:
+        """Count the step before its tokens are there; a request that has all of its then is scheduled no more."""
+        states, rows = self._scheduler.states, scheduled.state_indices
+        settled = promise(scheduled, states, inputs.query_start_loc)
+        for row in np.flatnonzero((settled.gained > 0) & (states.length[rows] >= states.end[rows])):
+            self._scheduler.leave(scheduled.live[row])
+        return settled
+
+    def _run_target(
+        self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
+    ) -> Dispatch:
+        """Run the target, and sample what its graph has not."""
+        batch, body = _batch(Role.TARGET, scheduled), self._parts.target
+        if inputs.input_ids is not None:
+            body.embed(inputs.input_ids)
+        dispatch = self._dispatcher.dispatch(batch)
+        times = self._parts.roles[Role.TARGET].run(batch, dispatch, inputs, begun, filled=filled)
+        self._note(index, batch, dispatch, times)
+        if inputs.sampled_rows is not None and len(inputs.sampled_rows):
+            body.sample(dispatch.entry, len(inputs.sampled_rows))
+        return dispatch
+
+    def _drafts_on_device(self, draft_decodes: Dispatch | None) -> bool:
+        """Say whether the drafter's fields can be worked out without the host.
+
+        Not where a backend needs the lengths there for its draft decodes, nor where these run eagerly:
+        eager attention is prepared with the real lengths, which depend on what verification keeps.
+        """
+        if self._parts.state is None or not self._policy.drafts_on_device:
+            return False
+        if draft_decodes is None:
+            return True
+        return not self._policy.draft_decodes_need_host and draft_decodes.entry is not None
+
+    def _launch_all(
+        self,
+        index: int,
+        scheduled: ScheduledBatch,
+        inputs: StepInputs,
+        decodes: Dispatch | None,
+        begun: float,
+    ) -> OnItsWay:
+        """Fill the fields of all roles at once, and run target, verification and drafter in a row."""
+        parts, states = self._parts, self._scheduler.states
+        # As if all drafts were kept; the device corrects what verification rejects.
+        prefill = draft_prefill_inputs(inputs, scheduled, scheduled.counts, states)
+        by_role = {Role.TARGET: inputs, Role.DRAFT_PREFILL: prefill}
+        if decodes is not None:
+            longest = states.computed[scheduled.state_indices] + scheduled.counts
+            by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
+        if self._policy.poison:
+            for role in by_role:
+                parts.roles[role].poison()
+        parts.apply([write for role, each in by_role.items() for write in parts.roles[role].writes(each)])
+        self._run_target(index, scheduled, inputs, begun, filled=True)
+        begun = perf_counter()
+        self._prepare_drafts(scheduled)
+        self._run_draft_prefill(index, scheduled, prefill, begun, filled=True)
+        if decodes is not None:
+            self._run_draft_decodes(index, scheduled, decodes, by_role[Role.DRAFT_DECODE], filled=True)
+        return self._proposed()
+
+    def _prepare_drafts(self, scheduled: ScheduledBatch) -> None:
+        """Let the device verify, and put what was kept into the drafter's fields."""
+        parts, rows = self._parts, scheduled.num_reqs
+        target = parts.roles[Role.TARGET].fields
+        parts.updates.prepare_drafts(
+            VerificationInputs(
+                fields=parts.token_fields[Role.TARGET],
+                starts=target["query_start_loc"][: rows + 1],
+                counts=target[SAMPLED_COUNTS][:rows],
+                answers=parts.target.tokens[: scheduled.num_tokens],
+                most=1 + int(scheduled.drafts.max()),
+            ),
+            parts.token_fields[Role.DRAFT_PREFILL],
+            parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
+            parts.token_fields[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
+        )
+
+    def draft(self, step: PendingStep, settled: Verification) -> OnItsWay:
+        """Run the draft prefill on the target's batch, then k - 1 draft decodes, from what was settled."""
+        states, scheduled = self._scheduler.states, step.scheduled
+        begun = perf_counter()
+        prefill = draft_prefill_inputs(step.inputs, scheduled, settled.kept, states)
+        self._run_draft_prefill(step.index, scheduled, prefill, begun, filled=False)
+        if step.draft_decodes is not None:
+            computed = states.computed[scheduled.state_indices]
+            decode = draft_decode_inputs(scheduled, computed, states, self._pages)
+            self._run_draft_decodes(step.index, scheduled, step.draft_decodes, decode, filled=False)
+        return self._proposed()
+
+    def _run_draft_prefill(
+        self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
+    ) -> None:
+        batch = _batch(Role.DRAFT_PREFILL, scheduled)
+        dispatch = self._dispatcher.dispatch(batch)
+        times = self._parts.roles[Role.DRAFT_PREFILL].run(batch, dispatch, inputs, begun, filled=filled)
+        self._note(index, batch, dispatch, times)
+
+    def _run_draft_decodes(
+        self, index: int, scheduled: ScheduledBatch, dispatch: Dispatch, inputs: StepInputs, *, filled: bool
+    ) -> None:
+        """Run the draft decodes: one fused chain, or one graph several times."""
+        batch = _draft_decode_batch(scheduled)
+        times, forwards = run_chain(
+            self._parts.roles[Role.DRAFT_DECODE],
+            batch,
+            dispatch,
+            inputs,
+            scheduled.draft_tokens - 1,
+            max_model_len=self._scheduler.states.max_model_len,
+            filled=filled,
+        )
+        self._note(index, batch, dispatch, times, forwards)
+
+    def _proposed(self) -> OnItsWay:
+        assert self._parts.state is not None, "a drafter has a state"
+        return on_its_way(self._parts.state.proposed)
+
+    def _note(
+        self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1
+    ) -> None:
+        self._session.forwards.append(
+            Forward(
+                step=index,
+                role=batch.role,
+                num_reqs=batch.num_reqs,
+                num_tokens=batch.num_tokens,
+                query_len=batch.uniform_query_len,
+                entry=dispatch.entry,
+                reason=dispatch.reason,
+                padded_tokens=dispatch.padded_tokens,
+                padded_reqs=dispatch.padded_reqs,
+                repeats=repeats,
+                preparation=times.preparation,
+                host_seconds=times.host_seconds,
+                seconds=times.seconds,
+            )
+        )
+
+
+def _batch(role: Role, scheduled: ScheduledBatch) -> Batch:
+    return Batch(
+        role=role,
+        num_reqs=scheduled.num_reqs,
+        num_tokens=scheduled.num_tokens,
+        query_len=scheduled.query_len,
+        past_prompt=scheduled.prompts == 0,
+    )
+
+
+def _draft_decode_batch(scheduled: ScheduledBatch) -> Batch:
+    return Batch.decode(Role.DRAFT_DECODE, scheduled.num_reqs, 1)

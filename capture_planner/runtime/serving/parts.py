@@ -1,0 +1,48 @@
+"""What a plan is executed with, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from capture_planner.modes import Role
+from capture_planner.runtime.eager_check.record import ComparisonLog
+from capture_planner.runtime.execution.bodies import TargetBody
+from capture_planner.runtime.execution.fields import tensor_of
+from capture_planner.runtime.execution.padding import Write
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
+from capture_planner.runtime.options import ExecutionPolicy
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Parts:
+    """What a plan is executed with."""
+
+    policy: ExecutionPolicy
+    roles: Mapping[Role, RoleRun]
+    target: TargetBody
+    state: DraftState | None
+    apply: Callable[[Sequence[Write]], None]
+    """Brings buffers of any number of roles up to date."""
+    updates: Updates
+    token_fields: Mapping[Role, TokenFields]
+    """Each role's fields that advance by a token."""
+    kv_cache: int
+    """Bytes of the KV cache, over all layers of target and drafter."""
+    comparison: ComparisonLog | None
+    """Where comparisons of graphs with eager forwards are noted; None: nothing is compared."""
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of fields, outputs and workspaces, each counted once."""
+        caches = {
+            tensor.data_ptr()
+            for role in self.roles.values()
+            for _, cache in role.attention.caches()
+            for tensor in (cache.keys, cache.values)
+        }
+        tensors = [tensor_of(held) for role in self.roles.values() for held in role.persistent()]
+        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+        return sum(size for address, size in sizes.items() if address not in caches)

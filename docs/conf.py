@@ -1,0 +1,68 @@
+"""Configuration of the documentation site: Sphinx, MyST and furo."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from sphinx.application import Sphinx
+
+import capture_planner
+from capture_planner import codec, dispatch, errors, modes, plugins, records
+
+HOMES = (records, codec, plugins, dispatch, errors, modes)
+"""Packages whose classes the root exports too."""
+
+project = "capture-planner"
+author = "capture-planner contributors"
+version = release = capture_planner.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+suppress_warnings = ["config.cache"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# Every page of the API reference is one automodule: the package's ``__all__`` is the list of names.
+autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+add_module_names = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
+
+html_theme = "furo"
+html_show_copyright = False
+html_title = f"capture-planner {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+
+
+def skip_member(app: Sphinx, kind: str, name: str, value: Any, _skip: bool, _options: Any) -> bool | None:
+    """Leave out what attrs adds to a class; document a class on the page of its own package, not on the root's."""
+    if name in ("__attrs_attrs__", "__match_args__"):
+        return True
+    elsewhere = any(value is getattr(package, name, None) for package in HOMES)
+    if (
+        kind == "module"
+        and inspect.isclass(value)
+        and elsewhere
+        and app.env.docname == "reference/api/capture_planner"
+    ):
+        return True
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Register the event handlers of this file."""
+    app.connect("autodoc-skip-member", skip_member)

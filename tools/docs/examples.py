@@ -1,0 +1,193 @@
+"""Run the examples of a page.
+
+- A ``console`` block has commands (``$ ...``), each followed by its output. They run in order, in a fresh
+  folder per page that has the repository's ``plans``. A line ``...`` in an output stands for any lines. The
+  output of ``capture-planner run`` and ``pytest`` is compared without times, rates and sizes.
+- A block after ``<!-- file: NAME -->`` is written to that file.
+- A ``python`` block is executed in the folder; the blocks of a page share their names.
+
+``capture-planner`` runs in this process, so that torch is imported once for all pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from capture_planner import cli
+
+ROOT = Path(__file__).parent.parent.parent
+
+BLOCK = re.compile(
+    r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S
+)
+_PIPELINE = re.compile(
+    r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)(?:\|(?P<filter>.+))?"
+)
+_MEASURED = re.compile(r"[ ]*\b[\d.,]*\d ?(?:us|ms|s|tokens/s|bytes|B|KiB|MiB|GiB)\b")
+
+
+def blocks(text: str, kind: str) -> Iterator[str]:
+    """Yield the blocks of one kind of a page."""
+    return (match["body"] for match in BLOCK.finditer(text) if match["kind"] == kind)
+
+
+def commands(block: str) -> Iterator[tuple[str, str]]:
+    """Yield the commands of a console block, each with the output that the page shows."""
+    for part in re.split(r"^(?=\$ )", block, flags=re.M)[1:]:
+        command, _, shown = part.removeprefix("$ ").partition("\n")
+        yield command, shown
+
+
+def updated(command: str, shown: str, output: str) -> str:
+    """Return the output to show: the page's own while it still matches, else the new one."""
+    mask = _masked if re.search(r"capture-planner run |pytest ", command) else str
+    parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", mask(shown), flags=re.M)]
+    return shown if re.fullmatch("(?:.*\n)*?".join(parts), mask(output)) else output
+
+
+def _masked(output: str) -> str:
+    """Return an output without measurements, and without the column widths that depend on them."""
+    return re.sub(r" +", " ", _MEASURED.sub(" measured", output))
+
+
+class Workspace:
+    """The folder in which the examples of one page run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exit_code = 0
+        self.names: dict[str, object] = {"__name__": "example"}
+        self.plugins = folder / ".plugins"
+        self.plugin_path: list[str] = []
+        ignored = shutil.ignore_patterns("*.py", "__pycache__")
+        shutil.copytree(ROOT / "plans", folder / "plans", ignore=ignored)
+
+    def render(self, match: re.Match[str], page: Path) -> str:
+        """Write, run or execute one block of a page; returns the block with its current output."""
+        if match["name"]:
+            path = self.folder / match["name"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(match["body"], "utf-8")
+        elif match["kind"] == "console":
+            outputs = (
+                f"$ {command}\n{updated(command, shown, self.run(command))}"
+                for command, shown in commands(match["body"])
+            )
+            return f"```console\n{''.join(outputs)}```"
+        elif match["kind"] == "python":
+            printed = self.execute(match["body"], str(page))
+            assert not printed, f"{page}: a python block prints; use assert instead"
+        return match[0]
+
+    def run(self, command: str) -> str:
+        """Run one command as a shell would, and return what it prints."""
+        if command == "echo $?":
+            return f"{self.exit_code}\n"
+        if editable := re.fullmatch(r"pip install .*--editable (\S+)", command):
+            return self._install(self.folder / editable[1])
+        pipeline = _PIPELINE.fullmatch(command)
+        if pipeline is None:
+            return self._shell(command)
+        stdin = self._shell(pipeline["source"]) if pipeline["source"] else ""
+        arguments = shlex.split(pipeline["arguments"])
+        out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+        if not pipeline["filter"]:
+            self._call(arguments, stdin, out, out)
+            return _text(out)
+        err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+        self._call(arguments, stdin, out, err)
+        return _text(err) + self._shell(pipeline["filter"], _text(out))
+
+    def _call(self, arguments: list[str], stdin: str, out: io.TextIOWrapper, err: io.TextIOWrapper) -> None:
+        """Run capture-planner in this process."""
+        source = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+        with (
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.object(sys, "argv", ["capture-planner", *arguments]),
+            mock.patch.object(sys, "stdin", source),
+            mock.patch.object(sys, "path", [*self.plugin_path, *sys.path]),
+            mock.patch.dict(os.environ, _environment()),
+        ):
+            try:
+                cli.main()
+            except SystemExit as end:
+                self.exit_code = int(end.code or 0)
+            finally:
+                self._forget_plugins()
+
+    def _forget_plugins(self) -> None:
+        """Drop the page's own modules, so that the next command sees what the page changed in them."""
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None) or "").startswith(str(self.folder)):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+
+    def _shell(self, command: str, stdin: str = "") -> str:
+        # Some programs print more where CI is set; a page is the same everywhere.
+        kept = {name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS")}
+        python_path = os.pathsep.join([*self.plugin_path, kept.get("PYTHONPATH", "")]).strip(os.pathsep)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env={**kept, **_environment(), **({"PYTHONPATH": python_path} if python_path else {})},
+            input=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        self.exit_code = done.returncode
+        return done.stdout
+
+    def _install(self, source: Path) -> str:
+        """Install a plugin of the page in place, where only this page sees it."""
+        from hatchling.build import build_editable
+
+        self.plugins.mkdir(exist_ok=True)
+        with contextlib.chdir(source), contextlib.redirect_stdout(io.StringIO()):
+            wheel = build_editable(str(self.plugins))
+        with zipfile.ZipFile(self.plugins / wheel) as archive:
+            archive.extractall(self.plugins)
+        paths = [path.read_text("utf-8").split() for path in self.plugins.glob("*.pth")]
+        self.plugin_path = [str(self.plugins), *(line for lines in paths for line in lines)]
+        self.exit_code = 0
+        return ""
+
+    def execute(self, source: str, where: str) -> str:
+        """Run Python, and return what it prints."""
+        out = io.StringIO()
+        with (
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(out),
+            mock.patch.object(sys, "path", list(sys.path)),
+        ):
+            exec(compile(source, where, "exec"), self.names)
+        self._forget_plugins()
+        return out.getvalue()
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    buffer = stream.buffer
+    assert isinstance(buffer, io.BytesIO)
+    return buffer.getvalue().decode("utf-8")
+
+
+def _environment() -> dict[str, str]:
+    scripts = sysconfig.get_path("scripts")
+    return {"PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")]), "COLUMNS": "100", "TERM": "dumb"}

@@ -1,0 +1,179 @@
+"""The generated parts of the pages: reference tables from the code, and results of measurements."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+import conformance_tables
+import gallery_tables
+import gpu_bench_tables
+import gpu_equality_tables
+import ranks_tables
+from results import ROOT, table
+
+from capture_planner import codec
+from capture_planner.analysis import lint
+from capture_planner.analysis.lint import core as lint_core
+from capture_planner.codec import json_schema
+from capture_planner.codec.shipped import find_environment, shipped_environments
+from capture_planner.engines.check import ENGINE_RULES
+from capture_planner.planning.sizing.minimax import worst_ratio
+from capture_planner.planning.sizing.policies import Context, decode_sizes
+from capture_planner.records import backend, spec
+from capture_planner.records.batch_space import Domain
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.report.findings import DRIFT_CODE
+
+
+def rules() -> str:
+    """Return a table of all lint rules, then a section for each."""
+    rows, sections = [], []
+    for code, rule in sorted(lint.RULES.items()):
+        kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
+        rows.append((f"[{code}](#{code.lower()})", rule.name, rule.severity.value, kind))
+        sections += [
+            f"### {code}",
+            f"**{rule.name}**: {rule.severity.value}, class {kind}.",
+            rule.explanation,
+        ]
+        sections += [f"Reported in {_links(rule.threads)}."] if rule.threads else []
+        sections += [f"Fix: {rule.remedy}."]
+        sections += (
+            [f"The part of the spec to change: `{'.'.join(rule.spec_path)}`."] if rule.spec_path else []
+        )
+    rows.append((f"[{DRIFT_CODE}](#{DRIFT_CODE.lower()})", "drift", "error", "J (observability)"))
+    return "\n\n".join([table(("code", "name", "severity", "class"), rows, text=4), *sections])
+
+
+def engine_rules() -> str:
+    """Return a section for each rule about an engine's flags."""
+    sections = []
+    for code, rule in sorted(ENGINE_RULES.items()):
+        kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
+        sections += [
+            f"### {code}",
+            f"**{rule.name}**: {rule.severity.value}, class {kind}.",
+            rule.explanation,
+        ]
+        sections += [f"Reported in {_links(rule.threads)}."]
+        sections += ["\n".join(f"- {engine}: {fix}." for engine, fix in rule.mends.items())]
+    return "\n\n".join(sections)
+
+
+def _links(threads: tuple[str, ...]) -> str:
+    return ", ".join(f"[{thread}]({lint_core.link(thread)})" for thread in threads)
+
+
+def fields() -> str:
+    """Return the fields that the runner owns."""
+    groups = {
+        "each role": backend.COMMON_FIELDS,
+        "the target, with drafts": backend.SPECULATIVE_FIELDS,
+        "the target, with multimodal rope": backend.MROPE_FIELDS,
+    }
+    rows = []
+    for role, declared in groups.items():
+        for field in declared:
+            fill = f"{field.value}" if field.fill is backend.Fill.CONSTANT else f"`{field.fill.value}`"
+            axis = f"{field.axis.value} and {field.inner.value}" if field.inner else field.axis.value
+            rows.append((f"`{field.name}`", role, axis, fill))
+    return table(("field", "role", "one per", "padded with"), rows, text=4)
+
+
+def _member_docs(enumeration: type[Enum]) -> Iterator[tuple[str, str]]:
+    """Yield the value of each member of an enumeration with the docstring under it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(enumeration))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for member, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(member, ast.Assign) and isinstance(text, ast.Expr):
+            yield ast.literal_eval(member.value), ast.literal_eval(text.value).replace("``", "`")
+
+
+def policies() -> str:
+    """Return every size policy with its docstring and its options."""
+    rows = []
+    for name, meaning in _member_docs(spec.Policy):
+        options = [f"`{option}`" for option, takers in spec._OPTIONS.items() if spec.Policy(name) in takers]
+        rows.append((f"`{name}`", meaning, ", ".join(options) or "none"))
+    return table(("policy", "sizes", "options"), rows, text=3)
+
+
+def figures() -> str:
+    """Return what each policy gives for up to 256 requests on an H100, without drafts and with K = 3."""
+    limits, machine = spec.Limits(max_num_reqs=256, max_num_tokens=8192), find_environment("h100")
+    minimax = {f"minimax, {n}": spec.Sizes(policy=spec.Policy.MINIMAX, graphs=n) for n in (35, 18)}
+    left_out = {"default", "minimax", "explicit"}
+    others = {
+        policy.value: spec.Sizes(policy=policy) for policy in spec.Policy if policy.value not in left_out
+    }
+    rows = []
+    for name, sizes in {"default": spec.Sizes(), **minimax, **others}.items():
+        cells = [name]
+        for speculative in (None, codec.loads("{method: eagle3, num_tokens: 3}", Speculative)):
+            context = Context(
+                limits=limits, speculative=speculative, parallel=spec.Parallel(), environment=machine
+            )
+            choice = decode_sizes(sizes, Domain.upto(256), 4 if speculative else 1, context)
+            worst = float(worst_ratio(choice.domain, choice.sizes) - 1)
+            cells += [str(len(choice.sizes)), f"1 to {choice.sizes[-1]}", f"{worst:.1%}"]
+        rows.append(cells)
+    columns = ("graphs of 1 token", "covers", "worst", "graphs of 4 tokens", "covers", "worst")
+    return table(("policy", *columns), rows)
+
+
+def environments() -> str:
+    """Return the shipped environments."""
+    rows = []
+    for name in shipped_environments():
+        device = find_environment(name).device
+        rows.append(
+            (f"`{name}`", device.name, device.capability or "none", f"{device.memory / (1 << 30):.0f} GiB")
+        )
+    return table(("name", "device", "compute capability", "memory"), rows, text=4)
+
+
+def laws() -> str:
+    """Return the property tests of the laws, each with the first line of its file."""
+    rows = []
+    paths = (ROOT / "tests" / "property").glob("test_law*.py")
+    for path in sorted(paths, key=lambda path: int(re.sub(r"\D", "", path.name))):
+        statement = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]
+        rows.append((statement, f"[{path.name}](../../{path.relative_to(ROOT).as_posix()})"))
+    return table(("law", "tested in"), rows, text=2)
+
+
+def _reference(kind: type, *elsewhere: type) -> str:
+    """Return the reference of a file kind, without the records that another kind's reference has."""
+    known = {section for other in elsewhere for section in _sections(other)}
+    return "\n\n".join(section for section in _sections(kind) if section not in known)
+
+
+def _sections(kind: type) -> list[str]:
+    text = re.sub(r"``(.+?)``", r"`\1`", json_schema.reference(kind)).replace("| `` |", "| empty |")
+    return [section.strip() for section in re.split(r"^(?=### )", text, flags=re.M)[1:]]
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "laws": laws,
+    "rules": rules,
+    "engine-rules": engine_rules,
+    "fields": fields,
+    "policies": policies,
+    "figures": figures,
+    "environments": environments,
+    "spec": lambda: _reference(spec.Spec),
+    "environment": lambda: _reference(Environment),
+    "plan": lambda: _reference(Plan, spec.Spec, Environment),
+    **ranks_tables.PARTS,
+    **conformance_tables.PARTS,
+    **gpu_bench_tables.PARTS,
+    **gpu_equality_tables.PARTS,
+    **gallery_tables.PARTS,
+}
