@@ -74,13 +74,15 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def finish(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Write the results where the command line says."""
+def finish(arguments: argparse.Namespace, results: dict[str, Any], name: str | None = None) -> None:
+    """Write the results where the command line says; ``name`` is used instead of the script's."""
     if arguments.output is None:
         return
     target: Path = arguments.output
     if target.suffix != ".json":
-        target = target / f"{Path(sys.argv[0]).stem}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
+        target = (
+            target / f"{name or Path(sys.argv[0]).stem}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"provenance": provenance(), **results}, indent=2) + "\n"
     target.write_text(_without_folders(text), encoding="utf-8")

@@ -21,7 +21,7 @@ def refuse_missing(subject: str = "executing a plan", packages: tuple[str, ...] 
 
 
 def refuse_without_hypothesis(subject: str) -> None:
-    """Refuse ``subject`` (the suite, the gallery) where Hypothesis is missing; raises ``RunError``."""
+    """Refuse ``subject`` where Hypothesis is missing; raises ``RunError``."""
     refuse_missing()
     if importlib.util.find_spec("hypothesis") is None:
         raise RunError(

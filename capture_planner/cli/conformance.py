@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from capture_planner._extras import refuse_without_hypothesis
@@ -33,6 +32,7 @@ from capture_planner.cli.common import (
     to_json,
 )
 from capture_planner.errors import CapturePlannerError
+from capture_planner.records._base import replace
 
 if TYPE_CHECKING:
     from capture_planner.conformance import Shape
@@ -172,7 +172,7 @@ def conformance(backend: str, environment: str | None, form: str, **given: Any) 
 
 def _end(report: Conformance, *, strict: bool) -> None:
     context = click.get_current_context()
-    if report.outcome.findings or (strict and report.over_declared):
+    if report.outcome.failures or (strict and report.over_declared):
         context.exit(FINDINGS)
     if report.interrupted:
         context.exit(INTERRUPTED)
@@ -182,7 +182,7 @@ def _end(report: Conformance, *, strict: bool) -> None:
 
 def _show_commands(report: Conformance) -> None:
     """Print each command on one line, so that it can be pasted: a table would break it."""
-    for command in dict.fromkeys(report.command(finding.case) for finding in report.outcome.findings):
+    for command in dict.fromkeys(report.command(finding.case) for finding in report.outcome.failures):
         click.echo(f"\nto reproduce:\n\n{command}")
 
 
@@ -232,4 +232,4 @@ def shapes_named(candidates: tuple[Shape, ...], given: dict[str, Any]) -> tuple[
             changes.append([{field: each} for each in value])
     products = itertools.product(*(each or [{}] for each in changes))
     combined = [{name: each for part in parts for name, each in part.items()} for parts in products]
-    return tuple(dict.fromkeys(attrs.evolve(shape, **each) for shape in candidates for each in combined))
+    return tuple(dict.fromkeys(replace(shape, **each) for shape in candidates for each in combined))

@@ -18,21 +18,21 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.conformance import (
     DEFAULT,
     THOROUGH,
-    Choices,
     Log,
-    Outcome,
     Profile,
     Shape,
-    Tested,
-    again,
-    blamed,
+    Subject,
+    SuiteOptions,
+    SuiteResult,
     conform,
     loads,
+    replay,
     under_test,
     usable_shapes,
+    with_causes,
 )
-from capture_planner.conformance.audit import Attack, Audited, attacked
-from capture_planner.conformance.finding import Finding
+from capture_planner.conformance.audit import Attack, AuditResult, attack_case
+from capture_planner.conformance.failure import Failure
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.suite import DRAFTS
 from capture_planner.errors import RunError
@@ -86,7 +86,7 @@ def run_suite(
     )
 
 
-def _tested(backend: str, environment: str | None) -> Tested:
+def _tested(backend: str, environment: str | None) -> Subject:
     planned = None if environment is None else catalog.find_environment(environment)
     if planned is not None and planned.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
         raise RunError(
@@ -96,12 +96,12 @@ def _tested(backend: str, environment: str | None) -> Tested:
     return under_test(backend, environment=planned)
 
 
-def _choices(given: dict[str, Any]) -> Choices:
+def _choices(given: dict[str, Any]) -> SuiteOptions:
     profile = THOROUGH if given["thorough"] or given["profile"] == "thorough" else DEFAULT
     examples, steps = given["examples"], given["steps"]
     if examples is not None or steps is not None:
         profile = Profile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
-    return Choices(
+    return SuiteOptions(
         profile=profile,
         seed=given["seed"],
         drafts=DRAFTS if given["drafts"] is None else given["drafts"],
@@ -111,8 +111,8 @@ def _choices(given: dict[str, Any]) -> Choices:
 
 
 def _search(
-    tested: Tested, choices: Choices, sets: list[tuple[Shape, ...]], progress: bool | None
-) -> tuple[Outcome, bool]:
+    tested: Subject, choices: SuiteOptions, sets: list[tuple[Shape, ...]], progress: bool | None
+) -> tuple[SuiteResult, bool]:
     """Run the suite on the first set of shapes that the backend supports; returns whether it was stopped too."""
     started = perf_counter()
     with _temporary_home(), _Bars(progress, choices.profile.examples) as bars:
@@ -128,8 +128,8 @@ def _search(
                 if bars.log is None:
                     raise
                 violation = bars.log.violation
-                findings = () if violation is None else (violation.finding,)
-                return _outcome(bars.log.shapes, bars.log, started, findings), True
+                failures = () if violation is None else (violation.failure,)
+                return _outcome(bars.log.shapes, bars.log, started, failures), True
     raise AssertionError("the last set of shapes returns or raises")
 
 
@@ -137,11 +137,13 @@ def _outcome(
     shapes: tuple[Shape, ...],
     log: Log,
     started: float,
-    findings: tuple[Finding, ...] = (),
-    audited: tuple[Audited, ...] = (),
-) -> Outcome:
+    failures: tuple[Failure, ...] = (),
+    audited: tuple[AuditResult, ...] = (),
+) -> SuiteResult:
     seconds = perf_counter() - started
-    return Outcome(shapes=shapes, refused=(), log=log, findings=findings, audited=audited, seconds=seconds)
+    return SuiteResult(
+        shapes=shapes, refused=(), log=log, failures=failures, audited=audited, seconds=seconds
+    )
 
 
 @contextmanager
@@ -188,19 +190,19 @@ class _Bars:
         self._advance(name)
 
 
-def _again(tested: Tested, text: str, attack: str | None) -> tuple[Outcome, tuple[int, ...]]:
+def _again(tested: Subject, text: str, attack: str | None) -> tuple[SuiteResult, tuple[int, ...]]:
     """Rerun one printed case, with an attack where one is named; returns the steps that did not apply too."""
     case, started = loads(text), perf_counter()
     shapes, _ = usable_shapes(tested, (case.scene.shape,))
     if attack is not None:
         audited = _attacked(tested, text, attack)
         return _outcome(shapes, Log(examples=1), started, audited=audited), ()
-    rerun = again(tested, text)
-    findings = () if rerun.finding is None else (blamed(tested, rerun.finding),)
-    return _outcome(shapes, rerun.log, started, findings), rerun.left_out
+    rerun = replay(tested, text)
+    failures = () if rerun.failure is None else (with_causes(tested, rerun.failure),)
+    return _outcome(shapes, rerun.log, started, failures), rerun.skipped
 
 
-def _attacked(tested: Tested, text: str, named: str) -> tuple[Audited, ...]:
+def _attacked(tested: Subject, text: str, named: str) -> tuple[AuditResult, ...]:
     role, _, rest = named.partition(" ")
     field, _, attack = rest.partition(" ")
     try:
@@ -210,5 +212,5 @@ def _attacked(tested: Tested, text: str, named: str) -> tuple[Audited, ...]:
             f"--attack {named!r}: give a role ({', '.join(Role)}), a field and an attack "
             f"({', '.join(each.value for each in Attack)}), as in 'target seq_lens stale tail'."
         ) from None
-    found = attacked(tested, loads(text), *wanted)
+    found = attack_case(tested, loads(text), *wanted)
     return () if found is None else (found,)

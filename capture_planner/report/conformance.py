@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.conformance import Audited, Check, Finding, Log, Profile, loads, verdicts
-from capture_planner.conformance.words import case_in_words
+from capture_planner.conformance import AuditResult, Check, Failure, Log, Profile, loads, verdicts
+from capture_planner.conformance.case_text import describe_case
 from capture_planner.modes import Role
 from capture_planner.records.text import counted
 from capture_planner.report.conformance_record import Conformance, forwards
@@ -26,8 +26,8 @@ def conformance_report(report: Conformance, *, commands: bool = False) -> Report
         return conformance_charts(report)
 
     alert = f"INTERRUPTED: {STOPPED}" if report.interrupted else None
-    if report.outcome.findings:
-        alert = f"{counted(len(report.outcome.findings), 'finding')}: what is marked as broken does not hold"
+    if report.outcome.failures:
+        alert = f"{counted(len(report.outcome.failures), 'finding')}: what is marked as broken does not hold"
     return Report(
         kind="conformance run",
         title=f"Conformance of {report.backend}: {report.says}",
@@ -39,7 +39,7 @@ def conformance_report(report: Conformance, *, commands: bool = False) -> Report
 
 def conformance_sections(report: Conformance, *, commands: bool = False) -> tuple[Section, ...]:
     """Return the parts of the report in the order in which they are read."""
-    findings = report.outcome.findings
+    findings = report.outcome.failures
     found = (
         _finding(number, each, report.command(each.case) if commands else "")
         for number, each in enumerate(findings, 1)
@@ -73,7 +73,7 @@ def _profile(profile: Profile) -> str:
     return f"{profile.name} profile: {counted(profile.examples, 'scene')} of up to {counted(profile.steps, 'step')}"
 
 
-def _finding(number: int, finding: Finding, command: str) -> Section:
+def _finding(number: int, finding: Failure, command: str) -> Section:
     where = [
         ("role", finding.role.value if finding.role else ""),
         ("graph", str(finding.entry or "")),
@@ -82,12 +82,12 @@ def _finding(number: int, finding: Finding, command: str) -> Section:
         ("axis", finding.axis),
         ("seen with garbage in", ", ".join(finding.causes)),
     ]
-    steps = case_in_words(loads(finding.case)) if finding.case else ()
+    steps = describe_case(loads(finding.case)) if finding.case else ()
     again = (f"again: {command}",) if command else ()
     return Section(
         name=f"finding-{number}",
         title=f"Finding {number}: {finding.check.value}",
-        warnings=(finding.says,),
+        warnings=(finding.message,),
         lines=(f"does not hold: {finding.check.law}",),
         grid=Grid.facts((name, text) for name, text in where if text),
         notes=(*(f"{index}. {step}" for index, step in enumerate(steps, 1)), *again),
@@ -116,7 +116,7 @@ def tried(check: Check, log: Log, shapes: int) -> tuple[int, str]:
 
 
 def _checks(report: Conformance) -> Section:
-    broken = {finding.check for finding in report.outcome.findings}
+    broken = {finding.check for finding in report.outcome.failures}
     rows = []
     for check in Check:
         count, what = tried(check, report.log, len(report.outcome.shapes))
@@ -167,7 +167,7 @@ def _audits(report: Conformance) -> Iterator[Section]:
     audited = report.outcome.audited
     if not audited:
         return
-    by_field: dict[tuple[Role, str], list[Audited]] = {}
+    by_field: dict[tuple[Role, str], list[AuditResult]] = {}
     for each in audited:
         by_field.setdefault((each.role, each.field), []).append(each)
     rows = []

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from capture_planner.codec import json_of, plain, plain_fields
-from capture_planner.conformance import Audited, Log, Outcome, Profile, Verdict, loads, verdicts
-from capture_planner.conformance.words import case_in_words
+from capture_planner.conformance import AuditResult, Log, Profile, SuiteResult, Verdict, loads, verdicts
+from capture_planner.conformance.case_text import describe_case
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.environment import Environment
 from capture_planner.records.text import counted
@@ -38,7 +38,7 @@ class Conformance:
     """The words of the command: the backend, the environment, threads."""
     named: tuple[str, ...] = ()
     """Its options that name shapes."""
-    outcome: Outcome
+    outcome: SuiteResult
     interrupted: bool = False
     attack: str = ""
     """Which attack was done on the printed case; empty: none."""
@@ -55,7 +55,7 @@ class Conformance:
         """What was tried."""
         return self.outcome.log
 
-    def command(self, case: str, attack: Audited | None = None) -> str:
+    def command(self, case: str, attack: AuditResult | None = None) -> str:
         """Return what shows it again, quoted for a shell; without a case, what asks for declarations again."""
         if not case:
             return shlex.join([*self.base, *self.named, "--examples", "1", "--no-audits"])
@@ -73,7 +73,7 @@ class Conformance:
     @property
     def says(self) -> str:
         """The result in a few words."""
-        found = self.outcome.findings
+        found = self.outcome.failures
         if found:
             return counted(len(found), "finding")
         if self.attack:
@@ -119,9 +119,9 @@ def _conformance(report: Conformance) -> dict[str, Any]:
             | {
                 "command": report.command(finding.case),
                 "law": finding.check.law,
-                "steps": list(case_in_words(loads(finding.case))) if finding.case else [],
+                "steps": list(describe_case(loads(finding.case))) if finding.case else [],
             }
-            for finding in outcome.findings
+            for finding in outcome.failures
         ],
         "scenes": log.examples,
         "steps": dict(sorted(log.steps.items())),

@@ -326,7 +326,8 @@ def refuse_planning_backends(plan: Plan, registry: Registry) -> None:
 def _refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
     if not isinstance(registered.backend, Runnable):
         raise RunError(
-            f"{_label(registered)} plans and does not execute: it has no reserve; see docs/extending/backend-contract.md"
+            f"{_label(registered)} plans and does not execute: it has no reserve; see "
+            "docs/extending/backend-contract.md"
         )
     attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
     now = registered.padding(role.role, attention, plan.environment)

@@ -79,7 +79,7 @@ def test_the_copy_passes_the_suite_that_comes_with_it(copied: Path, installed: P
 def test_the_copy_is_found_by_its_name(installed: Path) -> None:
     """The planner asks it, and says from which distribution it is."""
     script = (
-        "from capture_planner.plugins.registry import load\n"
+        "from capture_planner import load_backends\n"
         f"found = load_backends()[{NAME!r}]\n"
         "print(found.distribution, found.version)\n"
         "import sys; assert 'torch' not in sys.modules\n"

@@ -12,7 +12,7 @@ import attrs
 
 from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance.agreeing import Agree, check_agreement
+from capture_planner.conformance.rank_agreement import Agree, check_agreement
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch

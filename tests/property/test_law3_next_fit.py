@@ -22,8 +22,10 @@ def test_dispatch_equals_a_scan_over_all_entries(plan, data):
         assert answer.entry == best
         assert (answer.reason is None) == (best is not None)
         if best is not None:
-            assert answer.padded_tokens == best.num_tokens - batch.num_tokens
-            assert answer.padded_reqs == (0 if best.num_reqs is None else best.num_reqs - batch.num_reqs)
+            # Padded is never less than real, on both axes.
+            assert answer.padded_tokens == best.num_tokens - batch.num_tokens >= 0
+            padded_reqs = 0 if best.num_reqs is None else best.num_reqs - batch.num_reqs
+            assert answer.padded_reqs == padded_reqs >= 0
 
 
 @given(ANY_PLAN, st.data())

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from capture_planner import conformance as suite
-from capture_planner.conformance.audit import Attack, Audited, Verdict, verdicts
+from capture_planner.conformance.audit import Attack, AuditResult, Verdict, verdicts
+from capture_planner.conformance.case_text import describe_case
 from capture_planner.conformance.scene import (
     Arrive,
     Depart,
-    Forward,
     Move,
     Reload,
+    RunBatch,
     Serve,
 )
-from capture_planner.conformance.shapes import CANDIDATES, Refused
-from capture_planner.conformance.words import case_in_words
+from capture_planner.conformance.shapes import CANDIDATES, RefusedShape
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
@@ -47,15 +47,15 @@ STEPS = st.one_of(
     st.builds(Depart, request=NUMBERS),
     st.builds(Move, request=NUMBERS),
     st.builds(Reload, seed=NUMBERS),
-    st.builds(Forward, rows=ROWS),
+    st.builds(RunBatch, rows=ROWS),
     st.builds(Serve, requests=ROWS),
 )
 CASES = st.builds(suite.Case, scene=suite.scenes(SHAPES), steps=st.lists(STEPS, max_size=5).map(tuple))
 ENTRY = Entry(mode=GraphMode.FULL, num_tokens=4, num_reqs=4, query_len=1)
 FINDINGS = st.builds(
-    suite.Finding,
+    suite.Failure,
     check=st.sampled_from(suite.Check),
-    says=WORDS,
+    message=WORDS,
     role=st.none() | st.sampled_from(Role),
     entry=st.none() | st.just(ENTRY),
     batch=WORDS,
@@ -65,7 +65,7 @@ FINDINGS = st.builds(
     case=st.just("") | CASES.map(suite.dumps),
 )
 AUDITED = st.builds(
-    Audited,
+    AuditResult,
     role=st.sampled_from(Role),
     group=st.just(""),
     field=st.sampled_from(["seq_lens", "layers.mine"]),
@@ -101,11 +101,11 @@ REPORTS = st.builds(
     base=st.just(("capture-planner", "conformance", "acme", "-e", "it's here.yaml")),
     named=st.just(("--head-dim", "8")),
     outcome=st.builds(
-        suite.Outcome,
+        suite.SuiteResult,
         shapes=st.lists(st.sampled_from(SHAPES), max_size=2).map(tuple),
-        refused=st.lists(st.builds(Refused, st.sampled_from(SHAPES), WORDS), max_size=2).map(tuple),
+        refused=st.lists(st.builds(RefusedShape, st.sampled_from(SHAPES), WORDS), max_size=2).map(tuple),
         log=LOGS,
-        findings=st.lists(FINDINGS, max_size=2).map(tuple),
+        failures=st.lists(FINDINGS, max_size=2).map(tuple),
         audited=st.lists(AUDITED, max_size=4).map(tuple),
         seconds=st.floats(0, 1000),
     ),
@@ -127,12 +127,12 @@ def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> N
     """Every finding with its law and steps, every count, every verdict; the page is of bounded size."""
     shown, html = text(report), unescape(page(conformance_report(report, commands=True)))
     assert len(html) < 2_000_000
-    for number, finding in enumerate(report.outcome.findings, 1):
+    for number, finding in enumerate(report.outcome.failures, 1):
         for said in (f"Finding {number}: {finding.check.value}", finding.check.law, *finding.causes):
             assert said.strip() in shown
             assert said in html
         if finding.case:
-            for index, step in enumerate(case_in_words(suite.loads(finding.case)), 1):
+            for index, step in enumerate(describe_case(suite.loads(finding.case)), 1):
                 assert f"{index}. {step}" in shown
         assert report.command(finding.case) in html
     for key, count in report.log.forwards.items():
@@ -143,7 +143,7 @@ def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> N
         assert re.search(rf"^ *{role.value} +{re.escape(field)} .*{verdict.value}", shown, re.M)
         over = verdict is Verdict.OVER_DECLARED
         assert (f"over-declared: {role.value} {field}" in shown) == over
-    assert ("passed" in shown.splitlines()[0]) == (not report.outcome.findings and not report.interrupted)
+    assert ("passed" in shown.splitlines()[0]) == (not report.outcome.failures and not report.interrupted)
 
 
 @given(report=REPORTS, other=st.floats(0, 1000))
@@ -153,7 +153,7 @@ def test_data_is_json_and_only_the_seconds_differ(report: Conformance, other: fl
     later = attrs.evolve(report, outcome=attrs.evolve(report.outcome, seconds=other))
     assert {**plain(later), "seconds": 0} == {**plain(report), "seconds": 0}
     assert data["passed"] == (not data["findings"] and not data["interrupted"])
-    for given_, kept in zip(report.outcome.findings, data["findings"], strict=True):
+    for given_, kept in zip(report.outcome.failures, data["findings"], strict=True):
         words = shlex.split(kept["command"])
         assert words[: len(report.base)] == list(report.base)
         if given_.case:
@@ -170,7 +170,7 @@ def test_data_is_json_and_only_the_seconds_differ(report: Conformance, other: fl
 @given(case=CASES)
 def test_a_case_is_told_step_by_step(case: suite.Case) -> None:
     """A line each, the scene first; requests have the number of their arrival, which steps name."""
-    told = case_in_words(case)
+    told = describe_case(case)
     assert len(told) == 1 + len(case.steps)
     assert str(case.scene.shape) in told[0]
     assert case.scene.mode.value in told[0]
@@ -181,7 +181,7 @@ def test_a_case_is_told_step_by_step(case: suite.Case) -> None:
         match step:
             case Depart(request=request) | Move(request=request):
                 assert numbers == {request}
-            case Forward(rows=rows):
+            case RunBatch(rows=rows):
                 assert {number for request, count, _ in rows for number in (request, count)} <= numbers
             case Serve(requests=requests):
                 assert {number for prompt, output, _ in requests for number in (prompt, output)} <= numbers
@@ -194,13 +194,19 @@ def test_a_case_is_read_as_it_was_written(case: suite.Case) -> None:
 
 
 @given(log=LOGS)
-def test_nothing_is_said_to_hold_that_was_not_tried(log: suite.Log) -> None:
-    """A check of nothing has not held."""
+def test_a_check_counts_what_it_was_tried_on(log: suite.Log) -> None:
+    """A check without forwards, scenes, loads or steps of its own has not held."""
+    counts = {
+        "forward": sum(log.forwards.values()),
+        "scene": log.examples,
+        "load": log.steps["serve"],
+        "step": log.steps["forward"],
+        "shape": 1,
+    }
     for check in suite.Check:
-        count, what = tried(check, log, 1)
-        assert count >= 0
-        if not log.forwards and what == "forward":
-            assert count == 0
+        count, unit = tried(check, log, 1)
+        drafts = sum(n for name, n in log.forwards.items() if name.startswith("draft_"))
+        assert count == (drafts if check is suite.Check.STATE else counts[unit]), check
 
 
 def _result(case: str, date: str, folder: Path, **changed: Any) -> None:

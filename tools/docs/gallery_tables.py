@@ -20,9 +20,7 @@ def campaign() -> dict[str, Any]:
     """Return the newest campaign; raises ``FileNotFoundError``."""
     found = results.files("gallery-*.json")
     if not found:
-        raise FileNotFoundError(
-            "benchmarks/results has no gallery-*.json: run benchmarks/gallery.py --output"
-        )
+        raise FileNotFoundError("benchmarks/results has no gallery-*.json: run tox -e gallery -- --output")
     return found[-1]
 
 

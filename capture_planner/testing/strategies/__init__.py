@@ -6,8 +6,8 @@ joins its strategy here; ``tests/test_strategies.py`` fails until it does.
 
 from capture_planner.testing.strategies.files import DocumentText, documents
 from capture_planner.testing.strategies.machines import (
-    Deployment,
     FakeBackend,
+    PlanInputs,
     backends,
     deployments,
     environments,
@@ -18,9 +18,9 @@ from capture_planner.testing.strategies.plans import arbitrary_plans, batches, p
 from capture_planner.testing.strategies.specs import specs
 
 __all__ = [
-    "Deployment",
     "DocumentText",
     "FakeBackend",
+    "PlanInputs",
     "arbitrary_plans",
     "backends",
     "batches",
