@@ -119,9 +119,7 @@ def attack(name: str, device: str, seed: int) -> Data:
     shapes, refused = usable_shapes(under, shapes_of(case))
     audited = audit(under, shapes, seed=seed)
     took = time.perf_counter() - began
-    outcome = SuiteResult(
-        shapes=shapes, refused=refused, log=Log(), failures=(), audited=audited, seconds=took
-    )
+    outcome = SuiteResult(shapes=shapes, refused=refused, log=Log(), failures=(), audited=audited, seconds=took)
     return report(case, under, Profile(name="audits", examples=0, steps=0), seed, outcome)
 
 
@@ -159,9 +157,7 @@ def added(parts: Sequence[Data]) -> Data:
         "findings": [finding for part in parts for finding in part["findings"]],
         "scenes": sum(part["scenes"] for part in parts),
         "steps": dict(sorted(steps.items())),
-        "forwards": [
-            {"role": role, "mode": mode, "count": count} for (role, mode), count in sorted(forwards.items())
-        ],
+        "forwards": [{"role": role, "mode": mode, "count": count} for (role, mode), count in sorted(forwards.items())],
         "largest": {key: max(part["largest"][key] for part in parts) for key in parts[0]["largest"]},
         "shapes": parts[0]["shapes"],
         "refused": parts[0]["refused"],

@@ -50,9 +50,7 @@ def deployment(backend: str, environment: Environment, drafts: int, num_reqs: in
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend=backend,
         sizes=Sizes(policy=Policy.VLLM),
-        speculative=Speculative(
-            method=Method.EAGLE3, num_tokens=drafts, model=DraftModel(vocab_size=DRAFT_VOCABULARY)
-        )
+        speculative=Speculative(method=Method.EAGLE3, num_tokens=drafts, model=DraftModel(vocab_size=DRAFT_VOCABULARY))
         if drafts
         else None,
     )
@@ -120,9 +118,7 @@ def main() -> int:
                 CONSOLE.rule(name)
                 compare = first is None and not arguments.no_compare
                 try:
-                    report = measured(
-                        backend, drafts, Path(folder), arguments, said, compare=compare and not drafts
-                    )
+                    report = measured(backend, drafts, Path(folder), arguments, said, compare=compare and not drafts)
                 except CapturePlannerError as error:
                     # One backend that is not there must not cost the figures of the others.
                     CONSOLE.print(f"{name}: {error}", markup=False)
@@ -136,9 +132,7 @@ def main() -> int:
                     report = attrs.evolve(report, throughput=found)
                 CONSOLE.print(tables(bench_report(report)))
                 results[name] = plain(report)
-                targets |= {
-                    f"{name}: {each.what} ({each.reached:.3g})": each.holds for each in verdicts(report)
-                }
+                targets |= {f"{name}: {each.what} ({each.reached:.3g})": each.holds for each in verdicts(report)}
                 targets |= {f"{name}: {absent.figure} measured": False for absent in report.failed}
                 # Written anew after each: a run that is cut off keeps what it has.
                 finish(arguments, {"results": results, "targets": targets})

@@ -40,12 +40,7 @@ settings.register_profile(
 settings.register_profile("dev", max_examples=100, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile(
-    "mutation",
-    max_examples=25,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=_SLOW,
-    phases=_UNSHRUNK,
+    "mutation", max_examples=25, derandomize=True, deadline=None, suppress_health_check=_SLOW, phases=_UNSHRUNK
 )
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 settings.load_profile(PROFILE)
@@ -114,9 +109,7 @@ def run(folder: Path, call: Run) -> Run:
 
 
 @pytest.fixture
-def executing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run
-) -> Iterator[Callable[[str, str], Run]]:
+def executing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run) -> Iterator[Callable[[str, str], Run]]:
     """Return what binds ``call`` to a command that executes, in a folder with a spec and its plan.
 
     What ``--threads`` does to the process is undone.

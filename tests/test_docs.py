@@ -33,9 +33,7 @@ from capture_planner.report.findings import DRIFT_CODE
 
 ROOT = Path(__file__).parent.parent
 EXECUTABLE = [
-    path
-    for path in generate.PAGES
-    if re.search(r"^```(?:console|python)|^<!-- gen", path.read_text("utf-8"), re.M)
+    path for path in generate.PAGES if re.search(r"^```(?:console|python)|^<!-- gen", path.read_text("utf-8"), re.M)
 ]
 OUTSIDE_THE_SITE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 
@@ -132,15 +130,10 @@ def test_every_link_outside_the_site_resolves(path: Path) -> None:
 def test_no_text_installs_from_an_index() -> None:
     """No package index has these distributions; somebody else could take the name there."""
     suffixes = {".md", ".py", ".toml", ".j2", ".yml"}
-    for top in (
-        ROOT,
-        *(ROOT / name for name in ("backends", "engines", "capture_planner", "docs", ".github")),
-    ):
+    for top in (ROOT, *(ROOT / name for name in ("backends", "engines", "capture_planner", "docs", ".github"))):
         for path in top.glob("*") if top == ROOT else top.rglob("*"):
             if path.suffix in suffixes:
-                assert not re.search(r"pip install[^\n]* ['\"]?capture-planner\b", path.read_text("utf-8")), (
-                    path
-                )
+                assert not re.search(r"pip install[^\n]* ['\"]?capture-planner\b", path.read_text("utf-8")), path
 
 
 def test_readme_is_short() -> None:

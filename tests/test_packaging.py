@@ -31,13 +31,9 @@ def test_plugin_has_an_entry_point(path: Path) -> None:
 def test_checker_has_one_version(tool: str) -> None:
     """In the extra ``dev``, in tox and in pre-commit, so that all three report the same."""
     (dev,) = (
-        line
-        for line in project(ROOT / "pyproject.toml")["optional-dependencies"]["dev"]
-        if line.startswith(tool)
+        line for line in project(ROOT / "pyproject.toml")["optional-dependencies"]["dev"] if line.startswith(tool)
     )
     version = dev.partition("==")[2]
     assert re.findall(rf"\b{tool}==([\d.]+)", (ROOT / "tox.ini").read_text("utf-8")) == [version]
-    pinned = re.findall(
-        rf"{tool}-pre-commit\n +rev: v([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
-    )
+    pinned = re.findall(rf"{tool}-pre-commit\n +rev: v([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
     assert pinned in ([version], [])

@@ -20,9 +20,7 @@ def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_test_returns_early(path: Path) -> None:
     """``assume`` and ``pytest.skip`` say that nothing was tested; a bare return hides it."""
-    functions = [
-        node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)
-    ]
+    functions = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)]
     early = [
         f"{path.name}:{node.lineno}: {function.name}"
         for function in functions

@@ -82,17 +82,13 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.command(short_help="Measure a plan on this machine.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @model_option
-@click.option(
-    "--only", type=Figures(), default=",".join(FIGURES), help=f"Figures to measure: {', '.join(FIGURES)}."
-)
+@click.option("--only", type=Figures(), default=",".join(FIGURES), help=f"Figures to measure: {', '.join(FIGURES)}.")
 @click.option(
     "--requests",
     type=Numbers(),
     help="Batch sizes of the decode figures; each needs a graph. Default: 1,8,64,256, as far as planned.",
 )
-@click.option(
-    "--load-requests", type=click.IntRange(1, 1 << 16), help="Requests in the throughput load. Default: 64."
-)
+@click.option("--load-requests", type=click.IntRange(1, 1 << 16), help="Requests in the throughput load. Default: 64.")
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(1, 1 << 20),

@@ -79,10 +79,7 @@ model_option = click.option(
 )
 seed_option = option("--seed", type=click.IntRange(0, (1 << 62) - 1), default=0, help="Random seed.")
 threads_option = option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=1,
-    help="CPU threads per operator; changes how sums are rounded.",
+    "--threads", type=click.IntRange(1, 256), default=1, help="CPU threads per operator; changes how sums are rounded."
 )
 progress_option = click.option(
     "--progress/--no-progress", default=None, help="Show progress bars. Default: on a terminal only."
@@ -93,12 +90,7 @@ batches_option = click.option(
 
 
 def page_size_option(default: int | None, text: str = "") -> Callable[[F], F]:
-    return option(
-        "--page-size",
-        type=click.IntRange(1, 1024),
-        default=default,
-        help=f"Tokens per KV-cache page.{text}",
-    )
+    return option("--page-size", type=click.IntRange(1, 1024), default=default, help=f"Tokens per KV-cache page.{text}")
 
 
 def pages_option(default: str) -> Callable[[F], F]:

@@ -107,19 +107,13 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
 )
 @flag("--thorough", "Same as --profile thorough.")
 @click.option("--examples", type=click.IntRange(1), help="Number of scenes. Default: the profile's.")
-@click.option(
-    "--steps", type=click.IntRange(1, 1000), help="Maximum steps per scene. Default: the profile's."
-)
+@click.option("--steps", type=click.IntRange(1, 1000), help="Maximum steps per scene. Default: the profile's.")
 @seed_option
 @click.option("--dtype", type=click.Choice(DTYPES), multiple=True, help="Data type to test; repeatable.")
 @click.option("--heads", type=HeadCounts(), multiple=True, help="Query and KV heads to test; repeatable.")
 @click.option("--head-dim", type=click.IntRange(1, 1024), multiple=True, help="Head dimension; repeatable.")
-@click.option(
-    "--page-size", type=click.IntRange(1, 1024), multiple=True, help="Tokens per KV-cache page; repeatable."
-)
-@click.option(
-    "--max-model-len", type=click.IntRange(8, 1 << 14), multiple=True, help="Longest sequence; repeatable."
-)
+@click.option("--page-size", type=click.IntRange(1, 1024), multiple=True, help="Tokens per KV-cache page; repeatable.")
+@click.option("--max-model-len", type=click.IntRange(8, 1 << 14), multiple=True, help="Longest sequence; repeatable.")
 @click.option(
     "--window/--no-window",
     default=None,
@@ -159,9 +153,7 @@ def conformance(backend: str, environment: str | None, form: str, **given: Any) 
     from capture_planner.report.terminal import tables
 
     text = case if file is None else _read(file)
-    report = run_suite(
-        backend, environment, given, text, tuple(_words(given)), partial(shapes_named, given=given)
-    )
+    report = run_suite(backend, environment, given, text, tuple(_words(given)), partial(shapes_named, given=given))
     emit(form, lambda: report, lambda: tables(conformance_report(report)))
     if form == "text":
         _show_commands(report)

@@ -141,9 +141,7 @@ def _outcome(
     audited: tuple[AuditResult, ...] = (),
 ) -> SuiteResult:
     seconds = perf_counter() - started
-    return SuiteResult(
-        shapes=shapes, refused=(), log=log, failures=failures, audited=audited, seconds=seconds
-    )
+    return SuiteResult(shapes=shapes, refused=(), log=log, failures=failures, audited=audited, seconds=seconds)
 
 
 @contextmanager

@@ -86,9 +86,7 @@ environment_option = click.option(
 @batches_option
 @environment_option
 @format_option()
-def engine(
-    name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str
-) -> None:
+def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
 
     FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. Lines and

@@ -32,9 +32,7 @@ from capture_planner.report.export import export_command, export_table
 @flag("--strict", "Exit with 2 if the engine loses anything of the plan.")
 @environment_option
 @format_option()
-def export(
-    plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, form: str
-) -> None:
+def export(plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, form: str) -> None:
     """Export a plan as the flags of an engine, with what is lost and what that costs.
 
     The flags are then emulated for every admissible batch, which shows what the engine would make of

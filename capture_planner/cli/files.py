@@ -102,26 +102,16 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 
 @click.command(short_help="Explain which graph serves a batch, and why.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@option(
-    "--role", type=click.Choice([r.value for r in Role]), default="target", help="Role that runs the batch."
-)
+@option("--role", type=click.Choice([r.value for r in Role]), default="target", help="Role that runs the batch.")
 @click.option("--num-reqs", type=click.IntRange(min=1), help="Requests in the batch.")
 @click.option(
-    "--num-tokens",
-    type=click.IntRange(min=1),
-    help="Tokens in the batch. Default: requests times query length.",
+    "--num-tokens", type=click.IntRange(min=1), help="Tokens in the batch. Default: requests times query length."
 )
+@click.option("--query-len", type=click.IntRange(min=1), help="Tokens per request, if all have the same number.")
 @click.option(
-    "--query-len", type=click.IntRange(min=1), help="Tokens per request, if all have the same number."
+    "--past-prompt/--prompt", default=True, help="Whether every request is past its prompt. Default: --past-prompt."
 )
-@click.option(
-    "--past-prompt/--prompt",
-    default=True,
-    help="Whether every request is past its prompt. Default: --past-prompt.",
-)
-@option(
-    "--active-loras", type=click.IntRange(min=0), default=0, help="Number of distinct active LoRA adapters."
-)
+@option("--active-loras", type=click.IntRange(min=0), default=0, help="Number of distinct active LoRA adapters.")
 @click.option("--coverage", "whole", is_flag=True, help="Cover every admissible batch, role by role.")
 @batches_option
 @environment_option
@@ -187,12 +177,7 @@ def explain(
 @environment_option
 @format_option("text", "json", "github", "sarif")
 def check(
-    files: tuple[str, ...],
-    engine: str | None,
-    spec: str | None,
-    strict: bool,
-    environment: str | None,
-    form: str,
+    files: tuple[str, ...], engine: str | None, spec: str | None, strict: bool, environment: str | None, form: str
 ) -> None:
     """Check plans, and specs by planning them. Exit code 2 if there are findings.
 

@@ -9,13 +9,7 @@ from typing import Annotated, Any, TypeVar
 import attrs
 
 from capture_planner import codec
-from capture_planner.analysis.data_parallel import (
-    MAX_RANKS,
-    MIN_RANKS,
-    Submission,
-    Vector,
-    without_agreed_entry,
-)
+from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, Submission, Vector, without_agreed_entry
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
@@ -107,9 +101,7 @@ def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
             ranks.append(submitted)
             lost |= {rank} if is_missing else set()
         except InvalidValue as error:
-            problems += [
-                problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems
-            ]
+            problems += [problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems]
     if problems:
         raise InvalidValue(problems)
     present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]

@@ -25,10 +25,7 @@ _DISTRIBUTION, _MODULE, _NAME = "capture-planner-my-attention", "my_attention", 
 @click.command(name="new-backend", short_help="Start a new attention backend from a template.")
 @click.argument("name")
 @click.option(
-    "--into",
-    metavar="FOLDER",
-    type=FILE,
-    help="Folder to create. Default: capture-planner-NAME in the current folder.",
+    "--into", metavar="FOLDER", type=FILE, help="Folder to create. Default: capture-planner-NAME in the current folder."
 )
 def new_backend(name: str, into: Path | None) -> None:
     """Start an attention backend called NAME: a distribution that plans, runs and has tests.
@@ -89,11 +86,7 @@ def write_template(name: str, folder: Path) -> list[Path]:
 
     Raises ``CapturePlannerError`` where the folder exists or cannot be created. Nothing is left of it then.
     """
-    named = {
-        _DISTRIBUTION: f"capture-planner-{slug(name).replace('_', '-')}",
-        _MODULE: slug(name),
-        _NAME: name,
-    }
+    named = {_DISTRIBUTION: f"capture-planner-{slug(name).replace('_', '-')}", _MODULE: slug(name), _NAME: name}
 
     def renamed(text: str) -> str:
         return re.sub("|".join(named), lambda match: named[match[0]], text)

@@ -21,18 +21,14 @@ DEFAULT_RANKS = 4
 
 @click.command(short_help="Show what data-parallel ranks run together.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option(
-    "--vectors", type=click.File("rb"), help="Answer each vector of a JSON-lines file; - reads stdin."
-)
+@click.option("--vectors", type=click.File("rb"), help="Answer each vector of a JSON-lines file; - reads stdin.")
 @click.option(
     "--ranks",
     "num_ranks",
     type=click.IntRange(min=MIN_RANKS, max=MAX_RANKS),
     help=f"Data-parallel ranks in the table. Default: as in the plan, or {DEFAULT_RANKS}.",
 )
-@click.option(
-    "--role", type=click.Choice([r.value for r in Role]), help="Role shown in the table. Default: target."
-)
+@click.option("--role", type=click.Choice([r.value for r in Role]), help="Role shown in the table. Default: target.")
 @environment_option
 @format_option()
 def ranks(
@@ -60,9 +56,7 @@ def ranks(
             if data > 1 and len(vector.ranks) != data:
                 others += 1
                 if others == 1:
-                    click.echo(
-                        f"note: a line has {len(vector.ranks)} ranks, but the plan has {data}", err=True
-                    )
+                    click.echo(f"note: a line has {len(vector.ranks)} ranks, but the plan has {data}", err=True)
             click.echo(json.dumps(plain(rank_report(dispatcher, vector))))
         return
     shown_role = plan.role(role or Role.TARGET).role

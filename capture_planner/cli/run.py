@@ -88,20 +88,12 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Source of draft tokens: always right, always wrong, right with probability --chance, a head with "
     "random weights, or a folder with an EAGLE or EAGLE-3 head.",
 )
-@option(
-    "--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right."
-)
-@click.option(
-    "--requests", type=click.IntRange(0), help="Number of requests. Default: 16, or all in the file."
-)
+@option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@click.option("--requests", type=click.IntRange(0), help="Number of requests. Default: 16, or all in the file.")
 @click.option("--trace", type=FILE, help="CSV of arrival times, prompt and output lengths.")
-@click.option(
-    "--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer."
-)
+@click.option("--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer.")
 @click.option("--tokenizer", type=FILE, help="Folder of the tokenizer.")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Request rate (req/s). Default: all at once."
-)
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Request rate (req/s). Default: all at once.")
 @option("--prompt-tokens", type=Range(), default="1:64", help="Prompt length of generated requests.")
 @option(
     "--output-tokens",
@@ -121,9 +113,7 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @page_size_option(16)
 @threads_option
 @pages_option("up to 1 GiB of memory")
-@click.option(
-    "--graph-memory", type=Size(), help="Memory limit of each graph pool. Default: the plan's budget."
-)
+@click.option("--graph-memory", type=Size(), help="Memory limit of each graph pool. Default: the plan's budget.")
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @flag("--eager", "Run eager: capture no graphs.")
 @flag("--verify", "Compare the output with plain greedy decoding; exit code 2 if it differs.")
@@ -153,11 +143,7 @@ def run(plan_file: str, environment: str | None, form: str, **given: Any) -> Non
     from capture_planner.report.terminal import tables
 
     report = outcome.report
-    emit(
-        form,
-        lambda: plain(report) | {"differing": outcome.differing},
-        lambda: tables(run_report(report)),
-    )
+    emit(form, lambda: plain(report) | {"differing": outcome.differing}, lambda: tables(run_report(report)))
     emit_file(form, given["html"], lambda: page(run_report(report)))
     _end(outcome, as_json=form == "json")
 
@@ -207,9 +193,7 @@ def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
         step_seconds=given["step_time"],
         options=Options(**{name: given[name] for name in checks}),
     )
-    return launch(
-        plan, registry.load_backends(), source, choices, progress_bars(given["progress"]), decode=decode
-    )
+    return launch(plan, registry.load_backends(), source, choices, progress_bars(given["progress"]), decode=decode)
 
 
 def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
@@ -218,9 +202,7 @@ def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]]
 
     seed, limit = given["seed"], given["requests"]
     if given["prompts"] is not None:
-        requests, decode = from_prompts(
-            given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1]
-        )
+        requests, decode = from_prompts(given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1])
         return lambda vocab_size: requests[:limit], decode
     if given["trace"] is not None:
         return (

@@ -84,9 +84,7 @@ def parse_bytes(text: str) -> int:
     """Read a number of bytes, such as ``2GiB``. Raises ``InvalidValue``."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise _fail(
-            f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB"
-        )
+        raise _fail(f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB")
     return int(match[1]) << _UNITS[match[2]]
 
 
@@ -212,9 +210,7 @@ def _metadata(annotation: Any) -> tuple[Any, ...]:
     """Return the metadata of ``Annotated[...]``, or of that in ``Annotated[...] | None``."""
     if _is_annotated(annotation):
         return tuple(annotation.__metadata__)
-    return tuple(
-        item for arg in typing.get_args(annotation) if _is_annotated(arg) for item in arg.__metadata__
-    )
+    return tuple(item for arg in typing.get_args(annotation) if _is_annotated(arg) for item in arg.__metadata__)
 
 
 def _is_enum(annotation: Any) -> bool:

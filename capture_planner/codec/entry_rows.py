@@ -29,9 +29,7 @@ class EntryRow:
     query_len: QueryLength | None = field("tokens of each request in a uniform decode", default=None)
     draft_steps: Count | None = field("length of a fused draft chain", default=None)
     active_loras: tuple[NonNegative, ...] = field("each size is captured for each of these", default=(0,))
-    num_reqs: tuple[Count, ...] | None = field(
-        "padded requests of each graph; left out where PIECEWISE", default=None
-    )
+    num_reqs: tuple[Count, ...] | None = field("padded requests of each graph; left out where PIECEWISE", default=None)
     num_tokens: tuple[Count, ...] | None = field(
         "padded tokens of each graph; left out where they are num_reqs times query_len", default=None
     )
@@ -50,9 +48,7 @@ class EntryRow:
         require(is_graph, "mode", f"a graph is PIECEWISE or FULL, not {self.mode.value}")
         require(not is_large, "num_reqs", f"a graph of more than {MAX_TOKENS} tokens", "check num_reqs")
         follows = self.query_len is not None and reqs is not None
-        require(
-            tokens is not None or follows, "num_tokens", "needed unless both query_len and num_reqs are given"
-        )
+        require(tokens is not None or follows, "num_tokens", "needed unless both query_len and num_reqs are given")
         message = f"{counts[0]} request counts for {counts[1]} token counts"
         is_paired = tokens is None or reqs is None or counts[0] == counts[1]
         require(is_paired, "num_reqs", message, "list one of each for every graph")
@@ -79,9 +75,7 @@ class EntryRow:
                 active_loras=loras,
                 draft_steps=self.draft_steps,
             )
-            for num_tokens, num_reqs in zip(
-                tokens, (None,) * len(tokens) if reqs is None else reqs, strict=True
-            )
+            for num_tokens, num_reqs in zip(tokens, (None,) * len(tokens) if reqs is None else reqs, strict=True)
             for loras in self.active_loras
         )
 

@@ -29,12 +29,7 @@ def json_schema(kind: type) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     top = _record_schema(kind, definitions)
     top["properties"]["version"] = {"const": SCHEMA_VERSION, "description": "version of this file's schema"}
-    return {
-        "$schema": DRAFT,
-        "title": f"capture-planner {kind.__name__.lower()}",
-        **top,
-        "$defs": definitions,
-    }
+    return {"$schema": DRAFT, "title": f"capture-planner {kind.__name__.lower()}", **top, "$defs": definitions}
 
 
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {

@@ -180,12 +180,7 @@ def _tried(subject: Subject, cases: Sequence[Case], record: AuditResult) -> Audi
             seen = attack_case(subject, case, role, field, attack)
             if seen is not None:
                 return attrs.evolve(
-                    record,
-                    matters=True,
-                    message=seen.message,
-                    batch=seen.batch,
-                    entry=seen.entry,
-                    case=seen.case,
+                    record, matters=True, message=seen.message, batch=seen.batch, entry=seen.entry, case=seen.case
                 )
     return record
 
@@ -208,9 +203,7 @@ def _cases(shape: Shape, seed: int) -> Iterator[Case]:
             fused=False,
             seed=seed,
         )
-        before = tuple(
-            Arrive(prompt=2, computed=max(2, shape.longest // 2 - 2 * index)) for index in range(4)
-        )
+        before = tuple(Arrive(prompt=2, computed=max(2, shape.longest // 2 - 2 * index)) for index in range(4))
         large = RunBatch(rows=tuple((index, 3, 0) for index in range(4)))
         for count in (1, 2, 3):
             small = RunBatch(rows=tuple((index, 3, 0) for index in range(count)))
@@ -253,9 +246,7 @@ def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
             run.replay_or_run = functools.partial(_cut, run.replay_or_run, buffer, runner)  # type: ignore[method-assign]
 
 
-def _without_fill(
-    inner: Callable[[StepInputs], list[Write]], buffer: FieldBuffer, inputs: StepInputs
-) -> list[Write]:
+def _without_fill(inner: Callable[[StepInputs], list[Write]], buffer: FieldBuffer, inputs: StepInputs) -> list[Write]:
     writes = inner(inputs)
     for write in writes:
         if write.buffer is buffer:
@@ -272,11 +263,7 @@ def _another(runner: Runner, buffer: FieldBuffer) -> int:
 
 
 def _cut(
-    inner: Callable[..., ForwardTimes],
-    buffer: FieldBuffer,
-    runner: Runner,
-    step: ForwardStep,
-    started: float,
+    inner: Callable[..., ForwardTimes], buffer: FieldBuffer, runner: Runner, step: ForwardStep, started: float
 ) -> ForwardTimes:
     """Overwrite what follows the real extent: on a host with anything, on a device within bounds."""
     tail = buffer.tensor[step.real.rows(buffer.field) : step.extents.rows(buffer.field)]

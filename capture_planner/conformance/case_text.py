@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.conformance.scene import (
-    Arrive,
-    Case,
-    Depart,
-    Move,
-    Reload,
-    RunBatch,
-    Scene,
-    Serve,
-    Step,
-)
+from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, Step
 from capture_planner.records.text import counted
 
 

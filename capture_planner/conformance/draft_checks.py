@@ -53,9 +53,7 @@ def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target:
         _check_decodes(stage, drafter, batch, k, places)
 
 
-def _check_decodes(
-    stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: int, places: torch.Tensor
-) -> None:
+def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: int, places: torch.Tensor) -> None:
     """Run the draft decodes, eager and from graphs, from the same state."""
     state = stage.runner.parts.state
     assert state is not None, "a drafter has a state"

@@ -53,9 +53,7 @@ MODES = (
 
 
 @st.composite
-def scenes(
-    draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))
-) -> Scene:
+def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))) -> Scene:
     """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule."""
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
     num_reqs = draw(st.sampled_from((*range(2, MOST_REQS + 1), 1)))
@@ -230,9 +228,7 @@ class ConformanceMachine(RuleBasedStateMachine):
             self._mixed(data)
             return
         accepted = st.integers(0, k)
-        self._do(
-            RunBatch(rows=tuple((live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows))
-        )
+        self._do(RunBatch(rows=tuple((live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows)))
 
     def _mixed(self, data: st.DataObject) -> None:
         """Run a batch of any shape that the limits admit."""

@@ -14,18 +14,7 @@ from functools import partial
 from typing import Any
 
 from capture_planner.conformance.failure import Check, Failure
-from capture_planner.conformance.scene import (
-    Arrive,
-    Case,
-    Depart,
-    Move,
-    RunBatch,
-    Serve,
-    Shape,
-    Step,
-    Triple,
-    loads,
-)
+from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, Triple, loads
 from capture_planner.records._base import replace
 
 PLAYS = 250
@@ -188,9 +177,7 @@ def _renamed(step: Step, numbers: dict[int, int]) -> Step | None:
             number = numbers.get(step.request)
             return None if number is None else replace(step, request=number)
         case RunBatch():
-            rows = tuple(
-                (numbers[request], count, kept) for request, count, kept in step.rows if request in numbers
-            )
+            rows = tuple((numbers[request], count, kept) for request, count, kept in step.rows if request in numbers)
             return RunBatch(rows=rows) if rows else None
         case _:
             return step
@@ -246,9 +233,7 @@ def _lower_rows(rows: tuple[Triple, ...], least: tuple[int | None, ...]) -> Iter
     for row, numbers in enumerate(rows):
         for column, bottom in enumerate(least):
             for value in () if bottom is None else _lower(numbers[column], bottom):
-                first, second, third = (
-                    value if index == column else number for index, number in enumerate(numbers)
-                )
+                first, second, third = (value if index == column else number for index, number in enumerate(numbers))
                 yield (*rows[:row], (first, second, third), *rows[row + 1 :])
 
 
@@ -312,9 +297,7 @@ def _shortened(step: Step, length: int, new: int) -> Step:
     if not isinstance(step, RunBatch):
         return step
     rows = ((request, new if count == length else count, kept) for request, count, kept in step.rows)
-    return RunBatch(
-        rows=tuple((request, count, min(kept, max(count - 1, 0))) for request, count, kept in rows)
-    )
+    return RunBatch(rows=tuple((request, count, min(kept, max(count - 1, 0))) for request, count, kept in rows))
 
 
 def _sizes(case: Case) -> Iterator[Case]:

@@ -45,13 +45,7 @@ class Tables(nn.Module):
     by_position: torch.Tensor
 
     def __init__(
-        self,
-        shape: AttentionShape,
-        vocabulary: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
+        self, shape: AttentionShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -107,11 +101,7 @@ class ProbeTarget(nn.Module):
         self.tables, self.name, self.mrope = tables, "probe", False
         self.num_layers, self.num_heads, self.num_kv_heads = shape.layers, shape.heads, shape.kv_heads
         self.head_dim, self.windows = shape.head_dim, shape.windows
-        self.hidden_size, self.vocab_size, self.max_model_len = (
-            shape.layers * shape.width,
-            vocabulary,
-            longest,
-        )
+        self.hidden_size, self.vocab_size, self.max_model_len = (shape.layers * shape.width, vocabulary, longest)
         self.dtype = tables.by_token.dtype
         self.register_buffer("head", _head(self.hidden_size, vocabulary, tables.by_token, seed))
 
@@ -170,9 +160,7 @@ class ProbeDrafter(nn.Module):
         times = -(-self.hidden_size // attention.shape[1])
         return (attention.repeat(1, times)[:, : self.hidden_size] + hidden) * 0.5
 
-    def propose(
-        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token of each row, ``int64[N]``."""
         return (hidden @ self.head).argmax(-1)
 

@@ -95,9 +95,7 @@ class ConformanceTests:
         # A test file need not be type-checked.
         backend: object = self.backend
         if not isinstance(backend, str) and not isinstance(getattr(backend, "name", None), str):
-            pytest.fail(
-                f"{name}: `backend` is {backend!r}, expected a name or a backend object", pytrace=False
-            )
+            pytest.fail(f"{name}: `backend` is {backend!r}, expected a name or a backend object", pytrace=False)
         try:
             refuse_missing()
             from capture_planner import conformance
@@ -202,9 +200,7 @@ def _number(config: pytest.Config, name: str, *, least: int) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise pytest.UsageError(
-            f"{_source(config, name)}: expected a whole number from {least}, got {text!r}"
-        )
+        raise pytest.UsageError(f"{_source(config, name)}: expected a whole number from {least}, got {text!r}")
     return int(text)
 
 

@@ -97,11 +97,7 @@ def shown(vector: Vector) -> str:
         text = "idle"
         if batch is not None:
             each = batch.uniform_query_len
-            text = (
-                f"{batch.num_reqs} x {each}"
-                if each
-                else f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
-            )
+            text = f"{batch.num_reqs} x {each}" if each else f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
             text += f", {batch.active_loras} LoRA" if batch.active_loras else ""
         if not submitted.captured:
             text += ", no graphs"

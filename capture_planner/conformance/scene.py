@@ -209,11 +209,7 @@ def loads(text: str) -> Case:
     """Read what ``dumps`` wrote; raises ``RunError`` that says what is wrong, and where."""
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
-        if (
-            not isinstance(data, dict)
-            or set(data) != {"scene", "steps"}
-            or not isinstance(data["steps"], list)
-        ):
+        if not isinstance(data, dict) or set(data) != {"scene", "steps"} or not isinstance(data["steps"], list):
             raise ValueError("expected an object with scene and a list of steps")
         scene = _structure("scene", data["scene"], Scene)
         steps = tuple(_read_step(f"steps[{number}]", step) for number, step in enumerate(data["steps"]))
@@ -227,9 +223,7 @@ def loads(text: str) -> Case:
 
 def _read_step(where: str, data: Any) -> Any:
     if not isinstance(data, dict) or data.get("do") not in _STEPS:
-        raise ValueError(
-            f"{where}: expected an object whose `do` is one of {', '.join(_STEPS)}, got {data!r}"
-        )
+        raise ValueError(f"{where}: expected an object whose `do` is one of {', '.join(_STEPS)}, got {data!r}")
     fields = {name: value for name, value in data.items() if name != "do"}
     return _structure(where, fields, _STEPS[data["do"]])
 

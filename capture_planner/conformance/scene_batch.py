@@ -79,19 +79,12 @@ class SceneBatch:
     def target(self) -> StepInputs:
         """Return the values of the target's fields."""
         world, starts = self._stage.world, self.starts
-        positions = np.concatenate(
-            [np.arange(live.computed, live.computed + count) for live, count, _ in self.rows]
-        )
+        positions = np.concatenate([np.arange(live.computed, live.computed + count) for live, count, _ in self.rows])
         slots = np.concatenate(
-            [
-                world.slots(live, np.arange(live.computed, live.computed + count))
-                for live, count, _ in self.rows
-            ]
+            [world.slots(live, np.arange(live.computed, live.computed + count)) for live, count, _ in self.rows]
         )
         lengths = np.array([live.computed + count for live, count, _ in self.rows], dtype=np.int32)
-        drafts = np.array(
-            [count - 1 if live.computed >= live.prompt and count else 0 for live, count, _ in self.rows]
-        )
+        drafts = np.array([count - 1 if live.computed >= live.prompt and count else 0 for live, count, _ in self.rows])
         made: dict[str, Array] = {
             "input_ids": self.ids.astype(np.int32),
             "positions": positions.astype(np.int64),
@@ -121,9 +114,7 @@ class SceneBatch:
     def draft_decode(self) -> StepInputs:
         """Return the values of the first draft decode: one token per request, after its final ones."""
         longest, world = self._stage.scene.shape.longest, self._stage.world
-        wanted = np.array(
-            [live.computed + self.settled(live, count, accepted) for live, count, accepted in self.rows]
-        )
+        wanted = np.array([live.computed + self.settled(live, count, accepted) for live, count, accepted in self.rows])
         positions = np.minimum(wanted, longest - 1)
         slots = np.array(
             [

@@ -15,15 +15,7 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.environment import DeviceKind
 
 SMALL = tuple(
-    Shape(
-        dtype=dtype,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=4,
-        page_size=size,
-        longest=longest,
-        windowed=windowed,
-    )
+    Shape(dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=4, page_size=size, longest=longest, windowed=windowed)
     for dtype, heads, kv_heads, size, longest, windowed in (
         ("float64", 2, 1, 4, 24, False),
         ("float32", 2, 2, 3, 17, False),
@@ -56,9 +48,7 @@ class RefusedShape:
     reason: str
 
 
-def usable_shapes(
-    subject: Subject, wanted: Sequence[Shape] = ()
-) -> tuple[tuple[Shape, ...], tuple[RefusedShape, ...]]:
+def usable_shapes(subject: Subject, wanted: Sequence[Shape] = ()) -> tuple[tuple[Shape, ...], tuple[RefusedShape, ...]]:
     """Return the shapes that the backend runs, and those that it refuses.
 
     Candidates are ``wanted``, or the first of ``CANDIDATES`` of which it runs any. Raises ``RunError`` with the

@@ -163,11 +163,7 @@ class Stage:
 
     @staticmethod
     def violation(
-        check: Check,
-        message: str,
-        role: Role | None = None,
-        entry: Entry | None = None,
-        batch: Batch | None = None,
+        check: Check, message: str, role: Role | None = None, entry: Entry | None = None, batch: Batch | None = None
     ) -> Violation:
         """Return the violation of a check, to be raised; the role is by default the batch's."""
         described = "" if batch is None else describe_batch(batch)

@@ -37,13 +37,7 @@ class Watch:
     """Around every forward of a runner: garbage before it, checks on both sides."""
 
     def __init__(
-        self,
-        runner: Runner,
-        world: World,
-        spared: Iterable[str] = (),
-        *,
-        trusting: bool = False,
-        outputs: Outputs,
+        self, runner: Runner, world: World, spared: Iterable[str] = (), *, trusting: bool = False, outputs: Outputs
     ) -> None:
         self.runner, self.world, self._trusting, self._outputs = runner, world, trusting, outputs
         self._garbage = Garbage(spared)
@@ -202,11 +196,7 @@ class Watch:
                 width = 1 + int(page[owner == row].max(initial=-1))
                 if (table[row, :width] != given[places[row], :width]).any():
                     self._refuse(
-                        Check.PLACED,
-                        f"row {row} has pages of another request",
-                        role,
-                        entry,
-                        field="block_table",
+                        Check.PLACED, f"row {row} has pages of another request", role, entry, field="block_table"
                     )
 
     def pages_of(self) -> np.ndarray[Any, Any] | None:
@@ -291,10 +281,7 @@ class Watch:
         for name, then in before.items():
             if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
                 self._refuse(
-                    Check.STATE,
-                    f"the draft state ({name}) of a request outside the batch changed",
-                    role,
-                    step.entry,
+                    Check.STATE, f"the draft state ({name}) of a request outside the batch changed", role, step.entry
                 )
 
     def _where(self) -> list[tuple[str, int]]:
@@ -310,14 +297,7 @@ class Watch:
                 self._refuse(Check.FROZEN, f"{name} has moved", role, entry)
 
     def _refuse(
-        self,
-        check: Check,
-        message: str,
-        role: RoleRun,
-        entry: Entry | None,
-        *,
-        field: str = "",
-        axis: str = "",
+        self, check: Check, message: str, role: RoleRun, entry: Entry | None, *, field: str = "", axis: str = ""
     ) -> None:
         raise Violation(
             Failure(

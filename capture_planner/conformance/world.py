@@ -95,9 +95,7 @@ class World:
         shared: list[int] = []
         if other is not None:
             shared = other.pages[: min(other.computed, computed) // self.pages.page_size]
-            tokens[: len(shared) * self.pages.page_size + 1] = other.tokens[
-                : len(shared) * self.pages.page_size + 1
-            ]
+            tokens[: len(shared) * self.pages.page_size + 1] = other.tokens[: len(shared) * self.pages.page_size + 1]
         free = np.flatnonzero(self._owners == 0).tolist()
         wanted = self.pages.pages(self._longest) - len(shared)
         if not self._places or len(free) < wanted:
@@ -140,8 +138,7 @@ class World:
         for cache in self.caches:
             device = cache.tables.by_token.device
             ids, at, where = (
-                torch.from_numpy(array).to(device)
-                for array in (live.tokens[positions + cache.shift], positions, slots)
+                torch.from_numpy(array).to(device) for array in (live.tokens[positions + cache.shift], positions, slots)
             )
             for tensor, expected in zip(cache.flat(), cache.expected(ids, at), strict=True):
                 tensor[where] = expected

@@ -64,24 +64,11 @@ class Decisions(list[Decision]):
     """What an engine's rules did, in order."""
 
     def note(
-        self,
-        rule: str,
-        before: object,
-        after: object,
-        says: str,
-        role: Role = Role.TARGET,
-        backend: str | None = None,
+        self, rule: str, before: object, after: object, says: str, role: Role = Role.TARGET, backend: str | None = None
     ) -> None:
         """Record a step that changed a value."""
         self.append(
-            Decision(
-                rule=rule,
-                role=role,
-                backend=backend,
-                before=written(before),
-                after=written(after),
-                message=says,
-            )
+            Decision(rule=rule, role=role, backend=backend, before=written(before), after=written(after), message=says)
         )
 
 

@@ -147,9 +147,7 @@ def compare(
             if role in left.emulation.modes or role in right.emulation.modes
         ),
         graphs=tuple(_graph_counts(left, right)),
-        families=tuple(
-            Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families
-        ),
+        families=tuple(Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families),
         holes=tuple(
             hole
             for role, kind in dict.fromkeys((family.role, family.kind) for family in families)
@@ -248,9 +246,7 @@ class _Side:
 
     def of(self, role: Role, kind: Kind) -> dict[_Key, _Answer]:
         """Return the answers to all decodes, or to all mixed batches, of a role."""
-        selected = (
-            answers for each, answers in self.answers.items() if (each.role, each.kind) == (role, kind)
-        )
+        selected = (answers for each, answers in self.answers.items() if (each.role, each.kind) == (role, kind))
         return {key: answer for answers in selected for key, answer in answers.items()}
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:

@@ -96,9 +96,7 @@ def spec_from_config(path: Path, name: str) -> str:
         codec.loads(text, Spec)
         return text
     except InvalidValue as error:  # values that no spec can have, such as heads that do not divide
-        raise InvalidValue(
-            attrs.evolve(p, file=str(path), line=None, column=None) for p in error.problems
-        ) from None
+        raise InvalidValue(attrs.evolve(p, file=str(path), line=None, column=None) for p in error.problems) from None
     except CapturePlannerError as error:
         raise CapturePlannerError(f"{path}: {error}") from None
 

@@ -62,11 +62,7 @@ def backend_support(
             version=registered.version,
             support=tuple(
                 GroupLevel(
-                    environment=environment.name,
-                    role=role,
-                    group=group,
-                    level=support.level,
-                    reason=support.reason,
+                    environment=environment.name, role=role, group=group, level=support.level, reason=support.reason
                 )
                 for environment in environments
                 for role, group, attention in groups
@@ -89,10 +85,7 @@ def backends_table(backends: Sequence[BackendSupport], *, reasons: bool) -> Rend
     environments = list(dict.fromkeys(s.environment for backend in backends for s in backend.support))
     table = table_of("backend", "version", *environments)
     for backend in backends:
-        levels = (
-            min(s.level for s in backend.support if s.environment == environment)
-            for environment in environments
-        )
+        levels = (min(s.level for s in backend.support if s.environment == environment) for environment in environments)
         table.add_row(backend.name, backend.version, *(_SHORT[level] for level in levels))
     legend = ", ".join(f"{short} = {level.name}" for level, short in _SHORT.items())
     return Group(table, Text(f"\n{legend}; add --environment NAME for the reasons", style="dim"))

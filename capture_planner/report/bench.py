@@ -90,9 +90,7 @@ def _what(report: BenchReport) -> Section:
 def _absent(report: BenchReport, figure: str) -> tuple[str, ...]:
     """Return why a figure was not measured."""
     return tuple(
-        f"{'broke' if absent.failed else NONE}: {absent.says}"
-        for absent in report.absent
-        if absent.figure == figure
+        f"{'broke' if absent.failed else NONE}: {absent.says}" for absent in report.absent if absent.figure == figure
     ) or ("not measured",)
 
 
@@ -148,9 +146,7 @@ def _value(value: float, unit: str) -> str:
 
 
 def _graphs(graphs: Iterable[Replayed]) -> str:
-    return " + ".join(
-        f"{each.role}{f' x {each.times}' if each.times > 1 else ''} ({each.entry})" for each in graphs
-    )
+    return " + ".join(f"{each.role}{f' x {each.times}' if each.times > 1 else ''} ({each.entry})" for each in graphs)
 
 
 def _decode(report: BenchReport) -> Section:
@@ -194,7 +190,7 @@ def _preparation(report: BenchReport) -> Section:
         "Host time of one forward in a decode whose lengths grow. A step: as the runner does it, averaged over "
         "all steps; a graph of one token per request advances its own fields, and a drafter's fields are filled "
         "with the target's. Anew: all fields of the role made and padded again. Stock: the library's own plan "
-        "call for the same shape, if the library plans on the host.",
+        "call for the same shape, if the library plans on the host."
     ]
     return _figure_section(report, "preparation", "Preparation", columns, text=3, notes=notes)
 
@@ -209,10 +205,7 @@ def _chain(report: BenchReport) -> Section:
         ("over single", "over_single", times),
         ("over eager", "over_eager", times),
     )
-    notes = [
-        "Forwards alone: host work between single steps is not in these times.",
-        *map(_bound, report.chain),
-    ]
+    notes = ["Forwards alone: host work between single steps is not in these times.", *map(_bound, report.chain)]
     if any(row.fused is None for row in report.chain):
         notes.append("No chain in one graph: a backend needs the host between draft steps.")
     return _figure_section(report, "chain", "Draft chain", columns, text=0, notes=notes)
@@ -247,11 +240,7 @@ def _capture(report: BenchReport) -> Section:
     if result is None:
         return Section(name="capture", title="Capture", lines=_absent(report, "capture"))
     rows = [
-        (
-            name,
-            seconds(cost.seconds),
-            *map(size, (cost.pool, cost.driver, round(cost.memory / result.graphs))),
-        )
+        (name, seconds(cost.seconds), *map(size, (cost.pool, cost.driver, round(cost.memory / result.graphs))))
         for name, cost in (("the runner", result.ours), ("bare loop", result.bare))
         if cost is not None
     ]
@@ -261,9 +250,7 @@ def _capture(report: BenchReport) -> Section:
             f"runner / bare loop: {times(result.of_seconds)} in seconds, {times(result.of_memory)} in bytes per graph",
             f"the first capture took {seconds(result.first_seconds)}: it also compiles and loads kernels",
         )
-    grid = Grid.of(
-        (counted(result.graphs, "graph"), "time", "in pools", "in the driver", "a graph"), rows, text=1
-    )
+    grid = Grid.of((counted(result.graphs, "graph"), "time", "in pools", "in the driver", "a graph"), rows, text=1)
     skipped = (f"skipped: {absent.says}" for absent in report.absent if absent.figure == "capture")
     return Section(name="capture", title="Capture", grid=grid, notes=(*skipped, *notes))
 
@@ -278,9 +265,7 @@ def _pools(report: BenchReport) -> Section:
     if result.differing:
         differing = f"{len(result.differing)} of {requests} differ: {', '.join(result.differing[:5])}"
         return Section(name="pools", title="Pools", lines=lines, warnings=(differing,))
-    return Section(
-        name="pools", title="Pools", lines=(*lines, f"{requests} served with both: the same tokens")
-    )
+    return Section(name="pools", title="Pools", lines=(*lines, f"{requests} served with both: the same tokens"))
 
 
 @json_of(BenchReport)
@@ -299,10 +284,7 @@ def _bench(report: BenchReport) -> dict[str, Any]:
         "plan": report.plan.model.name,
         "spec": report.plan.spec_digest,
         "environment": plain_fields(report.plan.environment),
-        **{
-            name: plain(getattr(report, name))
-            for name in ("backends", "facts", "clock", "page_size", *figures)
-        },
+        **{name: plain(getattr(report, name)) for name in ("backends", "facts", "clock", "page_size", *figures)},
         "targets": plain(verdicts(report)),
     }
 

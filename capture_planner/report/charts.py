@@ -217,9 +217,7 @@ def _bars(plot: Axes, mode: GraphMode, graphs: Sequence[Captured]) -> None:
     groups = [graphs[start : start + width] for start in range(0, len(graphs), width)]
     unit, shift = _unit(max(max(graph.alone, graph.memory) for graph in graphs))
     for name, alpha in (("alone", 0.35), ("memory", 1.0)):
-        heights = [
-            sum(getattr(graph, name) for graph in group) / len(group) / (1 << shift) for group in groups
-        ]
+        heights = [sum(getattr(graph, name) for graph in group) / len(group) / (1 << shift) for group in groups]
         plot.bar(range(len(groups)), heights, color=COLORS[mode], alpha=alpha, width=0.8)
     shown = sorted({round(i * (len(groups) - 1) / 9) for i in range(10)})
     plot.set_xticks(shown, labels=[_label(groups[i][-1].entry) for i in shown])
@@ -285,8 +283,7 @@ def _acceptance(report: RunReport) -> Chart | None:
     plot = axes[0][0]
     buckets = Buckets.of(report.steps)
     tried, kept = (
-        buckets.means((step.index, getattr(step, name)) for step in report.steps)
-        for name in ("drafted", "accepted")
+        buckets.means((step.index, getattr(step, name)) for step in report.steps) for name in ("drafted", "accepted")
     )
     rates = [good / all_ if all_ else math.nan for good, all_ in zip(kept, tried, strict=True)]
     plot.stairs(rates, buckets.edges, baseline=None, color=INK)

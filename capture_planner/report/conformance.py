@@ -41,8 +41,7 @@ def conformance_sections(report: Conformance, *, commands: bool = False) -> tupl
     """Return the parts of the report in the order in which they are read."""
     findings = report.outcome.failures
     found = (
-        _finding(number, each, report.command(each.case) if commands else "")
-        for number, each in enumerate(findings, 1)
+        _finding(number, each, report.command(each.case) if commands else "") for number, each in enumerate(findings, 1)
     )
     tried = () if report.attack else (_checks(report), _steps(report), _forwards(report))
     return (_what(report), *found, *tried, _shapes(report), *_audits(report))
@@ -94,9 +93,7 @@ def _finding(number: int, finding: Failure, command: str) -> Section:
     )
 
 
-PER_FORWARD = frozenset(
-    {Check.DISPATCHED, Check.FILLED, Check.BOUNDED, Check.UNTOUCHED, Check.FROZEN, Check.RAN}
-)
+PER_FORWARD = frozenset({Check.DISPATCHED, Check.FILLED, Check.BOUNDED, Check.UNTOUCHED, Check.FROZEN, Check.RAN})
 """Checks around every forward; most of the others compare the rows of a step."""
 
 
@@ -126,9 +123,7 @@ def _checks(report: Conformance) -> Section:
         rows.append((check.value, held, counted(count, what), check.law))
     notes: tuple[str, ...] = ()
     if broken:
-        notes = (
-            "the search ends with the first finding; the numbers are without the cases that made it small",
-        )
+        notes = ("the search ends with the first finding; the numbers are without the cases that made it small",)
     grid = Grid.of(("check", "", "tried on", "law"), rows)
     return Section(name="checks", title="Checks", grid=grid, notes=notes)
 
@@ -150,9 +145,7 @@ def _forwards(report: Conformance) -> Section:
     return Section(
         name="forwards",
         title="Forwards",
-        lines=(f"the largest batches had {counted(reqs, 'request')}, and {counted(tokens, 'token')}",)
-        if rows
-        else (),
+        lines=(f"the largest batches had {counted(reqs, 'request')}, and {counted(tokens, 'token')}",) if rows else (),
         grid=Grid.of(("role", "ran as", "forwards"), rows, text=2),
     )
 
@@ -174,9 +167,7 @@ def _audits(report: Conformance) -> Iterator[Section]:
     for field, verdict in verdicts(audited).items():
         attacks = by_field[field]
         matter = ", ".join(each.attack.value for each in attacks if each.matters) or "none"
-        rows.append(
-            (field[0].value, field[1], attacks[0].axis, attacks[0].declared_by, verdict.value, matter)
-        )
+        rows.append((field[0].value, field[1], attacks[0].axis, attacks[0].declared_by, verdict.value, matter))
     columns = ("role", "field", "axis", "declared by", "verdict", "attacks that change real rows")
     tries = f"{counted(len(audited), 'attack')} on {counted(len(by_field), 'field')}, each alone"
     notes = (
@@ -184,10 +175,4 @@ def _audits(report: Conformance) -> Iterator[Section]:
         if report.over_declared
         else ()
     )
-    yield Section(
-        name="audits",
-        title="Audits",
-        lines=(tries,),
-        grid=Grid.of(columns, rows),
-        notes=notes,
-    )
+    yield Section(name="audits", title="Audits", lines=(tries,), grid=Grid.of(columns, rows), notes=notes)

@@ -14,9 +14,7 @@ def conformance_charts(report: Conformance) -> tuple[Chart, ...]:
 
 
 def _forwards(report: Conformance) -> Chart | None:
-    counts = {
-        (role, mode): report.log.forwards[f"{role.value} {mode.value}"] for role in Role for mode in MODES
-    }
+    counts = {(role, mode): report.log.forwards[f"{role.value} {mode.value}"] for role in Role for mode in MODES}
     roles = [role for role in Role if any(counts[role, mode] for mode in MODES)]
     if not roles:
         return None

@@ -125,9 +125,7 @@ def _conformance(report: Conformance) -> dict[str, Any]:
         ],
         "scenes": log.examples,
         "steps": dict(sorted(log.steps.items())),
-        "forwards": [
-            {"role": role.value, "mode": mode.value, "count": count} for (role, mode), count in forwards(log)
-        ],
+        "forwards": [{"role": role.value, "mode": mode.value, "count": count} for (role, mode), count in forwards(log)],
         "largest": {"num_reqs": reqs, "num_tokens": tokens},
         "shapes": plain(outcome.shapes),
         "refused": plain(outcome.refused),

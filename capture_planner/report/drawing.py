@@ -29,9 +29,7 @@ MAX_POINTS = 200
 # Stand-ins that no drawing has by chance; ``as_svg`` puts the page's variables in their place.
 INK, LINE = "#0a1b2c", "#d3c4b5"
 COLORS = {GraphMode.FULL: "#1a4b8c", GraphMode.PIECEWISE: "#d9a63b", GraphMode.NONE: "#b9546a"}
-_VARIABLES = {INK: "--ink", LINE: "--line"} | {
-    color: f"--{mode.value.lower()}" for mode, color in COLORS.items()
-}
+_VARIABLES = {INK: "--ink", LINE: "--line"} | {color: f"--{mode.value.lower()}" for mode, color in COLORS.items()}
 
 MARKERS = {GraphMode.FULL: "o", GraphMode.PIECEWISE: "s", GraphMode.NONE: "D"}
 
@@ -70,9 +68,7 @@ def drawn(report: Of, drawers: Iterable[Callable[[Of], Chart | None]]) -> tuple[
         return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
 
 
-def new_figure(
-    rows: int, columns: int, height: float, *, sharex: bool = False
-) -> tuple[Figure, list[list[Axes]]]:
+def new_figure(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Figure, list[list[Axes]]]:
     figure = Figure(figsize=(_WIDTH, rows * height), layout=ConstrainedLayoutEngine(h_pad=0.09))
     figure.patch.set_visible(False)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=sharex)
@@ -113,9 +109,7 @@ def draw_marks(plot: Axes, points: Sequence[tuple[float, float]], mode: GraphMod
     plot.plot([x for x, _ in points], [y for _, y in points], MARKERS[mode], **style)
 
 
-def draw_rows(
-    plot: Axes, names: Sequence[str], parts: Iterable[tuple[str, Sequence[int]]], xlabel: str
-) -> None:
+def draw_rows(plot: Axes, names: Sequence[str], parts: Iterable[tuple[str, Sequence[int]]], xlabel: str) -> None:
     """Draw a horizontal bar for each name, of parts in their colours, from the top down."""
     left = [0] * len(names)
     for color, widths in parts:

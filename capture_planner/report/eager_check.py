@@ -78,10 +78,7 @@ def _difference(difference: Difference) -> Section:
         ("first row", whose),
         ("graph", shown(difference.graph)),
         ("eager", shown(difference.eager)),
-        (
-            "largest error",
-            f"{error}, and {difference.tolerance:g} is allowed; {counted(difference.rows, 'row')}",
-        ),
+        ("largest error", f"{error}, and {difference.tolerance:g} is allowed; {counted(difference.rows, 'row')}"),
         ("requests", _short(difference.requests)),
     ]
     return Section(

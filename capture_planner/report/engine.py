@@ -23,9 +23,7 @@ def emulation_table(emulation: Emulation) -> RenderableType:
     """The whole emulation: modes, graphs by kind, what serves which batches, and what decided it."""
     asked = walk(emulation)
     parts: list[RenderableType] = [
-        Text(
-            f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"
-        ),
+        Text(f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"),
         Text(shlex.join(emulation.command) or "(no flags: all as by default)", style="dim"),
         Text(f"sizes: {sizes_text(emulation.sizes)}"),
     ]
@@ -90,9 +88,7 @@ def _ranges(asked: Sequence[BatchAnswer]) -> str:
             ends[-1][1] = max(ends[-1][1], one.last)
         else:
             ends.append([one.extent, one.last])
-    shown = ", ".join(
-        f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES]
-    )
+    shown = ", ".join(f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES])
     more = len(ends) - MOST_RANGES
     count = sum(last - first + 1 for first, last in ends)
     return f"{shown}, and {more} more ranges, {count} in all" if more > 0 else shown
@@ -143,9 +139,7 @@ def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> Rende
     for each in found:
         rule = each.rule
         parts += [
-            Text.assemble(
-                (f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"
-            ),
+            Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"),
             Text(f"  fix: {each.fix}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
         ]

@@ -70,7 +70,5 @@ def _differences(proof: Proof) -> Table:
     for each in worst_first[:MOST_DIFFERENCES]:
         span = f"{each.first}" if each.first == each.last else f"{each.first}..{each.last}"
         unit = f"decodes of {each.query_len}: {span}" if each.kind is Kind.DECODE else f"mixed: {span} tokens"
-        table.add_row(
-            each.role, unit, str(each.planned or "eager"), str(each.emulated or "eager"), each.effect.value
-        )
+        table.add_row(each.role, unit, str(each.planned or "eager"), str(each.emulated or "eager"), each.effect.value)
     return table

@@ -69,10 +69,7 @@ def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
         f"{_escaped(p.finding.text)}"
         for p in placed
     ]
-    lines += [
-        f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.message)}"
-        for d in drift
-    ]
+    lines += [f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.message)}" for d in drift]
     return "\n".join(lines)
 
 
@@ -100,11 +97,7 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
         for rule in RULES.values()
     ]
     rules.append(
-        {
-            "id": DRIFT_CODE,
-            "name": "drift",
-            "shortDescription": {"text": "A plan is not what its spec gives."},
-        }
+        {"id": DRIFT_CODE, "name": "drift", "shortDescription": {"text": "A plan is not what its spec gives."}}
     )
     results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]

@@ -72,9 +72,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
 def _graph(graph: CapturedGraph) -> dict[str, Any]:
     entry = plain(graph.entry)
     optional = {"max_query_len": graph.max_query_len, "draft_steps": entry.pop("draft_steps")}
-    return {"role": graph.role.value, **entry} | {
-        name: value for name, value in optional.items() if value is not None
-    }
+    return {"role": graph.role.value, **entry} | {name: value for name, value in optional.items() if value is not None}
 
 
 @json_of(Emulation)
@@ -96,8 +94,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
         "notes": plain(emulation.notes),
         "batches": [
-            {name: plain(getattr(run, name)) for name in shown}
-            | {"mode": mode.value, "reason": plain(reason)}
+            {name: plain(getattr(run, name)) for name in shown} | {"mode": mode.value, "reason": plain(reason)}
             for (mode, reason), asked in rows.items()
             for run in runs(asked)
         ],
@@ -139,9 +136,7 @@ def _proof(proof: Proof) -> dict[str, Any]:
 @json_of(BatchDifference)
 def _difference(difference: BatchDifference) -> dict[str, Any]:
     sides = {"planned": difference.planned, "emulated": difference.emulated}
-    return plain_fields(difference) | {
-        side: None if entry is None else str(entry) for side, entry in sides.items()
-    }
+    return plain_fields(difference) | {side: None if entry is None else str(entry) for side, entry in sides.items()}
 
 
 @json_of(SideBySide)

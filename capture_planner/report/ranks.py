@@ -98,15 +98,10 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
 
     usual, few = decode(middle), decode(min(lengths))
     others = (usual,) * (num_ranks - 1)
-    vectors = [
-        ("every rank has the same decodes", (usual, *others)),
-        ("one rank has fewer requests", (few, *others)),
-    ]
+    vectors = [("every rank has the same decodes", (usual, *others)), ("one rank has fewer requests", (few, *others))]
     if len({family.query_len for family in families}) > 1:
         last = max(lengths, key=lambda count: (lengths[count] != lengths[middle], -count))
-        vectors.append(
-            ("the schedule gives one rank another number of draft tokens", (decode(last), *others))
-        )
+        vectors.append(("the schedule gives one rank another number of draft tokens", (decode(last), *others)))
     if role is not Role.DRAFT_DECODE:
         vectors += [
             ("one rank has a short prompt", (prompt(middle * lengths[middle] + 1), *others)),

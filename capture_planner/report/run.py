@@ -64,10 +64,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "latency": plain(numbers.latency),
         "throughput": {
             "seconds": report.serve_seconds,
-            **{
-                name: getattr(numbers, name)
-                for name in ("output_tokens", "tokens_per_second", "finished", "cut_off")
-            },
+            **{name: getattr(numbers, name) for name in ("output_tokens", "tokens_per_second", "finished", "cut_off")},
         },
         "comparison": plain(report.comparison),
         "steps": plain(report.steps),

@@ -32,9 +32,7 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
         done = f"{numbers.finished} of {counted(len(report.served), 'request')} finished"
         return f"INTERRUPTED: the run was stopped before all requests were served; {done}"
     if told:
-        return (
-            f"DIFFERENT: {told.role.value}, {told.entry}: {told.where} is not what eager has; stopped there"
-        )
+        return f"DIFFERENT: {told.role.value}, {told.entry}: {told.where} is not what eager has; stopped there"
     return None
 
 
@@ -193,9 +191,7 @@ def _steps(report: RunReport) -> Section:
     steps, count = report.steps, len(report.steps)
     line = f"{NONE}: no step was taken"
     if steps:
-        reqs, tokens = (
-            sum(getattr(step, name) for step in steps) / count for name in ("num_reqs", "num_tokens")
-        )
+        reqs, tokens = (sum(getattr(step, name) for step in steps) / count for name in ("num_reqs", "num_tokens"))
         line = (
             f"{count:,} steps of {reqs:,.1f} requests and {tokens:,.1f} tokens on average; "
             f"at most {max(step.num_reqs for step in steps):,} requests at once, "

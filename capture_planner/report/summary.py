@@ -282,12 +282,7 @@ def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
             counts[f.role, f.reason, f.num_reqs, f.num_tokens, f.query_len] += f.repeats
     return tuple(
         Fallback(
-            role=role,
-            reason=reason,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            query_len=query_len,
-            forwards=count,
+            role=role, reason=reason, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, forwards=count
         )
         for (role, reason, num_reqs, num_tokens, query_len), count in counts.most_common()
     )
@@ -332,8 +327,6 @@ def _latency(report: RunReport) -> Latency:
         finished=Percentiles.of(served.finished for served in report.served if served.finished is not None),
         step=Percentiles.of(step.seconds for step in report.steps),
         forward_host=Percentiles.of(
-            forward.host_seconds / forward.repeats
-            for forward in report.forwards
-            for _ in range(forward.repeats)
+            forward.host_seconds / forward.repeats for forward in report.forwards for _ in range(forward.repeats)
         ),
     )

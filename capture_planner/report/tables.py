@@ -66,11 +66,7 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
     if role.entries:
         graphs = table_of("graphs", "for", "LoRA", "sizes, in capture order", right=("graphs",))
         for row in pack(role.entries):
-            sizes = (
-                row.num_reqs
-                if row.query_len is not None and row.num_reqs is not None
-                else row.num_tokens or ()
-            )
+            sizes = row.num_reqs if row.query_len is not None and row.num_reqs is not None else row.num_tokens or ()
             graphs.add_row(
                 str(len(row.entries())),
                 _kind_text(row.mode, row.query_len, row.draft_steps),

@@ -57,9 +57,7 @@ def _parts(section: Section) -> Iterator[RenderableType]:
 
 
 def _table(grid: Grid) -> Table:
-    rows = (
-        (ran_text(cell) if isinstance(cell, GraphMode) else _text(cell) for cell in row) for row in grid.rows
-    )
+    rows = ((ran_text(cell) if isinstance(cell, GraphMode) else _text(cell) for cell in row) for row in grid.rows)
     return table_of(*grid.columns, right=grid.right, rows=rows)
 
 

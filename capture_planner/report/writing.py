@@ -28,11 +28,7 @@ class Grid:
     def of(cls, columns: Sequence[str], rows: Iterable[tuple[Cell, ...]], *, text: int | None = None) -> Grid:
         """Return a table whose columns after the first ``text`` are numbers; None: no column is."""
         columns = tuple(columns)
-        return cls(
-            columns=columns,
-            right=frozenset() if text is None else frozenset(columns[text:]),
-            rows=tuple(rows),
-        )
+        return cls(columns=columns, right=frozenset() if text is None else frozenset(columns[text:]), rows=tuple(rows))
 
     @classmethod
     def facts(cls, facts: Iterable[tuple[str, str]]) -> Grid:
@@ -115,9 +111,7 @@ def size(value: int) -> str:
 
 def printable(text: str) -> str:
     """Write a name or sentence on one line, whatever is in it: no control character reaches a terminal."""
-    return "".join(
-        char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text
-    )
+    return "".join(char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text)
 
 
 def percent(share: float) -> str:

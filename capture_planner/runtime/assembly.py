@@ -82,9 +82,7 @@ def assemble(
     if drafter is not None and plan.speculative is not None:
         most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
         state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
-    target = _target_body(
-        plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET]
-    )
+    target = _target_body(plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET])
     bodies: dict[Role, Body] = {Role.TARGET: target}
     if drafter is not None and state is not None:
         prefill = fields[Role.DRAFT_PREFILL]
@@ -182,9 +180,7 @@ def bounds_of(plan: Plan, pages: kv.PageFormat, vocab_size: int) -> Bounds:
     )
 
 
-def _operations(
-    device: torch.device, fields: Sequence[Fields]
-) -> tuple[Callable[[Sequence[Write]], None], Updates]:
+def _operations(device: torch.device, fields: Sequence[Fields]) -> tuple[Callable[[Sequence[Write]], None], Updates]:
     """Return what fills and pads, and what moves on: a kernel each on a GPU, arrays and torch on a host."""
     if device.type != "cuda":
         return padding.apply, TorchUpdates()
@@ -214,9 +210,7 @@ def caches_of(
     for is_drafter, shape in shapes.items():
         role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
         attention = Attention.of(plan, role, layers=shape.num_layers, window=None)
-        caches[is_drafter] = tuple(
-            kv.layer_cache(attention, pages, dtype, device) for _ in range(shape.num_layers)
-        )
+        caches[is_drafter] = tuple(kv.layer_cache(attention, pages, dtype, device) for _ in range(shape.num_layers))
     return caches
 
 

@@ -22,12 +22,7 @@ from capture_planner.runtime.ledger import Captured
 
 
 def capture_all(
-    plan: Plan,
-    roles: Sequence[RoleRun],
-    grapher: Grapher,
-    *,
-    strict: bool,
-    memory: int | None = None,
+    plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, *, strict: bool, memory: int | None = None
 ) -> Iterator[Captured]:
     """Capture all entries of ``plan``, and yield what each cost.
 
@@ -38,8 +33,7 @@ def capture_all(
     for role in roles:
         role.begin_capture(shared if plan.pool is Pool.SHARED else grapher.pool(memory))
     work = sorted(
-        ((role, entry) for role in roles for entry in role.plan.entries),
-        key=lambda item: item[1].capture_order,
+        ((role, entry) for role in roles for entry in role.plan.entries), key=lambda item: item[1].capture_order
     )
     for role, entry in work:
         yield _capture(role, entry, grapher, strict)

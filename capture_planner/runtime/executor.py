@@ -32,16 +32,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.models.protocols import Scoring
 
-__all__ = [
-    "NULL_PAGE",
-    "NULL_SLOT",
-    "Executor",
-    "LayerCache",
-    "Metadata",
-    "Reservation",
-    "Runnable",
-    "Scoring",
-]
+__all__ = ["NULL_PAGE", "NULL_SLOT", "Executor", "LayerCache", "Metadata", "Reservation", "Runnable", "Scoring"]
 
 NULL_PAGE = 0
 """The page that no request owns: padded rows of a block table name it."""
@@ -132,9 +123,7 @@ class Executor(Protocol):
         declared fill when you are called. Do not pad: that is done. Do not replace a buffer.
         """
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with one layer's queries; the runner wrote this step's keys and values already.
 
         ``query`` and ``out`` are ``[num_tokens, num_heads, head_dim]``, and every row of ``out``

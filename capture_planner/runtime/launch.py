@@ -262,9 +262,7 @@ class _Run:
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(
-                longer,
-                step_seconds=self.choices.step_seconds,
-                progress=lambda done: advance(done.name),
+                longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
@@ -287,20 +285,14 @@ class _Run:
                 progress=lambda done: advance(done.name),
             )
 
-    def report(
-        self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool
-    ) -> RunReport:
+    def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
         """Put together what happened."""
         session = runner.session
         used = {group.backend for role in self.plan.roles for group in role.groups}
         entered = {done.name for done in session.served}
         served = session.served + [
             Served(
-                name=request.name,
-                prompt_tokens=len(request.prompt),
-                output_tokens=0,
-                first_token=None,
-                finished=None,
+                name=request.name, prompt_tokens=len(request.prompt), output_tokens=0, first_token=None, finished=None
             )
             for request in self.requests
             if request.name not in entered

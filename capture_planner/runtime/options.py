@@ -103,9 +103,7 @@ def _needs_host(plan: Plan, role: RolePlan, registry: Registry) -> bool:
     """Say whether a backend of the role plans on the host before each step."""
     return any(
         registry[group.backend].refresh(
-            role.role,
-            Attention.of(plan, role.role, layers=group.layers, window=group.window),
-            plan.environment,
+            role.role, Attention.of(plan, role.role, layers=group.layers, window=group.window), plan.environment
         )
         is Refresh.HOST
         for group in role.groups

@@ -21,10 +21,7 @@ def as_captured(plan: Plan, captured: Sequence[Captured]) -> Plan:
             lost.setdefault(item.role, []).append(item)
     if not lost:
         return plan
-    return replace(
-        plan,
-        roles=tuple(_without(role, lost.get(role.role, [])) for role in plan.roles),
-    )
+    return replace(plan, roles=tuple(_without(role, lost.get(role.role, [])) for role in plan.roles))
 
 
 def _without(role: RolePlan, lost: Sequence[Captured]) -> RolePlan:

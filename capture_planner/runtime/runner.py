@@ -54,14 +54,7 @@ class Runner:
         self.device = device or torch.device("cpu")
         self.session = Session()
         self.parts = assemble(
-            plan,
-            model,
-            drafter,
-            registry,
-            grapher,
-            pages=pages,
-            device=self.device,
-            options=options or Options(),
+            plan, model, drafter, registry, grapher, pages=pages, device=self.device, options=options or Options()
         )
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
@@ -81,9 +74,7 @@ class Runner:
             for role in reversed(tuple(self.parts.roles.values())):
                 releases.callback(role.release)
 
-    def capture(
-        self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None
-    ) -> None:
+    def capture(self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None) -> None:
         """Capture every entry; what does not fit into memory is waived from here on.
 
         ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises

@@ -179,8 +179,7 @@ def test_agree_has_the_reason_of_the_joint_batch():
         assert (agreement.reason, agreement.lost_entry) == (Reason.SIZES, None)
         assert {answer.dispatch.waiver for answer in agreement.answers} == {waiver}
         assert told[0] == (
-            "all run eager: joint batch of 2 requests, 100 tokens, mixed: "
-            f"{WHY_NONE[Reason.SIZES]} (up to 16)"
+            f"all run eager: joint batch of 2 requests, 100 tokens, mixed: {WHY_NONE[Reason.SIZES]} (up to 16)"
         )
         assert told[2] == f"idle, with a dummy batch of 1 request of 1 token; {told[0]}"
 
@@ -288,7 +287,4 @@ def test_locked_plans_cover_all_cases_of_ranks(path):
     plan = codec.load_plan(path)
     for role in plan.roles:
         for case in cases(Dispatcher(plan), role.role, 8):
-            assert case.agreement.reason not in (
-                Reason.UNCOVERED,
-                Reason.NOT_ADMISSIBLE,
-            )
+            assert case.agreement.reason not in (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE)

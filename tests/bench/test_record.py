@@ -108,11 +108,7 @@ capturings = st.builds(
     captured=lists(captured),
 )
 pools = st.builds(
-    record.Pools,
-    shared=sizes,
-    per_role=sizes,
-    requests=counts,
-    differing=st.lists(words, max_size=3).map(tuple),
+    record.Pools, shared=sizes, per_role=sizes, requests=counts, differing=st.lists(words, max_size=3).map(tuple)
 )
 absences = st.builds(record.Absent, figure=st.sampled_from(record.FIGURES), says=words, failed=st.booleans())
 reports = st.builds(

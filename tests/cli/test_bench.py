@@ -36,15 +36,7 @@ def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
     ran = run("plan.yaml", "--quick", *LOAD, "--output", "bench.json", "--page", "bench.html")
     assert (ran.code, ran.err) == (0, "")
     titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)?)$", ran.out, re.M)
-    assert titles == [
-        "Targets",
-        "Decode",
-        "Preparation",
-        "Draft chain",
-        "Throughput",
-        "Capture",
-        "Pools",
-    ]
+    assert titles == ["Targets", "Decode", "Preparation", "Draft chain", "Throughput", "Capture", "Pools"]
     assert "3 requests of 5 + 6 tokens" in ran.out
     assert ran.out.endswith("written to bench.json\nwritten to bench.html\n")
     data = json.loads(Path("bench.json").read_text("utf-8"))
@@ -83,9 +75,7 @@ def test_a_spec_is_planned_for_this_machine(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only = ("--only", "decode", "--requests", "1", "--quick", "--format", "json")
     alone = run("spec.yaml", *only)
-    named = run(
-        "spec.yaml", *only, "--environment", "cpu", "--seed", "3", "--page-size", "4", "--pages", "40"
-    )
+    named = run("spec.yaml", *only, "--environment", "cpu", "--seed", "3", "--page-size", "4", "--pages", "40")
     assert alone.err == "note: no --environment given; using cpu\n"
     assert named.err == ""
     assert alone.data["spec"] == named.data["spec"]

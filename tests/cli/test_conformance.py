@@ -104,9 +104,7 @@ class Brought:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run) -> Iterator[Run]:
     """Return a function that calls ``conformance`` in an empty folder, with the backends of this file."""
     load, before = registry.load_backends, torch.get_num_threads()
-    monkeypatch.setattr(
-        registry, "load_backends", lambda *plugins, **options: load(Brought(), *plugins, **options)
-    )
+    monkeypatch.setattr(registry, "load_backends", lambda *plugins, **options: load(Brought(), *plugins, **options))
     monkeypatch.chdir(tmp_path)
     yield partial(call, "conformance")
     torch.set_num_threads(before)
@@ -132,9 +130,7 @@ def test_a_healthy_backend_passes_and_the_report_says_what_was_tried(run: Run) -
 
 def test_the_same_seed_does_the_same(run: Run) -> None:
     """Nothing differs but the seconds; another seed does something else."""
-    first, again, other = (
-        run("reference", *FEW, "--seed", seed, "--format", "json").data for seed in ("5", "5", "6")
-    )
+    first, again, other = (run("reference", *FEW, "--seed", seed, "--format", "json").data for seed in ("5", "5", "6"))
     assert first.pop("seconds") > 0
     again.pop("seconds")
     assert first == again
@@ -157,9 +153,7 @@ def test_json_has_the_documented_keys(run: Run) -> None:
 
 def test_shapes_and_drafts_are_those_that_were_named(run: Run) -> None:
     """Each once, in the place of what would be tried; without drafts no drafter runs."""
-    data = run(
-        "reference", *FEW, *ONE, "--heads", "2:2", "--no-window", "--drafts", "0", "--format", "json"
-    ).data
+    data = run("reference", *FEW, *ONE, "--heads", "2:2", "--no-window", "--drafts", "0", "--format", "json").data
     assert [(shape["heads"], shape["kv_heads"]) for shape in data["shapes"]] == [(2, 1), (2, 2)]
     assert {shape["dtype"] for shape in data["shapes"]} == {"float32"}
     assert {each["role"] for each in data["forwards"]} == {"target"}
@@ -174,11 +168,7 @@ def test_shapes_and_drafts_are_those_that_were_named(run: Run) -> None:
     window=st.sampled_from([None, True, False]),
 )
 def test_what_is_named_holds_in_every_shape(
-    dtype: set[str],
-    heads: set[tuple[int, int]],
-    head_dim: set[int],
-    page_size: set[int],
-    window: bool | None,
+    dtype: set[str], heads: set[tuple[int, int]], head_dim: set[int], page_size: set[int], window: bool | None
 ) -> None:
     """All combinations of it, none twice; what was not named is as it was in some candidate."""
     named: dict[str, Any] = dict.fromkeys(SHAPES, ())
@@ -214,12 +204,7 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
         return healthy(on, attrs.evolve(choices, profile=few, audits=False), *progress)
 
     monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "conform", conform)
-    for arguments in (
-        (),
-        ("--thorough",),
-        ("--profile", "thorough"),
-        ("--no-shrink", "--audits", "--shrink"),
-    ):
+    for arguments in ((), ("--thorough",), ("--profile", "thorough"), ("--no-shrink", "--audits", "--shrink")):
         assert run("reference", *arguments).code == 0
     assert [choices.profile.name for choices in asked] == ["default", "thorough", "thorough", "default"]
     assert all(choices.audits and choices.shrink for choices in asked)
@@ -389,9 +374,7 @@ def test_a_backend_that_runs_nothing_here_is_an_error_with_its_reasons(
     assert "It is tired of this processor." in ran.err
 
 
-def test_another_machine_is_planned_for_where_it_can_run_here(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machine_is_planned_for_where_it_can_run_here(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's plan needs a GPU; the command that shows a finding again names the environment."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused = run("reference", "-e", "h100", *FEW)
@@ -413,9 +396,7 @@ def test_without_hypothesis_the_error_says_what_to_install(run: Run, monkeypatch
         raise AssertionError("the suite ran")
 
     monkeypatch.setattr(importlib.util, "find_spec", found)
-    monkeypatch.setattr(
-        importlib.import_module("capture_planner.cli.conformance_suite"), "run_suite", imported
-    )
+    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "run_suite", imported)
     ran = run("reference")
     assert ran.code == 1
     assert "the suite needs hypothesis; install the extras `run` and `testing`" in ran.err

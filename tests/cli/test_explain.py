@@ -19,16 +19,7 @@ def test_explain_a_batch(run: Run) -> None:
 
 def test_explain_as_json(run: Run) -> None:
     data = run("explain", PLAN, "--num-reqs", "100", "--query-len", "4", "--format", "json").data
-    assert set(data) == {
-        "batch",
-        "mode",
-        "entry",
-        "padded_tokens",
-        "padded_reqs",
-        "reason",
-        "says",
-        "rejected",
-    }
+    assert set(data) == {"batch", "mode", "entry", "padded_tokens", "padded_reqs", "reason", "says", "rejected"}
     assert data["batch"]["num_tokens"] == 400
     assert data["mode"] == "FULL"
     assert data["entry"]["num_tokens"] == 400 + data["padded_tokens"]
@@ -50,9 +41,7 @@ def test_explain_as_json(run: Run) -> None:
         (["--num-reqs", "8", "--query-len", "4", "--active-loras", "2"], "NONE", "not_admissible"),
     ],
 )
-def test_explain_says_the_mode_or_the_reason(
-    run: Run, arguments: list[str], mode: str, reason: str | None
-) -> None:
+def test_explain_says_the_mode_or_the_reason(run: Run, arguments: list[str], mode: str, reason: str | None) -> None:
     data = run("explain", PLAN, *arguments, "--format", "json").data
     assert (data["mode"], data["reason"]) == (mode, reason)
     assert ("eager" if mode == "NONE" else mode) in run("explain", PLAN, *arguments).out

@@ -116,10 +116,7 @@ def test_init_fills_the_model() -> None:
 def test_init_writes_attention_groups_for_sliding_windows(config: Config, sliding: int, window: int) -> None:
     spec = spec_of(config)
     full, groups = spec.model.num_layers - sliding, spec.roles.target.groups
-    assert groups == (
-        GroupSpec(name="full", layers=full),
-        GroupSpec(name="sliding", layers=sliding, window=window),
-    )
+    assert groups == (GroupSpec(name="full", layers=full), GroupSpec(name="sliding", layers=sliding, window=window))
 
 
 @pytest.mark.usefixtures("run")
@@ -143,10 +140,7 @@ def test_init_marks_every_assumption() -> None:
             for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size")
         ),
         ({k: v for k, v in DEEPSEEK_V3.items() if k != "qk_rope_head_dim"}, "has no qk_rope_head_dim"),
-        (
-            LLAMA | {"num_hidden_layers": "32"},
-            'num_hidden_layers: expected a whole number of at least 1, got "32"',
-        ),
+        (LLAMA | {"num_hidden_layers": "32"}, 'num_hidden_layers: expected a whole number of at least 1, got "32"'),
         (LLAMA | {"num_key_value_heads": 5}, "num_heads: 32 query heads do not divide"),
         (LLAMA | {"layer_types": ["linear_attention"] * 32}, "a spec cannot describe linear_attention"),
         (LLAMA | {"is_encoder_decoder": True}, "an encoder-decoder model"),
@@ -166,10 +160,7 @@ def test_init_refuses_what_is_no_configuration(run: Run) -> None:
     assert "error: text.json: not JSON: " in run("init", "text.json").err
     Path("empty").mkdir()
     assert "error: empty: the folder has no config.json\n" in run("init", "empty").err
-    assert (
-        "error: nowhere/here/config.json: no such file or folder"
-        in run("init", "nowhere/here/config.json").err
-    )
+    assert "error: nowhere/here/config.json: no such file or folder" in run("init", "nowhere/here/config.json").err
 
 
 def test_init_reads_the_local_cache_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,14 +198,10 @@ KEYS = (
 )
 values = st.sampled_from((None, 0, 1, 2, 8, 64, 4096, 1 << 21, "8", 8.0, True, [], {}))
 kinds = st.lists(st.sampled_from(("full_attention", "sliding_attention")), max_size=3)
-configs = st.dictionaries(st.sampled_from(KEYS), values, max_size=4) | st.fixed_dictionaries(
-    {"layer_types": kinds}
-)
+configs = st.dictionaries(st.sampled_from(KEYS), values, max_size=4) | st.fixed_dictionaries({"layer_types": kinds})
 
 
-@given(
-    config=st.sampled_from(list(PUBLISHED.values())), changes=configs, name=st.text(min_size=1, max_size=20)
-)
+@given(config=st.sampled_from(list(PUBLISHED.values())), changes=configs, name=st.text(min_size=1, max_size=20))
 def test_every_spec_that_init_writes_loads(
     tmp_path_factory: pytest.TempPathFactory, config: Config, changes: Config, name: str
 ) -> None:

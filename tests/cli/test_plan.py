@@ -118,10 +118,7 @@ def test_a_full_standard_output_is_an_error_and_a_device_stays_one() -> None:
 
 
 def test_a_name_for_another_machine_is_noted(run: Run) -> None:
-    assert (
-        "named for a100, but the plan is for h100"
-        in run("plan", SPEC, "-e", "h100", "-o", "mine.a100.yaml").err
-    )
+    assert "named for a100, but the plan is for h100" in run("plan", SPEC, "-e", "h100", "-o", "mine.a100.yaml").err
 
 
 def test_a_folder_that_is_not_there(run: Run) -> None:

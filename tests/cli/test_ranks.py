@@ -107,10 +107,7 @@ def test_an_idle_rank_can_be_without_graphs(run, written):
             "[1].rank: unknown key; known are role, num_reqs, num_tokens, query_len, "
             "past_prompt, active_loras, captured, missing",
         ),
-        (
-            [3, None],
-            "[0]: expected a mapping, got 3",
-        ),
+        ([3, None], "[0]: expected a mapping, got 3"),
         ([DECODES], "expected 2 to 16 ranks, got 1"),
         ([DECODES] * 17, "expected 2 to 16 ranks, got 17"),
         ([None, {"missing": 1}], "[1].missing: expected true or false, got 1"),
@@ -146,9 +143,7 @@ def test_a_rank_can_lose_the_graph_that_all_would_replay(run, written, own):
 def test_losing_a_graph_where_there_is_none_changes_nothing(run, written):
     """Ranks that run eager anyway have nothing to lose."""
     eager = PROMPT | {"num_tokens": 8192}
-    _, out, _ = run(
-        PLAN, "--vectors", written([eager, None], [eager, {"missing": True}], [None, {"missing": True}])
-    )
+    _, out, _ = run(PLAN, "--vectors", written([eager, None], [eager, {"missing": True}], [None, {"missing": True}]))
     whole, lost, idle = map(json.loads, out.splitlines())
     assert lost == whole
     assert idle["reason"] == "idle"
@@ -179,10 +174,7 @@ def test_every_wrong_rank_of_a_line_is_named(run, written):
         ([PLAN, "--role", "drafter"], "'drafter' is not one of"),
         ([PLAN, "--vectors", "pyproject.toml", "--ranks", "4"], "omit --ranks and --role"),
         ([PLAN, "--vectors", "pyproject.toml", "--role", "target"], "omit --ranks and --role"),
-        (
-            ["plans/locked/llama-3.1-8b.h100.yaml", "--role", "draft_decode"],
-            "the plan has no role draft_decode",
-        ),
+        (["plans/locked/llama-3.1-8b.h100.yaml", "--role", "draft_decode"], "the plan has no role draft_decode"),
     ],
 )
 def test_what_is_asked_wrongly(run, arguments, says):
@@ -192,9 +184,7 @@ def test_what_is_asked_wrongly(run, arguments, says):
     assert says in err
 
 
-@pytest.mark.parametrize(
-    ("plan", "asked", "num_ranks"), [(PLAN, (), 4), (EIGHT, (), 8), (EIGHT, ("--ranks", 2), 2)]
-)
+@pytest.mark.parametrize(("plan", "asked", "num_ranks"), [(PLAN, (), 4), (EIGHT, (), 8), (EIGHT, ("--ranks", 2), 2)])
 def test_the_table_has_the_ranks_of_the_plan(run, plan, asked, num_ranks):
     """Four where the plan says nothing."""
     code, out, _ = run(plan, *asked)

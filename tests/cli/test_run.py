@@ -95,9 +95,7 @@ def test_html_is_a_page_of_the_same_run(run: Run) -> None:
         ("plan.yaml", "--html plan.yaml is also the file of the plan; name another"),
     ],
 )
-def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(
-    run: Run, file: str, says: str
-) -> None:
+def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(run: Run, file: str, says: str) -> None:
     """What ran for an hour would else have nowhere to go; the plan itself is not overwritten."""
     Path("dangling").symlink_to("nowhere/run.html")
     Path("loop").symlink_to("loop")
@@ -132,9 +130,7 @@ def test_a_spec_is_planned_for_this_machine(run: Run) -> None:
 def test_generated_requests_follow_their_options(run: Run) -> None:
     """Lengths are within their ranges, and a seed decides them and the answers."""
     options = ("--requests", "4", "--prompt-tokens", "2:5", "--output-tokens", "3", "--rate", "50")
-    first, again, other = (
-        run_json(run, *options, "--step-time", "0.5", "--seed", seed)["requests"] for seed in "778"
-    )
+    first, again, other = (run_json(run, *options, "--step-time", "0.5", "--seed", seed)["requests"] for seed in "778")
     assert [request["tokens"] for request in first] == [request["tokens"] for request in again]
     assert [request["tokens"] for request in first] != [request["tokens"] for request in other]
     for request in first + other:
@@ -157,9 +153,7 @@ def test_a_trace_is_played(run: Run, speed: str) -> None:
 def test_prompts_are_read_and_answered_as_text(run: Run) -> None:
     """Each answer is as long as was asked for, by the option or by the line."""
     words = [f"w{index}" for index in range(64)]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0")
-    )
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     Path("tokenizer").mkdir()
     made.save("tokenizer/tokenizer.json")
@@ -244,9 +238,7 @@ def test_a_graph_that_does_not_fit_is_left_out_and_listed(run: Run) -> None:
     data = run_json(run, *FEW, "--graph-memory", "1KiB")
     assert data["captured"]["graphs"] == 0
     assert data["captured"]["dropped"] == data["captured"]["planned"]
-    assert {(entry["reason"], bool(entry["says"])) for entry in data["captured"]["entries"]} == {
-        ("memory", True)
-    }
+    assert {(entry["reason"], bool(entry["says"])) for entry in data["captured"]["entries"]} == {("memory", True)}
     assert {fallback["reason"] for fallback in data["fallbacks"]} == {"memory"}
     assert data["throughput"]["finished"] == 3
     shown = run("plan.yaml", *FEW, "--graph-memory", "1KiB").out
@@ -268,9 +260,7 @@ def test_eager_captures_nothing(run: Run) -> None:
     assert eager["captured"]["entries"] == []
     assert {forward["reason"] for forward in eager["forwards"]} == {"mode"}
     assert {forward["reason"] for forward in captured["forwards"]} == {None}
-    assert {r["name"]: r["tokens"] for r in eager["requests"]} == {
-        r["name"]: r["tokens"] for r in captured["requests"]
-    }
+    assert {r["name"]: r["tokens"] for r in eager["requests"]} == {r["name"]: r["tokens"] for r in captured["requests"]}
 
 
 @pytest.mark.parametrize("options", [("--poison", "--debug"), ("--poison", "--trust"), ("--trust",)])

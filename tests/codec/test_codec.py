@@ -59,10 +59,7 @@ def test_the_head_is_a_spec():
         ),
         ("specluative: {}", "5:1: specluative: unknown key; did you mean speculative?"),
         ("sizes: {policy: explicit, num_reqs: 8}", "5:37: sizes.num_reqs: expected a list, got 8"),
-        (
-            "sizes: {policy: explicit, num_reqs: [1, 0]}",
-            "5:41: sizes.num_reqs[1]: must be at least 1, got 0",
-        ),
+        ("sizes: {policy: explicit, num_reqs: [1, 0]}", "5:41: sizes.num_reqs[1]: must be at least 1, got 0"),
         (
             "speculative: {method: eagle, num_tokens: 2, schedule: [[1, 2]]}",
             "5:56: speculative.schedule[0]: expected a list of 3, got 2 items",
@@ -230,9 +227,7 @@ def test_bytes_are_written_exactly(value):
     assert codec.loads(text, Spec).budget.memory == value
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0B"), (1023, "1023B"), (1536 << 20, "1536MiB"), (2 << 40, "2TiB")]
-)
+@pytest.mark.parametrize(("value", "text"), [(0, "0B"), (1023, "1023B"), (1536 << 20, "1536MiB"), (2 << 40, "2TiB")])
 def test_bytes_read_well(value, text):
     """No fractions."""
     assert codec.format_bytes(value) == text

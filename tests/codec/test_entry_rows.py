@@ -65,7 +65,5 @@ def test_tokens_follow_from_requests():
 
 def test_shapes_of_different_adapter_counts_get_rows_of_their_own():
     """What differs is not merged."""
-    entries = tuple(
-        Entry(mode=PIECEWISE, num_tokens=t, active_loras=loras) for t, loras in ((8, 0), (8, 1), (4, 0))
-    )
+    entries = tuple(Entry(mode=PIECEWISE, num_tokens=t, active_loras=loras) for t, loras in ((8, 0), (8, 1), (4, 0)))
     assert [(row.num_tokens, row.active_loras) for row in pack(entries)] == [((8,), (1, 0)), ((4,), (0,))]

@@ -190,12 +190,8 @@ def test_a_healthy_backend_is_the_baseline():
 def test_a_search_without_a_forward_does_not_pass():
     """A scene that is set up, and no step after that: there is nothing to say. A few more, and there is."""
     profile = Profile(name="none", examples=2, steps=1)
-    with pytest.raises(
-        RunError, match=r"no forward ran in 2 scenes of up to 1 step, .* more scenes or steps"
-    ):
+    with pytest.raises(RunError, match=r"no forward ran in 2 scenes of up to 1 step, .* more scenes or steps"):
         conform(under_test("reference"), SuiteOptions(profile=profile))
-    outcome = conform(
-        under_test("reference"), SuiteOptions(profile=attrs.evolve(profile, steps=5), audits=False)
-    )
+    outcome = conform(under_test("reference"), SuiteOptions(profile=attrs.evolve(profile, steps=5), audits=False))
     assert outcome.passed
     assert outcome.log.forwards.total() > 0

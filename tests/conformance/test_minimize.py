@@ -39,10 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 REQUESTS = st.integers(0, 4)
 ROWS = st.lists(
-    st.tuples(REQUESTS, st.integers(0, 6), st.integers(0, 5)),
-    min_size=1,
-    max_size=5,
-    unique_by=lambda r: r[0],
+    st.tuples(REQUESTS, st.integers(0, 6), st.integers(0, 5)), min_size=1, max_size=5, unique_by=lambda r: r[0]
 )
 STEPS = st.one_of(
     st.builds(Depart, request=REQUESTS),
@@ -56,9 +53,7 @@ STEPS = st.one_of(
         ).map(tuple),
     ),
 )
-ARRIVALS = st.builds(
-    Arrive, prompt=st.integers(1, 24), computed=st.integers(0, 24), shares=st.none() | REQUESTS
-)
+ARRIVALS = st.builds(Arrive, prompt=st.integers(1, 24), computed=st.integers(0, 24), shares=st.none() | REQUESTS)
 CASES = st.builds(
     lambda scene, arrivals, steps: Case(scene=scene, steps=(*arrivals, *steps)),
     scenes(SMALL, DRAFTS),
@@ -271,8 +266,7 @@ def test_what_always_fails_is_not_doubted() -> None:
     tested = under_test(Broken(reserve=Skipping))
     profile = Profile(name="some", examples=60, steps=10)
     kept, small = (
-        search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), Log())
-        for shrink in (False, True)
+        search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), Log()) for shrink in (False, True)
     )
     assert kept is not None
     assert small is not None

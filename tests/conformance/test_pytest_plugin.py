@@ -106,9 +106,7 @@ def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() ->
     case = last.partition(" --conformance-case ")[2].strip("'")
     again = asked(case=case)
     same = failed(
-        lambda: ConformanceTests().test_replays_compute_attention(
-            conformance.under_test(broken), (SHAPE,), again
-        )
+        lambda: ConformanceTests().test_replays_compute_attention(conformance.under_test(broken), (SHAPE,), again)
     )
     assert same == text
     ConformanceTests().test_replays_compute_attention(conformance.under_test("reference"), (SHAPE,), again)
@@ -119,9 +117,7 @@ def test_an_impure_declaration_is_found_alone() -> None:
     answers = iter(range(1 << 20))
     broken = Broken(workspace=lambda *asked: Workspace(device=next(answers)))
     text = failed(
-        lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(
-            conformance.under_test(broken), (SHAPE,)
-        )
+        lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(conformance.under_test(broken), (SHAPE,))
     )
     assert "workspace is not pure" in text
 
@@ -149,9 +145,7 @@ def test_a_declared_field_that_nothing_reads_is_named(read: bool, monkeypatch: p
     broken = Broken(padding=lambda *asked: PaddingContract(fields=(splits,)))
 
     def audit() -> None:
-        ConformanceTests().test_every_declared_field_matters(
-            conformance.under_test(broken), (SHAPE,), asked()
-        )
+        ConformanceTests().test_every_declared_field_matters(conformance.under_test(broken), (SHAPE,), asked())
 
     if read:
         audit()
@@ -326,9 +320,7 @@ def _pytest(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
 def test_one_empty_subclass_runs_everything(tmp_path: Path) -> None:
     """By import alone, with a variable; nothing of the suite is loaded to collect it, and no warning comes."""
     (tmp_path / "test_mine.py").write_text(MINE, "utf-8")
-    done = _pytest(
-        tmp_path, CONFORMANCE_EXAMPLES="1", THREADS=str(torch.get_num_threads()), OMP_NUM_THREADS="1"
-    )
+    done = _pytest(tmp_path, CONFORMANCE_EXAMPLES="1", THREADS=str(torch.get_num_threads()), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
 

@@ -10,18 +10,7 @@ from hypothesis import strategies as st
 from capture_planner.conformance.machine import scenes
 from capture_planner.conformance.probe import AttentionShape, Tables
 from capture_planner.conformance.reference_dispatch import cheapest
-from capture_planner.conformance.scene import (
-    Arrive,
-    Case,
-    Depart,
-    Move,
-    Reload,
-    RunBatch,
-    Scene,
-    Serve,
-    dumps,
-    loads,
-)
+from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, dumps, loads
 from capture_planner.conformance.shapes import KERNELS, SMALL
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
@@ -47,9 +36,7 @@ def test_a_case_is_read_as_it_was_written(scene, steps):
     assert dumps(loads(text)) == text
 
 
-WRITTEN = dumps(
-    Case(scene=Scene(shape=SMALL[0]), steps=(Arrive(prompt=3, computed=2), RunBatch(rows=((0, 1, 0),))))
-)
+WRITTEN = dumps(Case(scene=Scene(shape=SMALL[0]), steps=(Arrive(prompt=3, computed=2), RunBatch(rows=((0, 1, 0),)))))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +84,7 @@ def test_a_scene_is_a_spec(scene):
 def test_the_oracle_is_attention(length, data, heads, windows):
     """Held against loops over every row, head and key."""
     first = data.draw(st.integers(0, length - 1))
-    shape = AttentionShape(
-        layers=len(windows), heads=heads[0], kv_heads=heads[1], head_dim=3, windows=windows
-    )
+    shape = AttentionShape(layers=len(windows), heads=heads[0], kv_heads=heads[1], head_dim=3, windows=windows)
     tables = Tables(shape, 11, 12, torch.float64, torch.device("cpu"), 1)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 10), min_size=length, max_size=length)))
     query, keys, values = tables.split(ids, torch.arange(length))
@@ -113,9 +98,7 @@ def test_the_oracle_is_attention(length, data, heads, windows):
                     math.exp(float(query[row, layer, head] @ keys[key, layer, of]) / math.sqrt(3))
                     for key in range(begin, row + 1)
                 ]
-                want = sum(
-                    score * values[begin + index, layer, of] for index, score in enumerate(scores)
-                ) / sum(scores)
+                want = sum(score * values[begin + index, layer, of] for index, score in enumerate(scores)) / sum(scores)
                 torch.testing.assert_close(found[row - first, layer, head], want)
 
 

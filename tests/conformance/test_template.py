@@ -84,10 +84,7 @@ def test_the_copy_is_found_by_its_name(installed: Path) -> None:
         "print(found.distribution, found.version)\n"
         "import sys; assert 'torch' not in sys.modules\n"
     )
-    assert _python("-c", script, cwd=installed, path=installed).split() == [
-        "capture-planner-flash-mla-2",
-        "0.1.0",
-    ]
+    assert _python("-c", script, cwd=installed, path=installed).split() == ["capture-planner-flash-mla-2", "0.1.0"]
 
 
 def test_the_template_says_what_the_reference_says(
@@ -111,9 +108,7 @@ def test_the_template_says_what_the_reference_says(
         text = spec.replace("backend: reference", f"backend: {backend}")
         made = plan(codec.loads(text, Spec), environment, backends)
         assert made.role("target").groups[0].backend == backend
-        requests = generated(
-            4, seed=1, rate=None, prompt_tokens=(1, 40), output_tokens=(8, 16), vocab_size=256
-        )
+        requests = generated(4, seed=1, rate=None, prompt_tokens=(1, 40), output_tokens=(8, 16), vocab_size=256)
         outcome = launch(made, backends, lambda vocab_size: requests, Choices(drafter="copy"), quiet)
         return {served.name: served.tokens for served in outcome.report.served}
 

@@ -92,8 +92,7 @@ def without(plan, dropped):
     return replace(
         plan,
         roles=tuple(
-            replace(role, entries=tuple(entry for entry in role.entries if not dropped(entry)))
-            for role in plan.roles
+            replace(role, entries=tuple(entry for entry in role.entries if not dropped(entry))) for role in plan.roles
         ),
     )
 
@@ -203,12 +202,7 @@ def test_it_can_be_written(one, other):
 
 def traces():
     """Short traces of short requests."""
-    request = st.builds(
-        Asked,
-        arrival=st.floats(0, 3),
-        prompt=st.integers(1, 40),
-        output=st.integers(1, 30),
-    )
+    request = st.builds(Asked, arrival=st.floats(0, 3), prompt=st.integers(1, 40), output=st.integers(1, 30))
     return st.lists(request, min_size=1, max_size=12)
 
 
@@ -331,9 +325,7 @@ def test_decodes_of_other_widths_are_the_same_ones():
     """Where drafts cost large batches their graphs, that is a hole: requests are compared, not widths."""
     machine = find_environment("h100")
     drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']
-    plain, drafted = (
-        emulate("vllm", ["m", "--max-num-seqs", "256", *more], machine) for more in ([], drafts)
-    )
+    plain, drafted = (emulate("vllm", ["m", "--max-num-seqs", "256", *more], machine) for more in ([], drafts))
     holes = [hole for hole in compare(plain, drafted).holes if hole.family.kind is Kind.DECODE]
     lost = [
         n

@@ -55,11 +55,7 @@ def drafting(draw):
         schedule = dict(zip(thresholds, [drafts, *lengths], strict=True))
     most = draw(st.none() | st.integers(1, 40)) if not ALGORITHMS[kind].dynamic else None
     return Drafting(
-        decoding_type=kind,
-        max_draft_len=drafts,
-        total_draft_tokens=drafts,
-        schedule=schedule,
-        max_concurrency=most,
+        decoding_type=kind, max_draft_len=drafts, total_draft_tokens=drafts, schedule=schedule, max_concurrency=most
     )
 
 
@@ -72,11 +68,7 @@ def test_width_and_draft_length_are_inverse(spec, width):
     assert spec.draft_len_of(width) == (lengths[0] if lengths else None)
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=8).map(sorted),
-    st.integers(0, 60),
-    st.booleans(),
-)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8).map(sorted), st.integers(0, 60), st.booleans())
 def test_what_can_run_together_has_the_sizes_that_it_had(sizes, most, padding):
     """Batches of up to ``most`` requests are held as before, by nothing larger, and no other batch is."""
     admitted = rules.admitted_sizes(sizes, most, padding)
@@ -86,8 +78,7 @@ def test_what_can_run_together_has_the_sizes_that_it_had(sizes, most, padding):
     assert rules.admitted_sizes(admitted, most, padding) == admitted
     for num_reqs in range(1, most + 1):
         before, after = (
-            any(size >= num_reqs if padding else size == num_reqs for size in some)
-            for some in (sizes, admitted)
+            any(size >= num_reqs if padding else size == num_reqs for size in some) for some in (sizes, admitted)
         )
         assert before == after
 
@@ -129,9 +120,7 @@ def test_dispatch_by_brute_force(spec, sizes, num_reqs, most, draft_len, padding
     width = 1 if spec is None else spec.width(draft_len)
     size = num_reqs
     if padding:
-        lengths = {
-            s: draft_len if schedule is None else rules.scheduled_draft_len(schedule, s) for s in sizes
-        }
+        lengths = {s: draft_len if schedule is None else rules.scheduled_draft_len(schedule, s) for s in sizes}
         fitting = [s for s in sizes if s >= num_reqs and lengths[s] == draft_len]
         if fitting and fitting[0] <= most:
             size = fitting[0]

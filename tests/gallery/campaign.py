@@ -122,12 +122,7 @@ def _search_mutant(search: Search) -> dict[str, str]:
     )
     if detection is None:
         return {}
-    return {
-        "by": detection.by,
-        "says": detection.says,
-        "case": detection.case,
-        "shown": _case_summary(detection),
-    }
+    return {"by": detection.by, "says": detection.says, "case": detection.case, "shown": _case_summary(detection)}
 
 
 def _case_summary(detection: Detection) -> str:
@@ -177,9 +172,7 @@ def _conformance_fault(backend: Backend | str, search: Search) -> str | None:
 
 def _lint_fault(make: Callable[[], Plan], least: Severity, search: Search) -> str | None:
     """Return the first finding that is an error, or as severe as ``least``."""
-    return next(
-        (str(found) for found in lint(make()) if found.rule.severity in (Severity.ERROR, least)), None
-    )
+    return next((str(found) for found in lint(make()) if found.rule.severity in (Severity.ERROR, least)), None)
 
 
 # What a result file says.
@@ -199,9 +192,7 @@ def mutant_data(mutant: Mutant) -> dict[str, Any]:
 def campaign_data(results: Sequence[Result], todo: Sequence[Search], seconds: float) -> dict[str, Any]:
     """Return what a campaign found, as JSON: each mutant, faults in what is healthy, and the targets."""
     names = dict.fromkeys(search.name for search in todo if not search.healthy)
-    mutants = [
-        _mutant_result(gallery.named(name), [r for r in results if r.search.name == name]) for name in names
-    ]
+    mutants = [_mutant_result(gallery.named(name), [r for r in results if r.search.name == name]) for name in names]
     sound = [result for result in results if result.search.healthy]
     faults = [
         {"name": result.search.name, "seed": result.search.seed, "says": result.says or result.error}

@@ -76,9 +76,7 @@ class Detection:
     finding: Failure | None = None
 
 
-def detect(
-    mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, minimize: bool = True
-) -> Detection | None:
+def detect(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, minimize: bool = True) -> Detection | None:
     """Let the suite, or the lint, look for the mutant; None where nothing is found.
 
     ``minimize``: minimize the failing case, and say which garbage it needs.

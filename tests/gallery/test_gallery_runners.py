@@ -9,16 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from capture_planner.conformance import (
-    Case,
-    Profile,
-    Scene,
-    Shape,
-    SuiteOptions,
-    conform,
-    play,
-    under_test,
-)
+from capture_planner.conformance import Case, Profile, Scene, Shape, SuiteOptions, conform, play, under_test
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
@@ -41,20 +32,12 @@ ALONE = RunBatch(rows=((0, 4, 0),))
 CASES = {
     # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
     "targets-formula-for-the-drafter": case(
-        RunBatch(rows=((0, 3, 0), (1, 3, 0))),
-        requests=2,
-        num_reqs=2,
-        drafts=3,
-        schedule=((1, 1, 3), (2, 2, 2)),
+        RunBatch(rows=((0, 3, 0), (1, 3, 0))), requests=2, num_reqs=2, drafts=3, schedule=((1, 1, 3), (2, 2, 2))
     ),
     # 4 tokens fit 2 requests of 4, and 3 requests of 2 are nearer.
-    "tiers-shadow-each-other": case(
-        ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))
-    ),
+    "tiers-shadow-each-other": case(ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))),
     # A PIECEWISE graph of 5 tokens is nearer than the FULL one of 12.
-    "full-shadowed-by-piecewise": case(
-        ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3
-    ),
+    "full-shadowed-by-piecewise": case(ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3),
     # Two draft decodes of one request, one after the other, in graphs for three.
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
     "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),

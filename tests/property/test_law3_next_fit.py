@@ -85,11 +85,6 @@ def test_dispatch_counts_takes_role_names(plan, data):
     """Law 3: asking by the role's name changes nothing."""
     batch, dispatcher = data.draw(batches(plan)), Dispatcher(plan)
     by_name = dispatcher.dispatch_counts(
-        batch.role.value,
-        batch.num_reqs,
-        batch.num_tokens,
-        batch.query_len,
-        batch.past_prompt,
-        batch.active_loras,
+        batch.role.value, batch.num_reqs, batch.num_tokens, batch.query_len, batch.past_prompt, batch.active_loras
     )
     assert by_name == dispatcher.dispatch(batch)

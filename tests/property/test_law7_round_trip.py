@@ -95,8 +95,7 @@ def test_the_order_of_registration_changes_nothing(deployment, data):
     assert list(made[0]) == list(made[1])
     assert dict(made[0]) == dict(made[1])
     one, other = (
-        _plan_of(PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=r))
-        for r in made
+        _plan_of(PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=r)) for r in made
     )
     assert one == other
 

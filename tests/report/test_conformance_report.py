@@ -20,14 +20,7 @@ from rich.console import Console
 from capture_planner import conformance as suite
 from capture_planner.conformance.audit import Attack, AuditResult, Verdict, verdicts
 from capture_planner.conformance.case_text import describe_case
-from capture_planner.conformance.scene import (
-    Arrive,
-    Depart,
-    Move,
-    Reload,
-    RunBatch,
-    Serve,
-)
+from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve
 from capture_planner.conformance.shapes import CANDIDATES, RefusedShape
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
@@ -90,9 +83,7 @@ REPORTS = st.builds(
     backend=st.just("acme"),
     distribution=st.just("acme-planner"),
     version=st.just("1.2"),
-    environment=st.just(
-        Environment(name="here", device=Device(kind=DeviceKind.CPU, name="x86_64", memory=1 << 30))
-    ),
+    environment=st.just(Environment(name="here", device=Device(kind=DeviceKind.CPU, name="x86_64", memory=1 << 30))),
     differences=st.lists(WORDS, max_size=1).map(tuple),
     host=st.just({"device": "x86_64", "torch": "2.13"}),
     seed=COUNTS,
@@ -243,10 +234,7 @@ def test_the_table_of_the_docs_has_the_newest_result_of_each_and_says_what_is_mi
     _result("reference", "2026-11-22T07:00:00+00:00", tmp_path, broke="RunError: no")
     _result("other", "2026-11-22T07:00:00+00:00", tmp_path, skipped="no device")
     shown = tables.kept(tmp_path)
-    assert (
-        "| triton | 2026-11-22 | a GPU | torch 2.13.0, driver 580.1 | passed | 2,000 | 1,200 | 7 | 0 |"
-        in shown
-    )
+    assert "| triton | 2026-11-22 | a GPU | torch 2.13.0, driver 580.1 | passed | 2,000 | 1,200 | 7 | 0 |" in shown
     assert "| flash_attention | - | - | - | not measured |" in shown
     assert "- flashinfer: rows: a row is off" in shown
     assert "- reference broke: RunError: no" in shown

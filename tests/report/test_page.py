@@ -203,13 +203,9 @@ def test_the_page_of_a_long_run_stays_small():
     short = run_of(EAGLE, steps=2_000, requests=400)
     copies = 200_000 // len(short.forwards) + 1
     forwards = tuple(
-        attrs.evolve(forward, step=forward.step + 2_000 * copy)
-        for copy in range(copies)
-        for forward in short.forwards
+        attrs.evolve(forward, step=forward.step + 2_000 * copy) for copy in range(copies) for forward in short.forwards
     )
-    steps = tuple(
-        attrs.evolve(step, index=step.index + 2_000 * copy) for copy in range(copies) for step in short.steps
-    )
+    steps = tuple(attrs.evolve(step, index=step.index + 2_000 * copy) for copy in range(copies) for step in short.steps)
     report = attrs.evolve(short, forwards=forwards, steps=steps, served=short.served * 50)
     assert len(report.forwards) > 200_000
     html = page(run_report(report))

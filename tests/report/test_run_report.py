@@ -225,12 +225,8 @@ def test_what_a_device_lost_after_the_last_capture_is_told_apart(used, more):
     plan = ledgers.LOCKED["tiny-reference-cpu.cpu"]
     role = plan.roles[0]
     at = Reading(used=used, held=0)
-    graph = Captured(
-        role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at)
-    )
-    report = attrs.evolve(
-        EMPTY, plan=plan, captured=(graph,), served_reading=Reading(used=used + more, held=0)
-    )
+    graph = Captured(role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at))
+    report = attrs.evolve(EMPTY, plan=plan, captured=(graph,), served_reading=Reading(used=used + more, held=0))
     found = summary(report)
     assert (found.later, found.accounts.device) == (more, 0)
     shown = next(s for s in sections(report, found) if s.name == "memory")

@@ -114,9 +114,7 @@ class Wrapper:
         self.full_plans = self.fast_plans = 0
         self._plan_info: list[int] | None = None
 
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         assert int_workspace_buffer.numel() == INT_WORKSPACE
         assert int_workspace_buffer.data_ptr() % 16 == 0
         self.floats, self.ints = float_workspace_buffer, int_workspace_buffer
@@ -144,9 +142,7 @@ class Wrapper:
         rows = int(starts[-1])
         self._plan_info = [reqs if self.is_graph else len(plan), self.max_rows or rows, int(self.is_graph)]
 
-    def launch(
-        self, query: torch.Tensor, cache: Any, q_scale: float, out: torch.Tensor, causal: bool
-    ) -> None:
+    def launch(self, query: torch.Tensor, cache: Any, q_scale: float, out: torch.Tensor, causal: bool) -> None:
         assert self._plan_info is not None, "run before plan"
         assert out.shape == query.shape
         options = self.options
@@ -282,9 +278,7 @@ def newer_fast_decode_plan(
     head_dim: int, page_size: int, *, q_len_per_req: int = 1, **options: Any,
 ) -> None:  # fmt: skip
     """The same since 0.7.1, when planners learned of uniform queries."""
-    fast_decode_plan(
-        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options
-    )
+    fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options)
 
 
 ENDINGS = {False: (-1, False, 0), True: (-1, False, 0, 0)}

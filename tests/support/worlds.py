@@ -82,9 +82,7 @@ class World:
         """Put it together, of this plan or of another."""
         plan = plan or self.plan
         drafter = None if plan.speculative is None else self.drafter
-        return Runner(
-            plan, self.target, drafter, self.registry, RecordedGraphs(), pages=self.pages, **options
-        )
+        return Runner(plan, self.target, drafter, self.registry, RecordedGraphs(), pages=self.pages, **options)
 
 
 def _model(layers: int, kv_heads: int, embeddings: bool = False) -> Model:
@@ -154,9 +152,7 @@ def world_of(
             seed=seed + 1,
         )
     pages = PageFormat(page_size=page_size, num_pages=1 + plan.limits.max_num_reqs * -(-LONGEST // page_size))
-    return World(
-        plan=plan, spec=spec, target=target, drafter=drafter, pages=pages, seed=seed, registry=registry
-    )
+    return World(plan=plan, spec=spec, target=target, drafter=drafter, pages=pages, seed=seed, registry=registry)
 
 
 @st.composite

@@ -31,12 +31,8 @@ from capture_planner import cli
 
 ROOT = Path(__file__).parent.parent.parent
 
-BLOCK = re.compile(
-    r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S
-)
-_PIPELINE = re.compile(
-    r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)(?:\|(?P<filter>.+))?"
-)
+BLOCK = re.compile(r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
+_PIPELINE = re.compile(r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)(?:\|(?P<filter>.+))?")
 _DOTS = re.compile(r"^\.\.\.\n", re.M)
 _MEASURED = re.compile(r"[ ]*\b[\d.,]*\d ?(?:us|ms|s|tokens/s|bytes|B|KiB|MiB|GiB)\b")
 

@@ -43,9 +43,7 @@ def _section(kind: type) -> str:
     lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
     for attribute, hint in fields_of(kind):
         default = _default_text(attribute, is_size=BYTES in getattr(hint, "__metadata__", ()))
-        lines.append(
-            f"| `{key_of(attribute)}` | {type_text(hint)} | {default} | {attribute.metadata['doc']} |"
-        )
+        lines.append(f"| `{key_of(attribute)}` | {type_text(hint)} | {default} | {attribute.metadata['doc']} |")
     return "\n".join([*lines, ""])
 
 

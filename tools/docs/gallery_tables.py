@@ -39,19 +39,14 @@ def run() -> str:
     ]
     for made in mutants:
         if made["hits"] < made["seeds"]:
-            lines += [
-                "",
-                f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds.",
-            ]
+            lines += ["", f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds."]
     return "\n".join(lines)
 
 
 def table() -> str:
     """Return every mutant with its bug, class, place, what found it and the smallest case."""
     rows = []
-    for made in sorted(
-        campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])
-    ):
+    for made in sorted(campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])):
         threads = ", ".join(f"[{thread}]({link(thread)})" for thread in made["threads"])
         rows.append(
             (
@@ -63,9 +58,7 @@ def table() -> str:
                 _cell(_short(made["shown"] or results.NO_VALUE)),
             )
         )
-    return results.table(
-        ("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6
-    )
+    return results.table(("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6)
 
 
 def checks() -> str:
@@ -98,8 +91,4 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PARTS: dict[str, Callable[[], str]] = {
-    "gallery-run": run,
-    "gallery": table,
-    "gallery-checks": checks,
-}
+PARTS: dict[str, Callable[[], str]] = {"gallery-run": run, "gallery": table, "gallery-checks": checks}

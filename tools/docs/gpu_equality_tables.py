@@ -70,9 +70,7 @@ def kinds() -> str:
     others = ("graphs of chains", "schedules of K", "poisoned", "ran ahead")
     counted = table(("backend", *(f"{role} {mode}" for role, mode in _modes()), *others), more)
     shown = table(columns, rows, text=len(columns))
-    return "\n".join(
-        [*lines, "", shown, "", "Forwards from graphs, and deployments that were special:", "", counted]
-    )
+    return "\n".join([*lines, "", shown, "", "Forwards from graphs, and deployments that were special:", "", counted])
 
 
 def _modes() -> list[tuple[str, str]]:

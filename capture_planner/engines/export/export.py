@@ -289,9 +289,7 @@ def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     ]
     if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
         return ()
-    says = (
-        f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
-    )
+    says = f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
     return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
 
 

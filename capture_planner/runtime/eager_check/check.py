@@ -20,14 +20,7 @@ from capture_planner.errors import DifferenceError
 from capture_planner.modes import Role
 from capture_planner.records.backend import Axis
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.eager_check.agreement import (
-    HALF,
-    finite,
-    prints,
-    row_errors,
-    shortfall,
-    tolerance_of,
-)
+from capture_planner.runtime.eager_check.agreement import HALF, finite, prints, row_errors, shortfall, tolerance_of
 from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSeen, Largest
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.bodies import TargetBody
@@ -90,9 +83,7 @@ class _ComparedForward:
         """Return ``bool[rows]``: what comes after a near tie of its request, whose step is ``untied int[R]``."""
         owners = [self.owner(key, row)[0] for row in range(rows)]
         steps = [row // self.num_tokens if key.name in CACHES else key.step for row in range(rows)]
-        return np.array(
-            [at is not None and step >= untied[at] for at, step in zip(owners, steps, strict=True)]
-        )
+        return np.array([at is not None and step >= untied[at] for at, step in zip(owners, steps, strict=True)])
 
 
 class EagerCheck:
@@ -225,9 +216,7 @@ class EagerCheck:
                 continue
             actual = forward.fields[buffer.key][: forward.step.extents.rows(buffer.field)].cpu()
             expected = torch.full_like(actual, padding.fill_of(buffer, real, forward.num_tokens))
-            expected[tuple(map(slice, real.shape))] = torch.from_numpy(np.ascontiguousarray(real)).to(
-                actual.dtype
-            )
+            expected[tuple(map(slice, real.shape))] = torch.from_numpy(np.ascontiguousarray(real)).to(actual.dtype)
             errors = row_errors(actual, expected)
             if bool(errors.any()):
                 row = int(errors.argmax())
@@ -276,11 +265,7 @@ class EagerCheck:
             if expected.is_floating_point() and len(errors):
                 self._log.saw(
                     Largest(
-                        tensor=key.name,
-                        error=float(errors.max()),
-                        tolerance=tolerance,
-                        role=role.role,
-                        layer=key.layer,
+                        tensor=key.name, error=float(errors.max()), tolerance=tolerance, role=role.role, layer=key.layer
                     )
                 )
             if is_cache and key.layer is not None:
@@ -377,9 +362,7 @@ def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSeen]:
     for buffer in forward.role.fields:
         actual, field = forward.fields[buffer.key], buffer.field
         real, padded = forward.step.real.rows(field), forward.step.extents.rows(field)
-        yield FieldSeen(
-            name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist()
-        )
+        yield FieldSeen(name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist())
     for group, metadata in forward.role.attention.metadata.items():
         for name in ("num_reqs", "num_tokens", "max_query_len", "max_seq_len"):
             yield FieldSeen(name=f"{group}.{name}", real=getattr(metadata, name))

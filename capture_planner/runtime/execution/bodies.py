@@ -148,9 +148,7 @@ class DraftPrefillBody:
         """Fill ``hidden``."""
         rows = extents.tokens
         source = (
-            self.drafter.combine(self.target.aux[:rows])
-            if self.target.aux is not None
-            else self.target.hidden[:rows]
+            self.drafter.combine(self.target.aux[:rows]) if self.target.aux is not None else self.target.hidden[:rows]
         )
         hidden = self.drafter.forward(
             input_ids=self.fields["input_ids"][:rows],

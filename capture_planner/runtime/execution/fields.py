@@ -33,14 +33,7 @@ _INTEGER_POISON = {torch.int32: -(1 << 31), torch.int64: -(1 << 63), torch.uint8
 SAMPLED_ROWS = "sampled_rows"
 SAMPLED_COUNTS = "sampled_counts"
 SAMPLED_FIELDS = (
-    MetadataField(
-        name=SAMPLED_ROWS,
-        axis=Axis.TOKEN,
-        fill=Fill.CONSTANT,
-        value=0,
-        dtype="int64",
-        indexes=Bound.TOKENS,
-    ),
+    MetadataField(name=SAMPLED_ROWS, axis=Axis.TOKEN, fill=Fill.CONSTANT, value=0, dtype="int64", indexes=Bound.TOKENS),
     MetadataField(name=SAMPLED_COUNTS, axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0),
 )
 """Of the target, and read by the runner alone: the rows of a batch whose next token is read, and how many

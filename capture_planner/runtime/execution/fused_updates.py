@@ -55,14 +55,10 @@ class FusedUpdates:
         """See ``Updates``."""
         rows = len(idx_mapping)
         states, ids = torch.empty(2, rows, dtype=torch.int64, device=idx_mapping.device)
-        _entered[_grid(rows)](
-            idx_mapping, state.token, states, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP
-        )
+        _entered[_grid(rows)](idx_mapping, state.token, states, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP)
         return states, ids
 
-    def keep(
-        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
-    ) -> None:
+    def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
         """See ``Updates``."""
         _keep[(1,)](
             idx_mapping,
@@ -100,11 +96,7 @@ class FusedUpdates:
         )
 
     def prepare_drafts(
-        self,
-        verified: VerificationInputs,
-        prefill: TokenFields,
-        last: torch.Tensor,
-        decode: TokenFields | None,
+        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
         """See ``Updates``."""
         decodes = decode or prefill
@@ -182,9 +174,7 @@ def _store(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _taken(
-    ids: tl.tensor, answers: tl.tensor, resolved: tl.tensor, rows: tl.tensor, block: tl.constexpr
-) -> None:
+def _taken(ids: tl.tensor, answers: tl.tensor, resolved: tl.tensor, rows: tl.tensor, block: tl.constexpr) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
     token = tl.load(ids + row, mask=inside, other=0).to(tl.int64)

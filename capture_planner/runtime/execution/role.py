@@ -214,9 +214,7 @@ class RoleRun:
             self.attention.attend(layer, query, keys, values, out, scoring)
             return out
 
-        def attention(
-            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
-        ) -> None:
+        def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
             self.attention.attend(layer, query, keys, values, out, scoring)
 
         self._grapher.split(attention, reads=(query, keys, values), writes=(out,))

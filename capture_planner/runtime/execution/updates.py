@@ -79,9 +79,7 @@ class TokenFields:
         """Take them from a role's fields; raises ``RunError`` for lengths that are not ``int32``."""
         for buffer in fields:
             if buffer.field.name in LENGTHS and buffer.tensor.dtype != torch.int32:
-                raise RunError(
-                    f"{buffer.key} is declared {buffer.field.dtype}; lengths are int32, declare it so"
-                )
+                raise RunError(f"{buffer.key} is declared {buffer.field.dtype}; lengths are int32, declare it so")
         return cls(
             input_ids=fields["input_ids"],
             idx_mapping=fields["idx_mapping"],
@@ -129,9 +127,7 @@ class Updates(Protocol):
         embedding must not be looked up for it.
         """
 
-    def keep(
-        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
-    ) -> None:
+    def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
         """Store one proposed token ``int64[R]`` of each request; ``first``: it is the step's first."""
 
     def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
@@ -141,11 +137,7 @@ class Updates(Protocol):
         """
 
     def prepare_drafts(
-        self,
-        verified: VerificationInputs,
-        prefill: TokenFields,
-        last: torch.Tensor,
-        decode: TokenFields | None,
+        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
         """Verify the target's batch, and bring the drafter's fields to what was kept of it.
 
@@ -172,9 +164,7 @@ class TorchUpdates:
         rows = _state_rows(state, idx_mapping)
         return rows, torch.where(idx_mapping < 0, 0, state.token[rows])
 
-    def keep(
-        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
-    ) -> None:
+    def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
         """See ``Updates``."""
         if first:
             state.column.zero_()
@@ -189,9 +179,7 @@ class TorchUpdates:
         positions = token_fields.positions[:rows]
         moved = real & (positions + 1 < token_fields.max_model_len)
         positions.add_(moved)
-        page = torch.gather(
-            token_fields.block_table[:rows], 1, (positions // token_fields.page_size).unsqueeze(1)
-        )
+        page = torch.gather(token_fields.block_table[:rows], 1, (positions // token_fields.page_size).unsqueeze(1))
         slot = page.squeeze(1).long() * token_fields.page_size + positions % token_fields.page_size
         token_fields.slot_mapping[:rows].copy_(torch.where(moved, slot, NULL_SLOT))
         for lengths in token_fields.lengths:
@@ -201,11 +189,7 @@ class TorchUpdates:
             ids.copy_(torch.where(real, tokens, ids))
 
     def prepare_drafts(
-        self,
-        verified: VerificationInputs,
-        prefill: TokenFields,
-        last: torch.Tensor,
-        decode: TokenFields | None,
+        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
         """See ``Updates``."""
         start, end, read = verified.starts[:-1], verified.starts[1:], verified.counts

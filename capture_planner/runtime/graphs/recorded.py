@@ -99,10 +99,7 @@ class RecordedGraphs:
             return recording.finish(pool)
 
     def split(
-        self,
-        between: Callable[..., object],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """End a piece, run ``between`` outside the graph, and begin the next piece.
 

@@ -33,17 +33,13 @@ class _Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.scoring = Scoring(scale=config.head_dim**-0.5)
-        queries, keys = (
-            n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
-        )
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(
-        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Return ``[T, hidden_size]`` for ``states [T, width]``; ``cos`` and ``sin [T, 1, head_dim]``."""
         query, key, value = (
             projection(states).unflatten(-1, (-1, self.head_dim))
@@ -80,12 +76,7 @@ class _Block(nn.Module):
         self.post_attention_layernorm = _norm(config)
 
     def _add(
-        self,
-        residual: torch.Tensor,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
+        self, residual: torch.Tensor, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         residual = residual + self.self_attn(normed, cos, sin, attend)
         out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
@@ -95,9 +86,7 @@ class _Block(nn.Module):
 class _Layer(_Block):
     """A decoder layer."""
 
-    def forward(
-        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Return the residual stream ``[T, hidden_size]`` after this layer."""
         return self._add(states, self.input_layernorm(states), cos, sin, attend)
 
@@ -111,12 +100,7 @@ class _MixingLayer(_Block):
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
 
     def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """Return the residual stream ``[T, hidden_size]`` after this layer."""
         normed = self.hidden_norm(hidden)
@@ -158,9 +142,7 @@ class _Head(nn.Module):
         raise RunError(f"{self.name} reads the target's last hidden state, not auxiliary ones")
 
     @torch.no_grad()
-    def propose(
-        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
         normed = self._before_logits(hidden)
         logits = self._target_logits(normed) if self.lm_head is None else self.lm_head(normed)

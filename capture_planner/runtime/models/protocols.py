@@ -99,9 +99,7 @@ class Drafter(Protocol):
         ``positions int64[T]`` belong to ``hidden``.
         """
 
-    def propose(
-        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return one token for each row, ``int64[N]``, in the target's vocabulary.
 
         ``state_indices int64[N]`` say which request a row is (the last index is for padded rows), and

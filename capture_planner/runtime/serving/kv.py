@@ -32,14 +32,11 @@ class PageFormat:
         return self.num_pages * self.page_size
 
 
-def layer_cache(
-    attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device
-) -> LayerCache:
+def layer_cache(attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device) -> LayerCache:
     """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice."""
     shape = (pages.num_pages, pages.page_size, attention.num_kv_heads, attention.head_dim)
     keys, values = (
-        allocated(shape, dtype, device, f"keys and values of {pages.num_pages} pages (--pages)")
-        for _ in range(2)
+        allocated(shape, dtype, device, f"keys and values of {pages.num_pages} pages (--pages)") for _ in range(2)
     )
     return LayerCache(keys=keys, values=values)
 

@@ -159,12 +159,7 @@ class StepLauncher:
         return not self._policy.draft_decodes_need_host and draft_decodes.entry is not None
 
     def _launch_all(
-        self,
-        index: int,
-        scheduled: ScheduledBatch,
-        inputs: StepInputs,
-        decodes: Dispatch | None,
-        begun: float,
+        self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, decodes: Dispatch | None, begun: float
     ) -> OnItsWay:
         """Fill the fields of all roles at once, and run target, verification and drafter in a row."""
         parts, states = self._parts, self._scheduler.states
@@ -243,9 +238,7 @@ class StepLauncher:
         assert self._parts.state is not None, "a drafter has a state"
         return on_its_way(self._parts.state.proposed)
 
-    def _note(
-        self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1
-    ) -> None:
+    def _note(self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
         self._session.forwards.append(
             Forward(
                 step=index,

@@ -28,10 +28,7 @@ from capture_planner.records.backend import (
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import (
-    Limits,
-    Spec,
-)
+from capture_planner.records.spec import Limits, Spec
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,

@@ -12,9 +12,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import digest
-from capture_planner.records.backend import (
-    Workspace,
-)
+from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.plan import Decision, GroupPlan, Plan, RolePlan, Waiver
@@ -50,12 +48,7 @@ def _entries(lora: bool) -> SearchStrategy[Entry]:
         "active_loras": one_of((0, 1, 2, 4, 5)) if lora else st.just(0),
         "draft_steps": st.none() | st.integers(1, 3),
     }
-    anything = st.builds(
-        Entry,
-        mode=one_of((GraphMode.FULL, GraphMode.PIECEWISE)),
-        num_reqs=maybe(counts()),
-        **shapes,
-    )
+    anything = st.builds(Entry, mode=one_of((GraphMode.FULL, GraphMode.PIECEWISE)), num_reqs=maybe(counts()), **shapes)
     return anything | anything.map(
         lambda e: attrs.evolve(e, num_reqs=e.num_tokens, num_tokens=e.num_tokens * (e.query_len or 1))
     )
@@ -171,11 +164,7 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
         edges |= {edge for interval in family.requests.intervals for edge in interval}
     near = st.sampled_from([edge + shift for edge in sorted(edges) for shift in (-1, 0, 1)])
     num_reqs = draw(near | st.integers(-1, plan.limits.max_num_reqs + 2))
-    lengths = (
-        {1}
-        | {family.query_len for family in families}
-        | {e.query_len for e in planned.entries if e.query_len}
-    )
+    lengths = {1} | {family.query_len for family in families} | {e.query_len for e in planned.entries if e.query_len}
     query_len = draw(st.none() | st.sampled_from(sorted(lengths)) | st.integers(0, 5))
     totals = {plan.limits.max_num_tokens} | {entry.num_tokens for entry in planned.entries}
     any_total = st.sampled_from([total + shift for total in sorted(totals) for shift in (-1, 0, 1)])

@@ -24,15 +24,7 @@ from capture_planner.records.spec import (
     Sizes,
     Spec,
 )
-from capture_planner.testing.strategies.values import (
-    BACKENDS,
-    any_names,
-    byte_counts,
-    composite,
-    counts,
-    maybe,
-    one_of,
-)
+from capture_planner.testing.strategies.values import BACKENDS, any_names, byte_counts, composite, counts, maybe, one_of
 
 
 @functools.cache
@@ -150,10 +142,7 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str]) -> RoleSpec:
         count = draw(st.integers(1, left))
         groups.append(
             GroupSpec(
-                name=draw(one_of((f"group {number}", f"g{number}"))),
-                layers=count,
-                backend=backend,
-                window=window,
+                name=draw(one_of((f"group {number}", f"g{number}"))), layers=count, backend=backend, window=window
             )
         )
     if groups and (left := layers - sum(group.layers for group in groups)):
@@ -185,9 +174,7 @@ def _loras() -> SearchStrategy[Lora]:
 
 
 @composite
-def specs(
-    draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends: Sequence[str] = BACKENDS
-) -> Spec:
+def specs(draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends: Sequence[str] = BACKENDS) -> Spec:
     """Return specs: any field of any block takes part. ``backends`` are the names they choose from."""
     names = tuple(backends)
     tensor = draw(one_of((1, 1, 2, 3, 4)))

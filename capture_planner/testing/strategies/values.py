@@ -79,9 +79,7 @@ def versions() -> SearchStrategy[str]:
 @functools.cache
 def any_text() -> SearchStrategy[str]:
     """Return texts of one line or more."""
-    return st.sampled_from(
-        ("as asked", "no", "8", "- a: [b]", "# not a comment", "two\nlines", " é ")
-    ) | st.text(
+    return st.sampled_from(("as asked", "no", "8", "- a: [b]", "# not a comment", "two\nlines", " é ")) | st.text(
         string.printable.replace("\r", "").replace("\x0b", "").replace("\x0c", ""), min_size=1, max_size=20
     )
 
