@@ -20,8 +20,8 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.execution.chain import run_chain
 from capture_planner.runtime.execution.inputs import StepInputs
+from capture_planner.runtime.execution.role import run_chain
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat

@@ -141,7 +141,7 @@ class Watch:
                 wrong = out_of_bounds(buffer, held[buffer.key], real, extents, role.bounds)
                 if wrong is not None:
                     axis = buffer.field.axis.value
-                    self._refuse(Check.BOUNDED, str(wrong), role, entry, field=buffer.key, axis=axis)
+                    self._refuse(Check.BOUNDED, wrong, role, entry, field=buffer.key, axis=axis)
 
     def _check_fill(
         self,

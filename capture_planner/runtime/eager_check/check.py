@@ -48,8 +48,6 @@ _Owner = tuple[str | None, int | None]
 
 @attrs.frozen(kw_only=True, eq=False)
 class _ComparedForward:
-    """One forward that is compared."""
-
     role: RoleRun
     entry: Entry
     step: ForwardStep
@@ -64,7 +62,6 @@ class _ComparedForward:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens."""
         return self.step.real.tokens
 
     def owner(self, key: TapKey, row: int) -> tuple[int | None, int | None]:
@@ -343,7 +340,6 @@ def _in_order(tensors: Iterator[TensorRef]) -> list[tuple[str, torch.Tensor]]:
 
 
 def _chain(inputs: StepInputs, steps: int, max_model_len: int) -> tuple[StepInputs, ...]:
-    """Return the inputs of each draft decode of a chain."""
     chain = [inputs]
     for _ in range(steps - 1):
         chain.append(chain[-1].next_draft(max_model_len))
