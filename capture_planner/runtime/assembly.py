@@ -76,23 +76,19 @@ def assemble(
     token_fields = {
         role: TokenFields.of(each, pages.page_size, plan.model.max_model_len) for role, each in fields.items()
     }
-    state = None
-    if drafter is not None and plan.speculative is not None:
-        most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
-        state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
     target = _target_body(plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET])
     bodies: dict[Role, Body] = {Role.TARGET: target}
-    if drafter is not None and state is not None:
-        prefill = fields[Role.DRAFT_PREFILL]
-        hidden = _zeros(plan, prefill, drafter.hidden_size)
-        decode, advancing = fields[Role.DRAFT_DECODE], token_fields[Role.DRAFT_DECODE]
-        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(drafter, prefill, state, updates, target, hidden)
-        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, advancing)
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
-    if drafter is not None:
+    state = None
+    if drafter is not None and plan.speculative is not None:
+        prefill, decode = fields[Role.DRAFT_PREFILL], fields[Role.DRAFT_DECODE]
+        most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
+        state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
+        hidden = _zeros(plan, prefill, drafter.hidden_size)
+        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(drafter, prefill, state, updates, target, hidden)
+        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, token_fields[Role.DRAFT_DECODE])
         windows[True] = (None,) * drafter.num_layers
-    caches = caches_of(plan, windows, pages, device)
-    reserved = reserve_all(plan, windows, caches, fields, registry, pages, device)
+    reserved = reserve_all(plan, windows, fields, registry, pages, device)
     context = ExecutionContext(
         grapher=grapher,
         policy=policy,
@@ -126,7 +122,6 @@ def assemble(
         updates=updates,
         token_fields=token_fields,
         comparison=comparison,
-        kv_cache=sum(c.keys.nbytes + c.values.nbytes for each in caches.values() for c in each),
     )
 
 
@@ -185,29 +180,24 @@ def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:
     )
 
 
-def caches_of(
-    plan: Plan, windows: Mapping[bool, Windows], pages: kv.PageFormat, device: torch.device
-) -> dict[bool, tuple[LayerCache, ...]]:
-    """Make the cache of each layer, of the target and (key True) of the drafter, whose roles share it."""
-    dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
-    caches = {}
-    for is_drafter, layers in windows.items():
-        role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
-        attention = Attention.of(plan, role, layers=len(layers), window=None)
-        caches[is_drafter] = tuple(kv.layer_cache(attention, pages, dtype, device) for _ in layers)
-    return caches
-
-
 def reserve_all(
     plan: Plan,
     windows: Mapping[bool, Windows],
-    caches: Mapping[bool, Sequence[LayerCache]],
     fields: Mapping[Role, Fields],
     registry: Registry,
     pages: kv.PageFormat,
     device: torch.device,
 ) -> dict[Role, list[GroupRun]]:
-    """Reserve the backend of each group of each role; where one refuses, release those before it."""
+    """Reserve the backend of each group of each role; where one refuses, release those before it.
+
+    Each layer has a cache, of the target and (key True) of the drafter, whose roles share it.
+    """
+    dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
+    caches: dict[bool, list[LayerCache]] = {}
+    for is_drafter, of_model in windows.items():
+        any_role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
+        attention = Attention.of(plan, any_role, layers=len(of_model), window=None)
+        caches[is_drafter] = [kv.layer_cache(attention, pages, dtype, device) for _ in of_model]
     reserved: dict[Role, list[GroupRun]] = {role.role: [] for role in plan.roles}
     try:
         for role in plan.roles:

@@ -140,11 +140,8 @@ def launch(
     differing = None
     if choices.verify and answers is not None and any(served.tokens for served in report.served):
         by_name = {request.name: request for request in requests}
-        differing = tuple(
-            served.name
-            for served in report.served
-            if served.tokens and not _agrees(served, by_name[served.name], answers[served.name])
-        )
+        given = [served for served in report.served if served.tokens]
+        differing = tuple(s.name for s in given if not _agrees(s, by_name[s.name], answers[s.name]))
     return Outcome(report=report, differing=differing)
 
 
@@ -230,14 +227,10 @@ class _Run:
         """
         more = self.plan.speculative.num_tokens if self.plan.speculative else 0
         longest = self.plan.model.max_model_len
-        longer = [
-            attrs.evolve(
-                request,
-                max_new_tokens=min(request.max_new_tokens + more, longest - len(request.prompt)),
-                stop=frozenset(),
-            )
-            for request in self.requests
-        ]
+        longer = []
+        for each in self.requests:
+            most = min(each.max_new_tokens + more, longest - len(each.prompt))
+            longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
         plain = Runner(
             without_speculation(self.plan, self.registry),
             self.model,

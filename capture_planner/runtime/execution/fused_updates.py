@@ -142,16 +142,16 @@ def _store(
     key_head,
     value_token,
     value_head,
-    elements,
+    size,
     dim,
     width: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, width)
-    inside = element < elements
+    inside = element < size
     head = (element // dim).to(tl.int64)
     within = element % dim
-    row = tl.load(slots + token) * elements + element
+    row = tl.load(slots + token) * size + element
     key = tl.load(keys + token * key_token + head * key_head + within, mask=inside)
     tl.store(key_cache + row, key.to(key_cache.dtype.element_ty), mask=inside)
     value = tl.load(values + token * value_token + head * value_head + within, mask=inside)

@@ -9,7 +9,6 @@ keeps a value of an earlier batch, whatever extents a graph was captured with.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import gt
 from typing import Any
 
 import attrs
@@ -54,12 +53,12 @@ def table(buffers: Iterable[FieldBuffer], values: Values, num_tokens: int) -> li
         fill = fill_of(buffer, real, num_tokens)
         rows, columns = buffer.dirty_rows, buffer.dirty_columns
         if real is not None:
-            if real.ndim != buffer.tensor.dim() or any(map(gt, real.shape, buffer.tensor.shape)):
+            height, width = len(real), real.shape[1] if real.ndim == 2 else 1
+            if real.ndim != buffer.tensor.dim() or height > buffer.rows or width > buffer.columns:
                 room = list(buffer.tensor.shape)
                 raise RunError(f"{buffer.key} has room for {room}, and this step has {list(real.shape)}")
-            buffer.dirty_rows = len(real)
-            buffer.dirty_columns = real.shape[1] if real.ndim == 2 else 1
-            rows, columns = max(rows, buffer.dirty_rows), max(columns, buffer.dirty_columns)
+            buffer.dirty_rows, buffer.dirty_columns = height, width
+            rows, columns = max(rows, height), max(columns, width)
         writes.append(Write(buffer, real, rows, columns, fill))
     return writes
 

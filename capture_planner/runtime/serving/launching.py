@@ -132,13 +132,8 @@ class StepLauncher:
     def _target_inputs(self, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
         """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
         last, self._advanced = self._advanced, None
-        is_same = (
-            last is not None
-            and not scheduled.prompts
-            and scheduled.query_len == 1
-            and np.array_equal(last.state_indices, scheduled.state_indices)
-        )
-        if last is not None and is_same and last.room:
+        is_decode = not scheduled.prompts and scheduled.query_len == 1
+        if last and last.room and is_decode and np.array_equal(last.state_indices, scheduled.state_indices):
             # The same requests in the same rows: the fields on the device are this step's already.
             inputs = last.inputs.next_decode()
             self._advanced = _Advanced(last.state_indices, inputs, last.room - 1)
