@@ -29,12 +29,7 @@ from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.serving import kv
 from capture_planner.runtime.serving.parts import Parts
 
-DTYPES = {
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT16: torch.float16,
-    DataType.FLOAT32: torch.float32,
-    DataType.FLOAT64: torch.float64,
-}
+DTYPES = (DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
 """The element types that the runner computes and caches in."""
 
 
@@ -47,7 +42,8 @@ def dtype_of(kind: DataType) -> torch.dtype:
     if kind not in DTYPES:
         known = ", ".join(k.value for k in DTYPES)
         raise RunError(f"the plan's model is in {kind.value}; the runner computes in {known}")
-    return DTYPES[kind]
+    dtype: torch.dtype = getattr(torch, kind.value)
+    return dtype
 
 
 def assemble(

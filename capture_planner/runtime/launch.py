@@ -130,10 +130,19 @@ def launch(
         try:
             if choices.verify or choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
-            run.capture(runner)
+            with progress("capture", runner.plan.num_graphs) as advance:
+                runner.capture(
+                    memory=plan.budget.memory if choices.graph_memory is None else choices.graph_memory,
+                    progress=lambda done: advance(f"{done.role.value} {done.entry}"),
+                )
             # Where a comparison found a difference, the report has it.
-            with contextlib.suppress(DifferenceError):
-                run.serve(runner, answers)
+            with contextlib.suppress(DifferenceError), progress("serve", len(requests)) as served_one:
+                runner.serve(
+                    requests,
+                    answers=answers,
+                    step_seconds=choices.step_seconds,
+                    progress=lambda done: served_one(done.name),
+                )
         except KeyboardInterrupt:
             interrupted = True
         report = run.report(runner, drafter, decode, interrupted=interrupted)
@@ -246,23 +255,6 @@ class _Run:
                 longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
-
-    def capture(self, runner: Runner) -> None:
-        memory = self.choices.graph_memory
-        with self.progress("capture", runner.plan.num_graphs) as advance:
-            runner.capture(
-                memory=self.plan.budget.memory if memory is None else memory,
-                progress=lambda done: advance(f"{done.role.value} {done.entry}"),
-            )
-
-    def serve(self, runner: Runner, answers: dict[str, tuple[int, ...]] | None) -> None:
-        with self.progress("serve", len(self.requests)) as advance:
-            runner.serve(
-                self.requests,
-                answers=answers,
-                step_seconds=self.choices.step_seconds,
-                progress=lambda done: advance(done.name),
-            )
 
     def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
         session, roles = runner.session, runner.parts.roles.values()

@@ -80,6 +80,7 @@ class _Head(nn.Module):
         self._target_embed, self._target_logits = target.embed, target.logits
         config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.norm: nn.Module = nn.Identity()
         self.embed_tokens, self.lm_head = None, None
         if "embed_tokens.weight" in own:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -95,7 +96,7 @@ class _Head(nn.Module):
     @torch.no_grad()
     def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
-        normed = self._before_logits(hidden)
+        normed = self.norm(hidden)
         logits = self._target_logits(normed) if self.lm_head is None else self.lm_head(normed)
         token = logits.argmax(dim=-1)
         return token if self.d2t is None else token + self.d2t[token]
@@ -106,9 +107,6 @@ class _Head(nn.Module):
     def weights(self) -> Iterator[Weight]:
         """Every parameter and buffer of its own; embeddings and logits may be the target's."""
         return weights_of(self.named_modules())
-
-    def _before_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.embed_tokens is None:
@@ -182,10 +180,6 @@ class Eagle3(_Head):
         for layer in rest:
             states = layer(states, **arguments)
         return states[0]
-
-    def _before_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(hidden)
-        return normed
 
 
 def _norm(config: Config) -> nn.RMSNorm:
