@@ -107,7 +107,8 @@ class Configuration(ServeOptions):
         """Raise where prefixes are not cached and recurrent states cover another length than the model's."""
         if self.line.get("enable_prefix_caching", True):
             return
-        block = self.line.get("mamba_block_size", block if self.model.recurrent else length)
+        given = self.line.get("mamba_block_size")
+        block = given if given is not None else block if self.model.recurrent else length
         if block != length:
             message = f"the recurrent state covers {block} tokens, and the model's length is {length}"
             raise refusal("--enable-prefix-caching", message, "keep prefix caching on")
