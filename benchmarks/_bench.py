@@ -63,24 +63,21 @@ def provenance() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", str(shown), *map(_relative, sys.argv[1:])]),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(
-            _git("status", "--porcelain", "--", "capture_planner", "backends", "benchmarks")
-        ),
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
-        | _gpu(),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "capture_planner", "backends", "benchmarks")),
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)} | _gpu(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
 
 
-def finish(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Write the results where the command line says."""
+def finish(arguments: argparse.Namespace, results: dict[str, Any], name: str | None = None) -> None:
+    """Write the results where the command line says; ``name`` is used instead of the script's."""
     if arguments.output is None:
         return
     target: Path = arguments.output
     if target.suffix != ".json":
-        target = target / f"{Path(sys.argv[0]).stem}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
+        target = target / f"{name or Path(sys.argv[0]).stem}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"provenance": provenance(), **results}, indent=2) + "\n"
     target.write_text(_without_folders(text), encoding="utf-8")
@@ -150,6 +147,4 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

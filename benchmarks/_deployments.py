@@ -71,12 +71,7 @@ CASES = {
             page_sizes=(16, 1, 64),
             heads=((4, 2), (8, 2), (2, 2)),
         ),
-        Case(
-            name="flash_attention",
-            backend="flash_attention",
-            dtypes=(DataType.BFLOAT16,),
-            page_sizes=(16, 64, 128),
-        ),
+        Case(name="flash_attention", backend="flash_attention", dtypes=(DataType.BFLOAT16,), page_sizes=(16, 64, 128)),
         # XQA is compiled for each page size and query length, so there is one page size; the 0.6B
         # deployments have another.
         Case(name="flashinfer", backend="flashinfer", dtypes=(DataType.BFLOAT16,), page_sizes=(16,)),
@@ -183,9 +178,7 @@ def qwen(case: Case, k: int) -> Spec:
         limits=Limits(max_num_reqs=8, max_num_tokens=128),
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend=case.backend,
-        speculative=Speculative(
-            method=Method.EAGLE3, num_tokens=k, model=DraftModel(vocab_size=DRAFT_VOCABULARY)
-        )
+        speculative=Speculative(method=Method.EAGLE3, num_tokens=k, model=DraftModel(vocab_size=DRAFT_VOCABULARY))
         if k
         else None,
         sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(64, 128), num_reqs=(2, 8)),
@@ -215,9 +208,7 @@ class Deployment:
     device: torch.device
     grapher: Grapher
 
-    def serve(
-        self, plan: Plan, answers: Answers | None = None, *, watch: bool = False, **options: Any
-    ) -> Run:
+    def serve(self, plan: Plan, answers: Answers | None = None, *, watch: bool = False, **options: Any) -> Run:
         """Serve all requests by a plan; ``watch`` keeps what the target's forwards left."""
         drafter = None
         if plan.speculative is not None:

@@ -35,12 +35,7 @@ class Watching:
 
         def replay_or_run(step: Any, started: Any) -> Any:
             tokens, reqs = step.extents.tokens, step.extents.reqs
-            rows = {
-                "input_ids": tokens,
-                "positions": tokens,
-                "query_start_loc": reqs + 1,
-                "idx_mapping": reqs,
-            }
+            rows = {"input_ids": tokens, "positions": tokens, "query_start_loc": reqs + 1, "idx_mapping": reqs}
             # Before: a graph may end with the fields of the next step.
             now = {name: role.fields[name][:size].clone() for name, size in rows.items()}
             now["answers"] = body.tokens.clone()
@@ -133,12 +128,7 @@ def dense(target: TargetModel, sequences: Sequence[Sequence[int]], device: torch
 
 
 def _attend(
-    count: int,
-    layer: int,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scoring: Scoring,
+    count: int, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """Attend within each of ``count`` sequences of the same length."""
     group = query.shape[1] // keys.shape[1]
@@ -184,9 +174,7 @@ def errors(
 
 
 @torch.no_grad()
-def gap(
-    reference: TargetModel, before: Sequence[int], tokens: tuple[int, int], device: torch.device
-) -> float:
+def gap(reference: TargetModel, before: Sequence[int], tokens: tuple[int, int], device: torch.device) -> float:
     """Return how far apart the logits of two next tokens are, relative to the norm of them all."""
     logits = reference.logits(dense(reference, [before], device)[-1:])[0].float()
     first, second = tokens

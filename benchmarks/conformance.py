@@ -34,23 +34,25 @@ from _bench import CONSOLE, finish, parser, table
 from _deployments import CASES, Case, environment, missing
 
 from capture_planner.conformance import (
-    Choices,
     Log,
-    Outcome,
     Profile,
     Scene,
     Shape,
     Stage,
-    Tested,
+    Subject,
+    SuiteOptions,
+    SuiteResult,
     conform,
     under_test,
     usable_shapes,
 )
 from capture_planner.conformance.audit import audit
-from capture_planner.conformance.scene import Arrive, Forward
+from capture_planner.conformance.scene import Arrive, RunBatch
 from capture_planner.conformance.shapes import KERNELS
+from capture_planner.conformance.steps import run_step
 from capture_planner.conformance.suite import DRAFTS, THOROUGH
-from capture_planner.report.conformance import Conformance, conformance_data
+from capture_planner.report.conformance_record import Conformance
+from capture_planner.report.plain import plain
 from capture_planner.runtime.host import facts
 
 Data = dict[str, Any]
@@ -70,17 +72,17 @@ def shapes_of(case: Case) -> tuple[Shape, ...]:
     return KERNELS[:1] if case.backend == "flashinfer" else ()
 
 
-def on(case: Case, device: str) -> Tested:
+def on(case: Case, device: str) -> Subject:
     """Return the backend as it is planned."""
     torch.set_num_threads(1)
     return under_test(case.backend, environment=None if device == "cpu" else environment(case))
 
 
-def report(case: Case, under: Tested, profile: Profile, seed: int, outcome: Outcome) -> Data:
+def report(case: Case, under: Subject, profile: Profile, seed: int, outcome: SuiteResult) -> Data:
     """Return one process's part as data."""
     found = under.registry[under.backend]
     # Another capability is planned for by a file of one's own: the command names the backend alone.
-    return conformance_data(
+    return plain(
         Conformance(
             backend=found.name,
             distribution=found.distribution,
@@ -104,7 +106,7 @@ def search(name: str, device: str, seed: int, profile: Profile, until: float) ->
     while left > 0 and (not parts or (time.time() < until and parts[-1]["passed"])):
         portion = attrs.evolve(profile, examples=min(PORTION, left))
         portion_seed = seed + len(parts)
-        choices = Choices(profile=portion, seed=portion_seed, shapes=shapes_of(case), audits=False)
+        choices = SuiteOptions(profile=portion, seed=portion_seed, shapes=shapes_of(case), audits=False)
         parts.append(report(case, under, portion, portion_seed, conform(under, choices)))
         left -= portion.examples
     return added(parts)
@@ -117,7 +119,7 @@ def attack(name: str, device: str, seed: int) -> Data:
     shapes, refused = usable_shapes(under, shapes_of(case))
     audited = audit(under, shapes, seed=seed)
     took = time.perf_counter() - began
-    outcome = Outcome(shapes=shapes, refused=refused, log=Log(), findings=(), audited=audited, seconds=took)
+    outcome = SuiteResult(shapes=shapes, refused=refused, log=Log(), failures=(), audited=audited, seconds=took)
     return report(case, under, Profile(name="audits", examples=0, steps=0), seed, outcome)
 
 
@@ -132,10 +134,10 @@ def compile_for(name: str, device: str, k: int) -> int:
             for step in (
                 Arrive(prompt=4, computed=4),
                 Arrive(prompt=9),
-                Forward(rows=((0, 1 + k, 0),)),
-                Forward(rows=((0, 1, 0), (1, 9, 0))),
+                RunBatch(rows=((0, 1 + k, 0),)),
+                RunBatch(rows=((0, 1, 0), (1, 9, 0))),
             ):
-                stage.do(step)
+                run_step(stage, step)
     return len(shapes)
 
 
@@ -155,9 +157,7 @@ def added(parts: Sequence[Data]) -> Data:
         "findings": [finding for part in parts for finding in part["findings"]],
         "scenes": sum(part["scenes"] for part in parts),
         "steps": dict(sorted(steps.items())),
-        "forwards": [
-            {"role": role, "mode": mode, "count": count} for (role, mode), count in sorted(forwards.items())
-        ],
+        "forwards": [{"role": role, "mode": mode, "count": count} for (role, mode), count in sorted(forwards.items())],
         "largest": {key: max(part["largest"][key] for part in parts) for key in parts[0]["largest"]},
         "shapes": parts[0]["shapes"],
         "refused": parts[0]["refused"],

@@ -147,9 +147,7 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
             label: {
                 "best_ns": round(min(values), 1),
                 "median_ns": round(statistics.median(values), 1),
-                "ratio_to_vllm": round(
-                    statistics.median(v / w for v, w in zip(values, times["vllm"], strict=True)), 3
-                ),
+                "ratio_to_vllm": round(statistics.median(v / w for v, w in zip(values, times["vllm"], strict=True)), 3),
                 **({"first_call_ns": round(cold[label], 1)} if label in cold else {}),
             }
             for label, values in times.items()
@@ -182,19 +180,11 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
 def main() -> int:
     """Measure, print and write; exit code 1 where a target is missed."""
     options = parser(__doc__)
-    options.add_argument(
-        "--repeats", type=int, default=15, help="times each dispatcher is timed (default 15)"
-    )
-    options.add_argument(
-        "--rounds", type=int, default=200, help="passes over all batches per time (default 200)"
-    )
+    options.add_argument("--repeats", type=int, default=15, help="times each dispatcher is timed (default 15)")
+    options.add_argument("--rounds", type=int, default=200, help="passes over all batches per time (default 200)")
     arguments = options.parse_args()
-    results = {
-        name: measure(name, tiers, arguments.repeats, arguments.rounds) for name, tiers in SCHEDULES.items()
-    }
-    speed = table(
-        "ns per call (best), ratio to vLLM's rule (median)", "schedule, batches", "vllm", "same graphs"
-    )
+    results = {name: measure(name, tiers, arguments.repeats, arguments.rounds) for name, tiers in SCHEDULES.items()}
+    speed = table("ns per call (best), ratio to vLLM's rule (median)", "schedule, batches", "vllm", "same graphs")
     for column in ("ratio", "own plan", "ratio", "dict lookup", "first call"):
         speed.add_column(column, justify="right")
     for name, found in results.items():

@@ -122,9 +122,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         plan=[plans[name] for name in sorted(plans)],
     )
     _STATE[:] = [State(arguments, corpus, list(specs.values()), list(environments.values()), backends)]
-    lint(
-        planner.plan(specs["qwen3-8b-eagle3"], environments["h100"], backends)
-    )  # first-use costs are not a document's
+    lint(planner.plan(specs["qwen3-8b-eagle3"], environments["h100"], backends))  # first-use costs are not a document's
     if sys.platform == "linux":
         guard = memory("VmSize") + 2048 * MEBI
         resource.setrlimit(resource.RLIMIT_AS, (guard, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -203,8 +201,7 @@ def _timed(state: State, kind: str, made_by: str, data: bytes, index: int) -> Ou
         frames = traceback.extract_tb(error.__traceback__)
         place = next((f for f in reversed(frames) if "capture_planner" in f.filename), frames[-1])
         done.violations.append(
-            f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno} {place.name}: "
-            f"{str(error)[:200]}"
+            f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno} {place.name}: {str(error)[:200]}"
         )
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -309,18 +306,9 @@ def _dispatch(plan: Plan, rng: random.Random) -> None:
         reqs = rng.choice((rng.randint(-1, 300), rng.randint(1, plan.limits.max_num_reqs + 1)))
         query_len = rng.choice((None, 1, 2, 4, rng.randint(-1, 300)))
         tokens = (
-            reqs * query_len
-            if query_len and rng.random() < 0.8
-            else rng.randint(0, plan.limits.max_num_tokens + 1)
+            reqs * query_len if query_len and rng.random() < 0.8 else rng.randint(0, plan.limits.max_num_tokens + 1)
         )
-        asked = (
-            role,
-            reqs,
-            tokens,
-            query_len,
-            rng.random() < 0.8,
-            rng.choice((0, 0, 0, 1, rng.randint(-1, 40))),
-        )
+        asked = (role, reqs, tokens, query_len, rng.random() < 0.8, rng.choice((0, 0, 0, 1, rng.randint(-1, 40))))
         try:
             first, second = dispatcher.dispatch_counts(*asked), dispatcher.dispatch_counts(*asked)
         except CapturePlannerError:
@@ -337,24 +325,16 @@ def main() -> int:
     options.add_argument("--documents", "-n", type=int, default=2000, help="how many (default 2,000)")
     options.add_argument("--start", type=int, default=0, help="index of the first document (default 0)")
     options.add_argument("--seed", type=int, default=None, help="default: chosen and printed")
-    options.add_argument(
-        "--only", type=int, default=None, metavar="INDEX", help="run one document, and show it"
-    )
+    options.add_argument("--only", type=int, default=None, metavar="INDEX", help="run one document, and show it")
     options.add_argument("--only-kind", choices=KINDS, default=None, help="documents of one kind only")
-    options.add_argument(
-        "--save", type=Path, default=None, help="with --only: write the document to this file"
-    )
+    options.add_argument("--save", type=Path, default=None, help="with --only: write the document to this file")
     options.add_argument("--jobs", "-j", type=int, default=multiprocessing.cpu_count(), help="processes")
-    options.add_argument(
-        "--seconds", type=float, default=1.0, help="processor time for one document (default 1)"
-    )
+    options.add_argument("--seconds", type=float, default=1.0, help="processor time for one document (default 1)")
     options.add_argument("--megabytes", type=int, default=200, help="memory for one document (default 200)")
     options.add_argument(
         "--hang", type=float, default=5.0, help="processor seconds after which one is stopped (default 5)"
     )
-    options.add_argument(
-        "--trace-every", type=int, default=25, help="trace one document in so many (default 25)"
-    )
+    options.add_argument("--trace-every", type=int, default=25, help="trace one document in so many (default 25)")
     options.add_argument("--minutes", type=float, default=None, help="stop after so long, and report")
     arguments = options.parse_args()
     if arguments.seed is None:
@@ -383,13 +363,7 @@ def _one(arguments: argparse.Namespace) -> int:
 def _campaign(arguments: argparse.Namespace) -> list[Outcome]:
     outcomes: list[Outcome] = []
     indices = range(arguments.start, arguments.start + arguments.documents)
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     context = multiprocessing.get_context("spawn")
     deadline = time.perf_counter() + 60 * (math.inf if arguments.minutes is None else arguments.minutes)
     with (
@@ -423,9 +397,7 @@ def _report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float)
     for name, seconds in stages.most_common():
         time_in.add_row(name, f"{seconds:.1f}", f"{max(o.stages.get(name, 0.0) for o in outcomes):.3f}")
     CONSOLE.print(time_in)
-    slow = table(
-        "slowest documents", "document", "seconds", "worst stage", "bytes", "entries", "MiB", "made by"
-    )
+    slow = table("slowest documents", "document", "seconds", "worst stage", "bytes", "entries", "MiB", "made by")
     for done in sorted(outcomes, key=lambda o: -o.cpu)[:10]:
         worst = max(done.stages.items(), key=lambda item: item[1], default=("none", 0.0))
         cells = f"{done.cpu:.2f}", f"{worst[0]} {worst[1]:.2f}", str(done.size), str(done.entries)
@@ -438,17 +410,13 @@ def _report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float)
     bad = [done for done in outcomes if done.violations]
     grouped: dict[str, list[Outcome]] = {}
     for done in bad:
-        grouped.setdefault(re.sub(r"\d+(\.\d+)?|'.*|: .*", "", "; ".join(done.violations))[:100], []).append(
-            done
-        )
+        grouped.setdefault(re.sub(r"\d+(\.\d+)?|'.*|: .*", "", "; ".join(done.violations))[:100], []).append(done)
     for what, group in sorted(grouped.items(), key=lambda item: -len(item[1])):
         CONSOLE.print(f"{len(group)} x {what}", markup=False, highlight=False)
     for done in [group[at] for group in grouped.values() for at in range(min(len(group), 3))]:
         again = f"python benchmarks/fuzz_documents.py --seed {arguments.seed} --only {done.index}"
         again += f" --only-kind {arguments.only_kind}" if arguments.only_kind else ""
-        CONSOLE.print(
-            f"{'; '.join(done.violations)} ({done.made_by})\n    {again}", markup=False, highlight=False
-        )
+        CONSOLE.print(f"{'; '.join(done.violations)} ({done.made_by})\n    {again}", markup=False, highlight=False)
     rate = len(outcomes) / wall
     CONSOLE.print(f"{len(outcomes)} documents in {wall:.0f} s ({rate:.0f} a second), seed {arguments.seed}")
     CONSOLE.print(f"no violation (found {len(bad)}): {verdict(not bad)}")

@@ -61,79 +61,13 @@ _STRANGE = (
     *("\U0001f600", "é", "\uff41", "\t", "\r", "\r\n", "\n", "٣", "İ", "\u0301" * 50),
 )
 _YAML_BITS = (
-    *(
-        "&a ",
-        "*a",
-        "*missing",
-        "<<: ",
-        "<<: *a",
-        "<<: [*a, *a]",
-        "!!python/object:os.system ",
-        "!!int ",
-        "!x ",
-    ),
-    *(
-        "!!binary ",
-        "!!set ",
-        "? ",
-        "- ",
-        ": ",
-        ", ",
-        "[",
-        "]",
-        "{",
-        "}",
-        "|\n",
-        ">-\n",
-        "'",
-        '"',
-        "#",
-        "---\n",
-    ),
-    *(
-        "...\n",
-        "%YAML 1.1\n---\n",
-        "%YAML 9.9\n---\n",
-        "%TAG ! tag:x,2000:\n---\n",
-        "%FOO\n",
-        "@",
-        "`",
-        "\\",
-        "=",
-        "~",
-    ),
+    *("&a ", "*a", "*missing", "<<: ", "<<: *a", "<<: [*a, *a]", "!!python/object:os.system ", "!!int ", "!x "),
+    *("!!binary ", "!!set ", "? ", "- ", ": ", ", ", "[", "]", "{", "}", "|\n", ">-\n", "'", '"', "#", "---\n"),
+    *("...\n", "%YAML 1.1\n---\n", "%YAML 9.9\n---\n", "%TAG ! tag:x,2000:\n---\n", "%FOO\n", "@", "`", "\\", "=", "~"),
 )
 _NUMBERS = (
-    *(
-        "0",
-        "-1",
-        "1",
-        "2",
-        "255",
-        "256",
-        "257",
-        "1048576",
-        "1048577",
-        "9" * 18,
-        "9" * 19,
-        "9" * 400,
-        "-" + "9" * 30,
-    ),
-    *(
-        "1e308",
-        "1e309",
-        "1e-400",
-        "1e999",
-        "-0",
-        "-0.0",
-        "0x10",
-        "0o17",
-        "0b1",
-        "1_000",
-        "1:30",
-        ".inf",
-        "-.inf",
-    ),
+    *("0", "-1", "1", "2", "255", "256", "257", "1048576", "1048577", "9" * 18, "9" * 19, "9" * 400, "-" + "9" * 30),
+    *("1e308", "1e309", "1e-400", "1e999", "-0", "-0.0", "0x10", "0o17", "0b1", "1_000", "1:30", ".inf", "-.inf"),
     *(
         ".nan",
         "8.7",
@@ -149,47 +83,9 @@ _NUMBERS = (
     ),
 )
 _WORDS = (
-    *(
-        "null",
-        "~",
-        "yes",
-        "no",
-        "on",
-        "off",
-        "true",
-        "True",
-        "TRUE",
-        "false",
-        "FULL",
-        "full",
-        "PIECEWISE",
-        "NONE",
-    ),
-    *(
-        "2GiB",
-        "2 GiB",
-        "0B",
-        "-1GiB",
-        "999999999999999TiB",
-        "1.5GiB",
-        "[]",
-        "{}",
-        '""',
-        "''",
-        "2001-12-14",
-        "=",
-        "<<",
-    ),
-    *(
-        "default",
-        "minimax",
-        "vllm",
-        "sglang",
-        "tensorrt_llm",
-        "explicit",
-        "powers_of_two",
-        "sha256:" + "0" * 64,
-    ),
+    *("null", "~", "yes", "no", "on", "off", "true", "True", "TRUE", "false", "FULL", "full", "PIECEWISE", "NONE"),
+    *("2GiB", "2 GiB", "0B", "-1GiB", "999999999999999TiB", "1.5GiB", "[]", "{}", '""', "''", "2001-12-14", "=", "<<"),
+    *("default", "minimax", "vllm", "sglang", "tensorrt_llm", "explicit", "powers_of_two", "sha256:" + "0" * 64),
 )
 
 
@@ -320,9 +216,7 @@ def _structure(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
     data = YAML(typ="safe", pure=True).load(base)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         _change_data(rng, data)
-    return "structure", json.dumps(
-        data, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, 1)), default=str
-    )
+    return "structure", json.dumps(data, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, 1)), default=str)
 
 
 def _value(rng: random.Random, depth: int = 0) -> Any:
@@ -341,10 +235,7 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
         return "x" * rng.choice((0, 1, 127, 128, 129, 100_000))
     if kind == 7:
         return [_value(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 3, 30)))]
-    return {
-        rng.choice((*_WORDS, "name", "mode", "sizes")): _value(rng, depth + 1)
-        for _ in range(rng.randrange(4))
-    }
+    return {rng.choice((*_WORDS, "name", "mode", "sizes")): _value(rng, depth + 1) for _ in range(rng.randrange(4))}
 
 
 def _change_data(rng: random.Random, data: Any) -> None:
@@ -410,10 +301,7 @@ def _schedule(rng: random.Random, most: int) -> list[list[int]]:
     count = rng.choice((1, 2, 3, 4, 20, 200, 5000))
     firsts = sorted({1, *(rng.randint(1, max(most, 2)) for _ in range(count))})
     ends = [first - 1 for first in firsts[1:]] + [max(most, firsts[-1])]
-    return [
-        [first, last, rng.randint(0, rng.choice((1, 4, 255)))]
-        for first, last in zip(firsts, ends, strict=True)
-    ]
+    return [[first, last, rng.randint(0, rng.choice((1, 4, 255)))] for first, last in zip(firsts, ends, strict=True)]
 
 
 def _wrapped(data: Any) -> str:
@@ -426,9 +314,7 @@ def _legal(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
     if kind == "environment":
         packages = {f"p{i}": "1." + str(i) for i in range(rng.choice((0, 10, 100, 1000, 14_000)))}
         device = {"kind": "cpu", "name": "x" * 128, "memory": "999999999999999B"}
-        return "legal: environment", _wrapped(
-            {"version": 1, "name": "big", "device": device, "packages": packages}
-        )
+        return "legal: environment", _wrapped({"version": 1, "name": "big", "device": device, "packages": packages})
     data = YAML(typ="safe", pure=True).load(base)
     if kind == "plan":
         return "legal: plan", _wrapped(_legal_plan(rng, data))
@@ -506,11 +392,7 @@ def _bomb(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
     size = int(2 ** rng.uniform(4, 20))
     made = make(rng, size)
     if rng.random() < 0.4:
-        made = (
-            base
-            + "extra: "
-            + (made if "\n" not in made else "\n" + re.sub("^", "  ", made, flags=re.MULTILINE))
-        )
+        made = base + "extra: " + (made if "\n" not in made else "\n" + re.sub("^", "  ", made, flags=re.MULTILINE))
     return "bomb: " + make.__name__.strip("_"), made
 
 
@@ -557,9 +439,7 @@ def _merge(rng: random.Random, size: int) -> str:
 
 
 def _long_scalar(rng: random.Random, size: int) -> str:
-    body = _repeat(
-        rng.choice(("x", "x ", "é", "\\x41", "''", '\\"', "a: ", "#", " #", "1", "\U0001f600", "-")), size
-    )
+    body = _repeat(rng.choice(("x", "x ", "é", "\\x41", "''", '\\"', "a: ", "#", " #", "1", "\U0001f600", "-")), size)
     return "name: " + rng.choice(("{}", "'{}'", '"{}"', "|\n  {}\n", ">\n  {}\n", "{}\n")).replace("{}", body)
 
 
@@ -614,10 +494,7 @@ def _many_documents(rng: random.Random, size: int) -> str:
 
 def _directives(rng: random.Random, size: int) -> str:
     lines = (f"%TAG !{i}! tag:x{i},2000:\n" for i in range(min(size // 24, 20_000)))
-    return (
-        rng.choice(("".join(lines), _repeat("%FOO bar\n", size), "%YAML " + "1" * size + ".1\n"))
-        + "---\na: 1\n"
-    )
+    return rng.choice(("".join(lines), _repeat("%FOO bar\n", size), "%YAML " + "1" * size + ".1\n")) + "---\na: 1\n"
 
 
 def _tags(rng: random.Random, size: int) -> str:
@@ -643,16 +520,7 @@ def _escapes(rng: random.Random, size: int) -> str:
 
 _BOMBS: tuple[Callable[[random.Random, int], str], ...] = (
     *(_deep_flow, _deep_block, _aliases, _alias_keys, _self_alias, _many_aliases, _many_anchors, _merge),
-    *(
-        _long_scalar,
-        _long_key,
-        _many_lines,
-        _many_keys,
-        _same_keys,
-        _many_items,
-        _many_documents,
-        _directives,
-    ),
+    *(_long_scalar, _long_key, _many_lines, _many_keys, _same_keys, _many_items, _many_documents, _directives),
     *(_tags, _unclosed, _numerals, _escapes),
 )
 

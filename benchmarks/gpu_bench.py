@@ -30,7 +30,10 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.report.bench import bench_data, bench_page, bench_tables
+from capture_planner.report.bench import bench_report
+from capture_planner.report.page import page
+from capture_planner.report.plain import plain
+from capture_planner.report.terminal import tables
 from capture_planner.runtime.host import this_environment
 from capture_planner.runtime.launch import Progress
 
@@ -47,9 +50,7 @@ def deployment(backend: str, environment: Environment, drafts: int, num_reqs: in
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend=backend,
         sizes=Sizes(policy=Policy.VLLM),
-        speculative=Speculative(
-            method=Method.EAGLE3, num_tokens=drafts, model=DraftModel(vocab_size=DRAFT_VOCABULARY)
-        )
+        speculative=Speculative(method=Method.EAGLE3, num_tokens=drafts, model=DraftModel(vocab_size=DRAFT_VOCABULARY))
         if drafts
         else None,
     )
@@ -86,12 +87,12 @@ def measured(
 def write_page(report: BenchReport, file: Path) -> None:
     """Write the page, where this machine has what draws it; the figures do not depend on that."""
     try:
-        page = bench_page(report)
+        html = page(bench_report(report))
     except CapturePlannerError as error:
         CONSOLE.print(f"no page: {error}", markup=False)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page, encoding="utf-8")
+    file.write_text(html, encoding="utf-8")
 
 
 def main() -> int:
@@ -117,9 +118,7 @@ def main() -> int:
                 CONSOLE.rule(name)
                 compare = first is None and not arguments.no_compare
                 try:
-                    report = measured(
-                        backend, drafts, Path(folder), arguments, said, compare=compare and not drafts
-                    )
+                    report = measured(backend, drafts, Path(folder), arguments, said, compare=compare and not drafts)
                 except CapturePlannerError as error:
                     # One backend that is not there must not cost the figures of the others.
                     CONSOLE.print(f"{name}: {error}", markup=False)
@@ -131,11 +130,9 @@ def main() -> int:
                 elif found is not None and first is not None:
                     found = attrs.evolve(found, other=first.other, other_says=first.other_says)
                     report = attrs.evolve(report, throughput=found)
-                CONSOLE.print(bench_tables(report))
-                results[name] = bench_data(report)
-                targets |= {
-                    f"{name}: {each.what} ({each.reached:.3g})": each.holds for each in verdicts(report)
-                }
+                CONSOLE.print(tables(bench_report(report)))
+                results[name] = plain(report)
+                targets |= {f"{name}: {each.what} ({each.reached:.3g})": each.holds for each in verdicts(report)}
                 targets |= {f"{name}: {absent.figure} measured": False for absent in report.failed}
                 # Written anew after each: a run that is cut off keeps what it has.
                 finish(arguments, {"results": results, "targets": targets})

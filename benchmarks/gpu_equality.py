@@ -29,17 +29,7 @@ from typing import Any
 
 import torch
 from _bench import CONSOLE, finish, parser, table, verdict
-from _deployments import (
-    CASES,
-    CYCLE,
-    DRAFTS,
-    Case,
-    deployment,
-    missing,
-    qwen,
-    small,
-    tiny,
-)
+from _deployments import CASES, CYCLE, DRAFTS, Case, deployment, missing, qwen, small, tiny
 from _equality import check, differing, faults
 
 from capture_planner.records.spec import Spec
@@ -73,9 +63,7 @@ def campaign(case: Case, device: torch.device, grapher: Grapher, arguments: Any)
         # Every second of each K. With debug on nothing runs ahead, which is K 0's alone to do.
         poison = (index + index // len(DRAFTS)) % 2 == 1
         debug = poison and (made.plan.speculative is not None or index > CYCLE // 2)
-        all_seen.append(
-            noted(check(made, eager=index % 3 == 0, other_pool=index % 6 == 3, poison=poison, debug=debug))
-        )
+        all_seen.append(noted(check(made, eager=index % 3 == 0, other_pool=index % 6 == 3, poison=poison, debug=debug)))
         index += 1
         del made
         gc.collect()
@@ -163,9 +151,7 @@ def short(case: Case, spec: Spec, device: torch.device, grapher: Grapher, *, cap
 
 def compile_all(arguments: Any) -> int:
     """Compile what is compiled on first use, in a process for each K and model; return how many broke."""
-    served = [
-        name for name in arguments.backends if missing(CASES[name], torch.device(arguments.device)) is None
-    ]
+    served = [name for name in arguments.backends if missing(CASES[name], torch.device(arguments.device)) is None]
     each = [["--k", str(k)] for k in DRAFTS]
     if not arguments.tiny_only:
         each += [["--k", str(k), "--large"] for k in (0, 3)]
@@ -238,16 +224,7 @@ def main() -> int:
 
 def show(results: list[dict[str, Any]]) -> None:
     """Print a line for each backend."""
-    columns = (
-        "backend",
-        "deployments",
-        "steps",
-        "from graphs",
-        "requests",
-        "differ",
-        "worst logits",
-        "seconds",
-    )
+    columns = ("backend", "deployments", "steps", "from graphs", "requests", "differ", "worst logits", "seconds")
     shown = table("graphs against the same kernels", *columns)
     for each in results:
         if "steps" not in each:

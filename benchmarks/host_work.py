@@ -61,17 +61,10 @@ def serve(plan: Plan, num_reqs: int, steps: int, *, trust: bool = False) -> list
         drafter = choose_drafter("random", plan.speculative, model, num_states=num_reqs, length=length)
     pages = PageFormat(page_size=PAGE_SIZE, num_pages=1 + num_reqs * plan.model.max_model_len // PAGE_SIZE)
     requests = generated(
-        num_reqs,
-        seed=1,
-        rate=None,
-        prompt_tokens=(8, 8),
-        output_tokens=(steps, steps),
-        vocab_size=model.vocab_size,
+        num_reqs, seed=1, rate=None, prompt_tokens=(8, 8), output_tokens=(steps, steps), vocab_size=model.vocab_size
     )
     options = Options(trust=trust)
-    with Runner(
-        plan, model, drafter, registry.load_backends(), RecordedGraphs(), pages=pages, options=options
-    ) as run:
+    with Runner(plan, model, drafter, registry.load_backends(), RecordedGraphs(), pages=pages, options=options) as run:
         run.capture()
         run.serve(requests)
         return full_steps(run.session.forwards, num_reqs)
@@ -90,10 +83,7 @@ def full_steps(forwards: Iterable[Forward], num_reqs: int) -> list[float]:
 
 def median(plan: Plan, num_reqs: int, arguments: Any, *, trust: bool = False) -> float:
     """Return the least of the repeats' medians: other work on the machine only adds."""
-    return min(
-        statistics.median(serve(plan, num_reqs, arguments.steps, trust=trust))
-        for _ in range(arguments.repeats)
-    )
+    return min(statistics.median(serve(plan, num_reqs, arguments.steps, trust=trust)) for _ in range(arguments.repeats))
 
 
 def main() -> int:
@@ -116,9 +106,7 @@ def main() -> int:
         sizes = sorted({64, *range(1, min(graphs, 64)), *range(65, graphs + 1)})
         many = deployment(256, sizes, speculative=False)
         by_graphs[len(many.roles[0].entries)] = median(many, 64, arguments)
-    shown = table(
-        "host us of a decode step (median)", "requests", "plain", "without guards", "with a drafter"
-    )
+    shown = table("host us of a decode step (median)", "requests", "plain", "without guards", "with a drafter")
     for num_reqs in REQUESTS:
         row = (by_requests[num_reqs], trusted[num_reqs], drafted[num_reqs])
         shown.add_row(str(num_reqs), *(f"{time:.0f}" for time in row))
@@ -130,20 +118,14 @@ def main() -> int:
     growth = max(by_graphs.values()) / min(by_graphs.values())
     each = (by_requests[256] - by_requests[64]) / 192
     targets = {
-        f"64 requests within {TARGET_MICROSECONDS} us ({by_requests[64]:.0f})": by_requests[64]
-        <= TARGET_MICROSECONDS,
+        f"64 requests within {TARGET_MICROSECONDS} us ({by_requests[64]:.0f})": by_requests[64] <= TARGET_MICROSECONDS,
         f"flat in graphs: the slowest is {growth:.2f} of the quickest": growth <= 1.25,
         f"linear in requests: {each:.2f} us for each above 64, {by_requests[64] / 64:.2f} below": each
         <= 1.25 * by_requests[64] / 64,
     }
     for target, holds in targets.items():
         CONSOLE.print(f"{target}: {verdict(holds)}")
-    results = {
-        "plain": by_requests,
-        "without_guards": trusted,
-        "with_drafter": drafted,
-        "by_graphs": by_graphs,
-    }
+    results = {"plain": by_requests, "without_guards": trusted, "with_drafter": drafted, "by_graphs": by_graphs}
     finish(arguments, {"results": results, "targets": targets})
     return 0 if all(targets.values()) else 1
 

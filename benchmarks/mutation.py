@@ -9,7 +9,7 @@ has its own tests, the most lethal first, and several mutants run at a time, eac
 the tree.
 
 A mutant is killed where a test fails, and timed out where the tests take much more of the processor
-than the code as it is takes time. docs/mutation.md has the survivors, each with a reason.
+than the code as it is takes time. docs/lab/mutation.md has the survivors, each with a reason.
 """
 
 from __future__ import annotations
@@ -49,17 +49,10 @@ _POLICIES = ("planning/sizing/test_policies.py", "property/test_regressions.py",
 _BUDGET = ("planning/sizing/test_budget.py", *_PLANNED)
 _MODES = ("planning/test_resolve.py", "property/test_law6_resolution.py", "planning/test_planner.py")
 TESTS: dict[str, tuple[str, ...]] = {
-    "planning/sizing/minimax": (
-        "planning/sizing/test_minimax.py",
-        "planning/sizing/test_budget.py",
-        *_POLICIES,
-    ),
+    "planning/sizing/minimax": ("planning/sizing/test_minimax.py", "planning/sizing/test_budget.py", *_POLICIES),
     "planning/sizing/policies": (*_POLICIES, "test_locked_plans.py"),
     "planning/sizing/budget": _BUDGET,
-    "planning/sizing/engine_lists": (
-        "planning/sizing/test_engine_lists.py",
-        "planning/sizing/test_policies.py",
-    ),
+    "planning/sizing/engine_lists": ("planning/sizing/test_engine_lists.py", "planning/sizing/test_policies.py"),
     "planning/sizing/ladder": _BUDGET,
     "modes": ("test_modes.py", *_MODES),
     "planning/resolve": _MODES,
@@ -73,13 +66,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 """The tests of each module, in the order in which they run: quick and lethal first."""
 
 IDENTITY = ("core/ReplaceComparisonOperator_Is_Eq", "core/ReplaceComparisonOperator_IsNot_NotEq")
-LEFT_OUT = (
-    ".*",
-    "__pycache__",
-    "*.egg-info",
-    "build",
-    "dist",
-)
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist")
 _MEMORY = 6 << 30
 """Address space of a test run, in bytes: a mutant may ask for any amount."""
 
@@ -182,11 +169,7 @@ def digest(module: str) -> str:
 
 def run_tests(module: str, copy: Path, limit: int | None, *, cached: bool = False) -> tuple[str, float]:
     """Run a module's tests in a copy of the tree: survived, killed or timeout, and the seconds."""
-    environment = os.environ | {
-        "HYPOTHESIS_PROFILE": "mutation",
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": str(copy),
-    }
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "mutation", "PYTHONHASHSEED": "0", "PYTHONPATH": str(copy)}
     if not cached:
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
     started = time.monotonic()

@@ -81,9 +81,7 @@ def large_spec(spec: Spec, sizes: Sizes) -> Spec:
         spec,
         limits=Limits(max_num_reqs=8192, max_num_tokens=65_536),
         speculative=Speculative(
-            method=Method.EAGLE3,
-            num_tokens=7,
-            schedule=((1, 64, 7), (65, 512, 3), (513, 2048, 1), (2049, 8192, 0)),
+            method=Method.EAGLE3, num_tokens=7, schedule=((1, 64, 7), (65, 512, 3), (513, 2048, 1), (2049, 8192, 0))
         ),
         lora=Lora(max_active=8192, specialize=True),
         sizes=sizes,
@@ -95,12 +93,7 @@ def steps(plan: Callable[[], Plan], repeats: int) -> dict[str, Any]:
     """Return the time of every step with a plan, from making it to reading it back."""
     planned, made = best(plan, repeats)
     text_seconds, text = best(lambda: codec.dumps(made), 1)
-    found: dict[str, Any] = {
-        "entries": made.num_graphs,
-        "plan": planned,
-        "dumps": text_seconds,
-        "bytes": len(text),
-    }
+    found: dict[str, Any] = {"entries": made.num_graphs, "plan": planned, "dumps": text_seconds, "bytes": len(text)}
     try:
         found["loads"], again = best(lambda: codec.loads(text, Plan), 1)
         assert again == made
@@ -131,9 +124,7 @@ def main() -> int:
     """Measure, print and write; exit code 1 where a target is missed."""
     options = parser(__doc__)
     options.add_argument("--repeats", type=int, default=5, help="times each step is timed (default 5)")
-    options.add_argument(
-        "--imports", type=int, default=31, help="fresh processes for the import time (default 31)"
-    )
+    options.add_argument("--imports", type=int, default=31, help="fresh processes for the import time (default 31)")
     options.add_argument("--profile", action="store_true", help="print where the large spec spends its time")
     arguments = options.parse_args()
     specs, environments, backends = shipped_specs(), shipped_environments(), registry.load_backends()
@@ -177,9 +168,7 @@ def main() -> int:
         for step in ("plan", "lint", "dumps", "loads")
     }
     slopes["plan and lint"] = round(slope([(row["entries"], row["plan"] + row["lint"]) for row in upper]), 2)
-    CONSOLE.print(
-        "log-log slope over entries: " + ", ".join(f"{step} {value}" for step, value in slopes.items())
-    )
+    CONSOLE.print("log-log slope over entries: " + ", ".join(f"{step} {value}" for step, value in slopes.items()))
     if arguments.profile:
         spec = large_spec(base, Sizes(max_tokens=65_536))
         made = planner.plan(spec, h100, backends)
@@ -194,8 +183,7 @@ def main() -> int:
     targets = {
         f"shipped specs within {SHIPPED_SECONDS} s after import ({slowest['plan']:.3f})": slowest["plan"]
         <= SHIPPED_SECONDS,
-        f"large spec within {LARGE_SECONDS} s, lint included ({worst_large:.3f})": worst_large
-        <= LARGE_SECONDS,
+        f"large spec within {LARGE_SECONDS} s, lint included ({worst_large:.3f})": worst_large <= LARGE_SECONDS,
         f"plan and lint near linear (slope {slopes['plan and lint']})": slopes["plan and lint"] <= SLOPE,
     }
     for target, holds in targets.items():
@@ -215,9 +203,7 @@ def _shipped(
                 seconds, made = best(lambda s=spec, e=environment: planner.plan(s, e, backends), repeats)  # type: ignore[misc]
             except CapturePlannerError:
                 continue
-            rows.append(
-                {"spec": name, "environment": other, "entries": made.num_graphs, "plan": round(seconds, 5)}
-            )
+            rows.append({"spec": name, "environment": other, "entries": made.num_graphs, "plan": round(seconds, 5)})
     return rows
 
 

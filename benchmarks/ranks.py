@@ -89,15 +89,11 @@ def changed(spec: Spec, rng: random.Random) -> Spec:
             first, second = sorted(rng.sample(range(1, reqs), 2))
             ks = [rng.randint(0, most) for _ in range(3)]
             schedule = ((1, first, ks[0]), (first + 1, second, ks[1]), (second + 1, reqs, ks[2]))
-        speculative = Speculative(
-            method=rng.choice((Method.EAGLE, Method.EAGLE3)), num_tokens=most, schedule=schedule
-        )
+        speculative = Speculative(method=rng.choice((Method.EAGLE, Method.EAGLE3)), num_tokens=most, schedule=schedule)
     lora = Lora(max_active=rng.choice((1, 4, 9)), specialize=rng.random() < 0.7)
     return replace(
         spec,
-        limits=Limits(
-            max_num_reqs=reqs, max_num_tokens=reqs * rng.choice((1, 4, 8)) + rng.choice((0, 1, 512))
-        ),
+        limits=Limits(max_num_reqs=reqs, max_num_tokens=reqs * rng.choice((1, 4, 8)) + rng.choice((0, 1, 512))),
         speculative=speculative,
         lora=lora if rng.random() < 0.5 else None,
         mode=rng.choice((*GraphMode, GraphMode.FULL, *[GraphMode.FULL_AND_PIECEWISE] * 5)),
@@ -163,12 +159,7 @@ def batch_of(plan: Plan, role: Role, decode: bool, rng: random.Random) -> Batch:
         # A prompt of exactly this length now and then: it has a decode's shape and is none.
         past = role is Role.DRAFT_DECODE or rng.random() < 0.98
         return Batch(
-            role=role,
-            num_reqs=reqs,
-            num_tokens=reqs * each,
-            query_len=each,
-            past_prompt=past,
-            active_loras=loras,
+            role=role, num_reqs=reqs, num_tokens=reqs * each, query_len=each, past_prompt=past, active_loras=loras
         )
     tokens = rng.randint(reqs, max(reqs, limits.max_num_tokens))
     return Batch(role=role, num_reqs=reqs, num_tokens=tokens, past_prompt=False, active_loras=loras)
@@ -222,17 +213,13 @@ def expected(plan: Plan, vector: Vector) -> tuple[Entry | None, Entry | None]:
     return min(held, key=lambda e: e.cost, default=None), min(able, key=lambda e: e.cost, default=None)
 
 
-def wrong(
-    plan: Plan, vector: Vector, found: list[Agreement], own: Dispatcher, rng: random.Random
-) -> Iterator[str]:
+def wrong(plan: Plan, vector: Vector, found: list[Agreement], own: Dispatcher, rng: random.Random) -> Iterator[str]:
     """Yield every law that the ranks' answers break."""
     agreement = found[0]
     if any(other != agreement for other in found[1:]):
         yield "ranks found different answers"
     dispatches = [answer.dispatch for answer in agreement.answers]
-    if len({(d.entry, d.reason) for d in dispatches}) != 1 or (agreement.entry is None) == (
-        agreement.reason is None
-    ):
+    if len({(d.entry, d.reason) for d in dispatches}) != 1 or (agreement.entry is None) == (agreement.reason is None):
         yield "not one entry, or one reason, for all"
     working = [submitted for submitted in vector.ranks if submitted.batch is not None]
     if not working:
@@ -251,14 +238,8 @@ def wrong(
         if batch is None or (submitted.batch is not None and batch != submitted.batch):
             yield "a rank runs another batch than its own"
         elif entry is not None:
-            tokens, reqs = (
-                entry.num_tokens - batch.num_tokens,
-                (entry.num_reqs or batch.num_reqs) - batch.num_reqs,
-            )
-            if min(tokens, reqs) < 0 or (tokens, reqs) != (
-                answer.dispatch.padded_tokens,
-                answer.dispatch.padded_reqs,
-            ):
+            tokens, reqs = (entry.num_tokens - batch.num_tokens, (entry.num_reqs or batch.num_reqs) - batch.num_reqs)
+            if min(tokens, reqs) < 0 or (tokens, reqs) != (answer.dispatch.padded_tokens, answer.dispatch.padded_reqs):
                 yield "padding is not what the entry has beyond the batch"
     order = rng.sample(range(len(vector.ranks)), len(vector.ranks))
     permuted = agree(own, attrs.evolve(vector, ranks=tuple(vector.ranks[rank] for rank in order)))
@@ -344,9 +325,7 @@ def main() -> int:
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(tasks))) as pool:
         outcomes = list(pool.imap_unordered(check, tasks))
-    return _report(
-        arguments, sorted(outcomes, key=lambda done: done.number), each, time.perf_counter() - started
-    )
+    return _report(arguments, sorted(outcomes, key=lambda done: done.number), each, time.perf_counter() - started)
 
 
 def _report(arguments: argparse.Namespace, outcomes: list[Outcome], each: int, wall: float) -> int:

@@ -120,20 +120,10 @@ def main() -> int:
         shown = table(f"decodes of 1 to {most} requests", *columns)
         for row in results[f"1..{most}"]:
             worst, mean = f"{row['worst_padding']:.1%}", f"{row['mean_padding']:.1%}"
-            shown.add_row(
-                row["policy"], str(row["sizes"]), str(row["largest"]), worst, mean, str(row["eager"])
-            )
+            shown.add_row(row["policy"], str(row["sizes"]), str(row["largest"]), worst, mean, str(row["eager"]))
         CONSOLE.print(shown)
     rows = results["reachability"] = reachability()
-    named = (
-        "spec @ environment",
-        "graphs",
-        "unreachable",
-        "uncovered",
-        "target",
-        "vLLM target",
-        "vLLM unreachable",
-    )
+    named = ("spec @ environment", "graphs", "unreachable", "uncovered", "target", "vLLM target", "vLLM unreachable")
     shown = table("graphs of shipped plans", *named)
     for row in rows:
         keys = (
@@ -149,9 +139,7 @@ def main() -> int:
     CONSOLE.print(shown)
     planned = [row for row in rows if "refused" not in row]
     totals = {key: sum(row[key] for row in planned) for key in ("graphs", "unreachable", "uncovered_cells")}
-    totals |= {
-        key: sum(row[key] for row in planned) for key in ("vllm_target_graphs", "vllm_target_unreachable")
-    }
+    totals |= {key: sum(row[key] for row in planned) for key in ("vllm_target_graphs", "vllm_target_unreachable")}
     results["totals"] = totals
     CONSOLE.print(totals)
     targets = {

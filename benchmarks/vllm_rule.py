@@ -33,13 +33,7 @@ class Descriptor:
     @classmethod
     def of(cls, entry: Entry) -> Descriptor:
         """Return the same graph as the engine writes it."""
-        return cls(
-            entry.mode,
-            entry.num_tokens,
-            entry.num_reqs,
-            entry.query_len,
-            num_active_loras=entry.active_loras,
-        )
+        return cls(entry.mode, entry.num_tokens, entry.num_reqs, entry.query_len, num_active_loras=entry.active_loras)
 
 
 def serves(
@@ -58,11 +52,7 @@ def serves(
         return False
     if graph.num_reqs is not None and graph.num_reqs < num_reqs:
         return False
-    return (
-        graph.num_tokens >= num_tokens
-        and graph.num_active_loras == loras
-        and graph.num_ubatches == num_ubatches
-    )
+    return graph.num_tokens >= num_tokens and graph.num_active_loras == loras and graph.num_ubatches == num_ubatches
 
 
 class Candidates:
@@ -137,9 +127,7 @@ def emulate(spec: Spec, mode: GraphMode, platform_max: int) -> Emulation:
     )
 
 
-def _candidates(
-    captured: Sequence[Descriptor], cases: Sequence[int]
-) -> dict[tuple[int, int], list[Descriptor]]:
+def _candidates(captured: Sequence[Descriptor], cases: Sequence[int]) -> dict[tuple[int, int], list[Descriptor]]:
     """Lay out, by tokens and LoRA case, each mode's graphs of the smallest size that holds the tokens."""
     table: dict[tuple[int, int], list[Descriptor]] = {}
     for mode in (GraphMode.FULL, GraphMode.PIECEWISE):

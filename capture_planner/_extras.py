@@ -1,4 +1,4 @@
-"""The optional packages that executing a plan needs."""
+"""The optional packages that parts of capture-planner need, and how to get them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import importlib.util
 
 from capture_planner.errors import RunError
 
-NEEDED = {"torch": "torch", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy"}
-"""Packages by the module that is looked for."""
+RUN_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+"""The packages that execute a plan; their modules have the same names."""
 
 
-def refuse_without_hypothesis(what: str) -> None:
-    """Refuse ``what`` (the suite, the gallery) where Hypothesis is missing; raises ``RunError``."""
-    refuse_missing()
-    if importlib.util.find_spec("hypothesis") is None:
+def refuse_missing(subject: str = "executing a plan", packages: tuple[str, ...] = RUN_PACKAGES) -> None:
+    """Refuse where a package that ``subject`` needs is missing; raises ``RunError`` with the remedy."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
         raise RunError(
-            f"{what} needs hypothesis; install the extras `run` and `testing`, from a clone with: "
-            "python -m pip install '.[run,testing]'"
+            f"{subject} needs {', '.join(missing)}; install the extra `run`, from a clone with: "
+            "python -m pip install '.[run]'"
         )
 
 
-def refuse_missing() -> None:
-    """Raise ``RunError``, with what to install, where a package is missing."""
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
+def refuse_without_hypothesis(subject: str) -> None:
+    """Refuse ``subject`` where Hypothesis is missing; raises ``RunError``."""
+    refuse_missing()
+    if importlib.util.find_spec("hypothesis") is None:
         raise RunError(
-            f"executing a plan needs {', '.join(missing)}; install the extra `run`, from a clone with: "
-            "python -m pip install '.[run]'"
+            f"{subject} needs hypothesis; install the extras `run` and `testing`, from a clone with: "
+            "python -m pip install '.[run,testing]'"
         )

@@ -17,13 +17,7 @@ project = "capture-planner"
 author = "capture-planner contributors"
 version = release = capture_planner.__version__
 
-extensions = [
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx_click",
-    "sphinx_copybutton",
-]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 suppress_warnings = ["config.cache"]
 
@@ -53,12 +47,7 @@ def skip_member(app: Sphinx, kind: str, name: str, value: Any, _skip: bool, _opt
     if name in ("__attrs_attrs__", "__match_args__"):
         return True
     elsewhere = any(value is getattr(package, name, None) for package in HOMES)
-    if (
-        kind == "module"
-        and inspect.isclass(value)
-        and elsewhere
-        and app.env.docname == "reference/api/capture_planner"
-    ):
+    if kind == "module" and inspect.isclass(value) and elsewhere and app.env.docname == "reference/api/capture_planner":
         return True
     return None
 

@@ -1,11 +1,16 @@
-"""Hypothesis profiles: ``HYPOTHESIS_PROFILE`` is ci, dev (the default), thorough or mutation.
+"""Hypothesis profiles, the marker ``thorough``, and fixtures that several folders share.
 
-ci takes the same examples each time and does not shrink a failure: its time is bounded. Run a test
-that fails there with dev, which does. mutation is ci with fewer examples: benchmarks/mutation.py
-runs the tests some two thousand times.
+``HYPOTHESIS_PROFILE`` is ci, dev (the default), thorough or mutation. ci draws the same examples each time and
+does not shrink a failure, so its time is bounded: run a test that fails there with dev. mutation is ci with
+fewer examples: benchmarks/mutation.py runs the tests some two thousand times.
 
-Below them, what tests of several folders share. ``commands`` and ``by_hand`` are importable under
-importlib import mode.
+Tests marked ``thorough`` run with the profile thorough (``tox -e thorough``), or if ``-m`` selects them. They are
+slow, and a faster test holds the same law:
+
+- conformance: the reference backend with a second seed, and the audit of its own fields, which passes without
+  attacks in every other test;
+- gallery: the ten mutants of ``gallery.core.LATE``, which take half of the time of all; ``tox -e gallery``
+  searches all of them with 20 seeds.
 """
 
 from __future__ import annotations
@@ -35,23 +40,19 @@ settings.register_profile(
 settings.register_profile("dev", max_examples=100, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile(
-    "mutation",
-    max_examples=25,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=_SLOW,
-    phases=_UNSHRUNK,
+    "mutation", max_examples=25, derandomize=True, deadline=None, suppress_health_check=_SLOW, phases=_UNSHRUNK
 )
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 settings.load_profile(PROFILE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked ``thorough``, unless that profile is chosen."""
-    slow = [item for item in items if PROFILE != "thorough" and item.get_closest_marker("thorough")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    """Leave ``thorough`` tests to the profile of that name, unless ``-m`` says what to run."""
+    if PROFILE == "thorough" or config.option.markexpr:
+        return
+    slow = [item for item in items if item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +109,7 @@ def run(folder: Path, call: Run) -> Run:
 
 
 @pytest.fixture
-def executing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run
-) -> Iterator[Callable[[str, str], Run]]:
+def executing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run) -> Iterator[Callable[[str, str], Run]]:
     """Return what binds ``call`` to a command that executes, in a folder with a spec and its plan.
 
     What ``--threads`` does to the process is undone.

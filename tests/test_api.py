@@ -36,6 +36,7 @@ MODULES = (
     "capture_planner.errors",
     "capture_planner.modes",
     "capture_planner.runtime.executor",
+    "capture_planner.runtime.options",
     "capture_planner.runtime.runner",
 )
 """Public modules: all that they define is public. Importing those of runtime needs torch."""
@@ -69,9 +70,7 @@ def test_every_public_class_and_function_has_a_docstring(package: str) -> None:
     module = load(package)
     values = ((name, getattr(module, name)) for name in module.__all__)
     assert [
-        name
-        for name, value in values
-        if (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__
+        name for name, value in values if (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__
     ] == []
 
 
@@ -82,6 +81,4 @@ def test_reference_documents_every_public_package_once() -> None:
 def test_reference_leaves_no_public_name_out() -> None:
     """No page lists names by hand, and none excludes any."""
     for path in PAGES.glob("*.md"):
-        assert not re.search(
-            r":(?:exclude-)?members: \S|autofunction|autoclass|autodata", path.read_text("utf-8")
-        )
+        assert not re.search(r":(?:exclude-)?members: \S|autofunction|autoclass|autodata", path.read_text("utf-8"))

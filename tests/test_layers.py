@@ -124,12 +124,7 @@ def test_circles_are_found() -> None:
 def test_dispatch_needs_records_only() -> None:
     """So that an engine can take it along."""
     known = modules(HERE)
-    needed = {
-        part(other)
-        for name, path in known.items()
-        if part(name) in DISPATCH
-        for other in imported(path, known)
-    }
+    needed = {part(other) for name, path in known.items() if part(name) in DISPATCH for other in imported(path, known)}
     assert needed <= DISPATCH
 
 
@@ -141,9 +136,7 @@ def test_the_core_does_not_know_its_plugins(package: Path) -> None:
 
 def run(code: str) -> list[str]:
     """Run code in a fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 PLAN = """

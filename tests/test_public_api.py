@@ -16,9 +16,7 @@ UPPER = {"engines", "runtime", "bench", "testing", "conformance", "report", "cli
 """Parts of the core above planning and analysis."""
 
 
-@pytest.mark.parametrize(
-    "verb", ["plan", "lint", "explain", "diff", "load_spec", "load_plan", "load_backends"]
-)
+@pytest.mark.parametrize("verb", ["plan", "lint", "explain", "diff", "load_spec", "load_plan", "load_backends"])
 def test_verbs_are_functions(verb):
     """Not the modules of the same names."""
     assert verb in capture_planner.__all__

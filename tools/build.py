@@ -38,24 +38,13 @@ def install_plugins() -> None:
     """Build the wheels of the plugins, and install them into this environment."""
     with tempfile.TemporaryDirectory() as folder:
         wheels = [wheel for source in PLUGINS for wheel in build(source, Path(folder), sdist=False)]
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--force-reinstall",
-        ]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall"]
         subprocess.run([*pip, *map(str, wheels)], check=True)
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="Where the distributions are written.")
     parser.add_argument("--install-plugins", action="store_true", help="Install the plugins here instead.")
     options = parser.parse_args()

@@ -21,9 +21,7 @@ def script() -> str:
     section = re.search(r"^## Set up\n(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S)
     assert section is not None, "CONTRIBUTING.md has no section 'Set up'"
     commands = "".join(re.findall(r"^```sh\n(.*?)^```$", section[1], re.M | re.S))
-    bounded, count = re.subn(
-        r"^pytest$", "PYTEST_ADDOPTS='--collect-only -q' pytest | tail -3", commands, flags=re.M
-    )
+    bounded, count = re.subn(r"^pytest$", "PYTEST_ADDOPTS='--collect-only -q' pytest | tail -3", commands, flags=re.M)
     assert count == 1, "the section runs pytest other than once"
     return f"set -exo pipefail\n{bounded}"
 

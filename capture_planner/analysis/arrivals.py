@@ -108,11 +108,7 @@ def batches_of(
 def _batch(counts: list[int], *, prompts: bool) -> Batch:
     alike = counts[0] if len(set(counts)) == 1 else None
     return Batch(
-        role=Role.TARGET,
-        num_reqs=len(counts),
-        num_tokens=sum(counts),
-        query_len=alike,
-        past_prompt=not prompts,
+        role=Role.TARGET, num_reqs=len(counts), num_tokens=sum(counts), query_len=alike, past_prompt=not prompts
     )
 
 

@@ -15,13 +15,7 @@ import attrs
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry, Kind
-from capture_planner.records.batch_space import (
-    DecodeFamily,
-    Domain,
-    decode_families,
-    mixed_tokens,
-    most_loras,
-)
+from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, mixed_tokens, most_loras
 from capture_planner.records.plan import Plan, RolePlan
 
 
@@ -82,9 +76,7 @@ class Coverage:
 def coverage(plan: Plan) -> Coverage:
     """Return the cells of every role of ``plan``."""
     dispatcher = Dispatcher(plan)
-    return Coverage(
-        plan=plan, cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher))
-    )
+    return Coverage(plan=plan, cells=tuple(cell for role in plan.roles for cell in _role_cells(role, plan, dispatcher)))
 
 
 def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[Cell]:
@@ -110,9 +102,7 @@ def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[
                 fewest = room + 1
 
 
-def _cell(
-    dispatcher: Dispatcher, largest: Batch, kind: Kind, first: int, min_reqs: int, max_loras: int
-) -> Cell:
+def _cell(dispatcher: Dispatcher, largest: Batch, kind: Kind, first: int, min_reqs: int, max_loras: int) -> Cell:
     return Cell(
         role=largest.role,
         kind=kind,

@@ -158,11 +158,7 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
         plan.role(vector.role)
         none = Answer(batch=None, dispatch=Dispatch(None, reason=Reason.IDLE))
         return Agreement(
-            vector=vector,
-            joint=None,
-            draft_tokens=None,
-            lost_entry=None,
-            answers=(none,) * len(vector.ranks),
+            vector=vector, joint=None, draft_tokens=None, lost_entry=None, answers=(none,) * len(vector.ranks)
         )
     common = dispatcher.dispatch(joint)
     lost_entry = common.entry if common.entry is not None and vector.lacking(common.entry) else None

@@ -33,11 +33,7 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     changes = (*_whole(old, new), *_roles(old, new))
     if changes or old == new:
         return changes
-    return (
-        Change(
-            role=None, subject="plan", message=f"the plans differ in {_differing(old, new)} and nothing else"
-        ),
-    )
+    return (Change(role=None, subject="plan", message=f"the plans differ in {_differing(old, new)} and nothing else"),)
 
 
 _WHOLE = "model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "environment"
@@ -57,9 +53,7 @@ def _fields(before: object, after: object) -> str:
         return f"{'off' if before is None else 'on'} became {'off' if after is None else 'on'}"
     left, right = (dict((*_leaves(value), *_leaves(to_data(value)))) for value in (before, after))
     names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
-    return ", ".join(
-        f"{name} {_shown(left.get(name))} became {_shown(right.get(name))}".strip() for name in names
-    )
+    return ", ".join(f"{name} {_shown(left.get(name))} became {_shown(right.get(name))}".strip() for name in names)
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:

@@ -14,12 +14,8 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
 _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
-    Rejection.TOKENS: lambda e, b: (
-        f"has room for {counted(e.num_tokens, 'token')}, the batch has {b.num_tokens}"
-    ),
-    Rejection.REQUESTS: lambda e, b: (
-        f"has room for {counted(e.num_reqs or 0, 'request')}, the batch has {b.num_reqs}"
-    ),
+    Rejection.TOKENS: lambda e, b: f"has room for {counted(e.num_tokens, 'token')}, the batch has {b.num_tokens}",
+    Rejection.REQUESTS: lambda e, b: f"has room for {counted(e.num_reqs or 0, 'request')}, the batch has {b.num_reqs}",
     Rejection.QUERY_LEN: lambda e, b: (
         f"is for decodes of {counted(e.query_len or 0, 'token')}, the batch decodes {b.query_len}"
     ),
@@ -27,9 +23,7 @@ _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
         f"is for decodes of {counted(e.query_len or 0, 'token')} each, the batch is mixed"
     ),
     Rejection.PROMPT: lambda e, b: "is for decodes, but a request still has prompt tokens",
-    Rejection.LORAS: lambda e, b: (
-        f"serves up to {e.active_loras} active LoRA, the batch has {b.active_loras}"
-    ),
+    Rejection.LORAS: lambda e, b: f"serves up to {e.active_loras} active LoRA, the batch has {b.active_loras}",
     Rejection.DRAFT_STEPS: lambda e, b: (
         f"runs a chain of {counted(e.draft_steps or 0, 'draft step')}, this batch drafts another number"
     ),
@@ -80,9 +74,7 @@ def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
     return Explanation(
         batch=batch,
         answer=answer,
-        message=_message(
-            batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1
-        ),
+        message=_message(batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1),
         near_misses=tuple(_nearer(dispatcher.plan, batch, answer)),
     )
 

@@ -99,8 +99,7 @@ def _bare(rig: Rig, advance: Callable[[str], None]) -> CaptureCost:
     with rig.runner(rig.plan, grapher=grapher) as runner:
         roles = tuple(runner.parts.roles.values())
         work = sorted(
-            ((role, entry) for role in roles for entry in role.plan.entries),
-            key=lambda item: item[1].capture_order,
+            ((role, entry) for role in roles for entry in role.plan.entries), key=lambda item: item[1].capture_order
         )
         before = _unaccounted(rig)
         started = perf_counter()
@@ -126,9 +125,7 @@ class BarePool:
     def memory(self) -> int:
         """Bytes of the segments that the allocator holds for this pool."""
         found = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(
-            part["total_size"] for part in found if tuple(part["segment_pool_id"]) == tuple(self.handle)
-        )
+        return sum(part["total_size"] for part in found if tuple(part["segment_pool_id"]) == tuple(self.handle))
 
     def poison(self) -> None:
         """Do nothing: these graphs are never replayed."""

@@ -101,9 +101,7 @@ def with_chains(plan: Plan, registry: Registry) -> Plan | None:
             return None
     assert plan.speculative is not None, "a draft decode has a drafter"
     lengths = {k - 1 for _, _, k in plan.speculative.tiers(plan.limits.max_num_reqs) if k > 2}
-    return _with(
-        plan, (attrs.evolve(entry, draft_steps=length) for entry in role.entries for length in lengths)
-    )
+    return _with(plan, (attrs.evolve(entry, draft_steps=length) for entry in role.entries for length in lengths))
 
 
 def _with(plan: Plan, entries: Iterable[Entry]) -> Plan:
@@ -111,15 +109,11 @@ def _with(plan: Plan, entries: Iterable[Entry]) -> Plan:
     unique = tuple(dict.fromkeys(entries))
     return replace(
         plan,
-        roles=tuple(
-            replace(role, entries=unique) if role.role is Role.DRAFT_DECODE else role for role in plan.roles
-        ),
+        roles=tuple(replace(role, entries=unique) if role.role is Role.DRAFT_DECODE else role for role in plan.roles),
     )
 
 
-def _measured(
-    rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]
-) -> dict[int, _Timing]:
+def _measured(rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]) -> dict[int, _Timing]:
     """Return the median times of a chain at each number of requests."""
     results = {}
     with rig.runner(trimmed(plan, sizes, (Role.DRAFT_DECODE,))) as runner:

@@ -102,9 +102,7 @@ def window(rig: Rig, decoding: Decoding) -> float | None:
 
 def bare(rig: Rig, runner: Runner, graphs: tuple[Replayed, ...]) -> float:
     """Return the seconds of one replay of all ``graphs``, on the staged values."""
-    sequence = [
-        runner.parts.roles[each.role].graphs[each.entry] for each in graphs for _ in range(each.times)
-    ]
+    sequence = [runner.parts.roles[each.role].graphs[each.entry] for each in graphs for _ in range(each.times)]
 
     def replays() -> None:
         for graph in sequence:

@@ -73,11 +73,7 @@ class Bench:
 
 
 def default_load(
-    *,
-    quick: bool,
-    load_requests: int | None = None,
-    prompt_tokens: int | None = None,
-    output_tokens: int | None = None,
+    *, quick: bool, load_requests: int | None = None, prompt_tokens: int | None = None, output_tokens: int | None = None
 ) -> Load:
     """Return the load with defaults for everything that is None; stated lengths are never shortened."""
     base = QUICK_LOAD if quick else Load()
@@ -118,9 +114,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
     return BenchReport(
         plan=plan,
         model=model.name if rig.drafter is None else f"{model.name}, drafts by {rig.drafter.name}",
-        backends={
-            name: registry[name].version for name in sorted({g.backend for r in plan.roles for g in r.groups})
-        },
+        backends={name: registry[name].version for name in sorted({g.backend for r in plan.roles for g in r.groups})},
         facts=_facts(bench),
         clock=rig.clock.name,
         page_size=page_size,
@@ -157,12 +151,7 @@ def _figures(rig: Rig, bench: Bench, progress: launch.Progress) -> tuple[dict[st
 
 
 def _rig(
-    plan: Plan,
-    registry: Registry,
-    model: HuggingFaceModel,
-    bench: Bench,
-    sizes: tuple[int, ...],
-    pages: PageFormat,
+    plan: Plan, registry: Registry, model: HuggingFaceModel, bench: Bench, sizes: tuple[int, ...], pages: PageFormat
 ) -> Rig:
     device = host.device_of(plan.environment)
     drafter = None
@@ -189,9 +178,7 @@ def _rig(
     )
 
 
-def _pages(
-    plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int
-) -> int:
+def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int) -> int:
     """Return the pages for the whole load and for the ``longest`` figure, within a GPU's memory."""
     drafts, layers = 0, model.num_layers
     if plan.speculative is not None:

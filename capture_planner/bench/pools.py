@@ -38,7 +38,5 @@ def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
         shared=memory[Pool.SHARED],
         per_role=memory[Pool.PER_ROLE],
         requests=len(requests),
-        differing=tuple(
-            name for name, output in tokens[Pool.SHARED].items() if output != tokens[Pool.PER_ROLE][name]
-        ),
+        differing=tuple(name for name, output in tokens[Pool.SHARED].items() if output != tokens[Pool.PER_ROLE][name]),
     )

@@ -28,13 +28,7 @@ OF_BARE_LOOP = 1.1
 
 def verdicts(report: BenchReport) -> tuple[TargetVerdict, ...]:
     """Return a verdict for each target whose figure was measured."""
-    return (
-        *_decode(report),
-        *_throughput(report),
-        *_preparation(report),
-        *_chain(report),
-        *_capture(report),
-    )
+    return (*_decode(report), *_throughput(report), *_preparation(report), *_chain(report), *_capture(report))
 
 
 def _decode(report: BenchReport) -> Iterator[TargetVerdict]:

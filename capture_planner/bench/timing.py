@@ -48,9 +48,7 @@ class PrepareTimer:
         """Return the same backends, with timed executors."""
         return Registry(
             Registered(
-                backend=_TimedBackend(entry.backend, self),
-                distribution=entry.distribution,
-                version=entry.version,
+                backend=_TimedBackend(entry.backend, self), distribution=entry.distribution, version=entry.version
             )
             if hasattr(entry.backend, "reserve")
             else entry

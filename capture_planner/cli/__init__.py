@@ -15,6 +15,7 @@ from capture_planner.cli.conformance import conformance
 from capture_planner.cli.engine import engine
 from capture_planner.cli.environment import environment
 from capture_planner.cli.export import export
+from capture_planner.cli.init import init
 from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
@@ -66,12 +67,13 @@ def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
 def cli() -> None:
     """Plan, check and explain which CUDA graphs a serving engine captures.
 
-    A SPEC says what is wanted, a PLAN what was decided and why. Wherever a plan is asked for, a
-    spec will do: it is planned first. No GPU is needed.
+    A SPEC states what is wanted; a PLAN states what was decided, and why. Commands that take
+    a plan also take a spec, and plan it first; - is standard input. No GPU is needed.
     """
 
 
 for command in (
+    init,
     files.plan,
     files.show,
     files.explain,

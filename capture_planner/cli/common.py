@@ -1,4 +1,4 @@
-"""What the commands share: options, output, and finding what an argument names."""
+"""What the commands share: options, output, and reading what an argument names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import click
 from rich.console import Console, RenderableType
 
 from capture_planner import codec, engines
-from capture_planner.codec import dumps_json
+from capture_planner.codec import Document, dumps_json, plain
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines.emulation import Emulation
-from capture_planner.errors import InvalidDocument, PlanningError
+from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Spec
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -31,171 +32,184 @@ INTERRUPTED = 130
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+FILE = click.Path(path_type=Path)
+POSITIVE = click.IntRange(1)
+
 
 def show_text(shown: RenderableType) -> None:
     """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
     # No markup: sentences come from plans, and a plan may say "[/b]".
     terminal = Console(markup=False)
-    plain = Console(width=120, color_system=None, markup=False)
-    console = terminal if terminal.is_terminal else plain
+    plain_text = Console(width=120, color_system=None, markup=False)
+    console = terminal if terminal.is_terminal else plain_text
     with console.capture() as capture:
         console.print(shown)
     lines = capture.get().splitlines()
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
 
 
+def option(*names: str, **settings: Any) -> Callable[[F], F]:
+    """Declare an option whose default, where it has one, is shown in the help."""
+    settings.setdefault("show_default", settings.get("default") is not None)
+    return click.option(*names, **settings)
+
+
+def flag(name: str, text: str) -> Callable[[F], F]:
+    """Declare a switch that is off by default."""
+    return click.option(name, is_flag=True, help=text)
+
+
 def format_option(*formats: str) -> Callable[[F], F]:
-    return click.option(
-        "--format",
-        "form",
-        type=click.Choice(formats or ("text", "json")),
-        default=formats[0] if formats else "text",
-        show_default=True,
-        help="How to print the result.",
-    )
+    """Declare ``--format``: text or JSON, or the given formats, the first one by default."""
+    choices = formats or ("text", "json")
+    return option("--format", "form", type=click.Choice(choices), default=choices[0], help="Output format.")
 
 
 environment_option = click.option(
     "-e",
     "--environment",
     metavar="NAME|FILE",
-    help="The machine to plan for: a shipped environment or a file.",
+    help="Machine to plan for: a shipped environment or an environment file.",
 )
-
-
 model_option = click.option(
     "--model",
-    type=click.Path(path_type=Path),
-    help="Folder of a Hugging Face causal model, or its config.json; without weights, random ones. "
-    "Left out: a Llama of the plan's numbers with random weights.",
+    type=FILE,
+    help="Folder or config.json of a Hugging Face causal model; without weights, they are random. "
+    "Default: a Llama of the plan's dimensions with random weights.",
 )
-seed_option = click.option(
-    "--seed",
-    type=click.IntRange(0, (1 << 62) - 1),
-    default=0,
-    show_default=True,
-    help="Of all that is random.",
-)
-threads_option = click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=1,
-    show_default=True,
-    help="Threads of an operator; the number changes how sums are rounded.",
+seed_option = option("--seed", type=click.IntRange(0, (1 << 62) - 1), default=0, help="Random seed.")
+threads_option = option(
+    "--threads", type=click.IntRange(1, 256), default=1, help="CPU threads per operator; changes how sums are rounded."
 )
 progress_option = click.option(
-    "--progress/--no-progress", default=None, help="Show bars; left out: on a terminal."
+    "--progress/--no-progress", default=None, help="Show progress bars. Default: on a terminal only."
+)
+batches_option = click.option(
+    "--batches", type=click.File("rb"), help="Answer each batch of a JSON-lines file; - reads stdin."
 )
 
 
-def page_size_option(default: int | None, left_out: str = "") -> Callable[[F], F]:
-    return click.option(
-        "--page-size",
-        type=click.IntRange(1, 1024),
-        default=default,
-        show_default=True,
-        help=f"Tokens a page{left_out}.",
-    )
+def page_size_option(default: int | None, text: str = "") -> Callable[[F], F]:
+    return option("--page-size", type=click.IntRange(1, 1024), default=default, help=f"Tokens per KV-cache page.{text}")
 
 
-def pages_option(left_out: str) -> Callable[[F], F]:
-    return click.option(
-        "--pages", type=click.IntRange(1), help=f"Pages of the KV cache; left out: {left_out}."
-    )
+def pages_option(default: str) -> Callable[[F], F]:
+    return click.option("--pages", type=POSITIVE, help=f"Number of KV-cache pages. Default: {default}.")
 
 
-def any_options(does: str) -> Callable[[F], F]:
-    """Give the options that admit what is refused without them; ``does`` is the verb of the command."""
+def any_options(verb: str) -> Callable[[F], F]:
+    """Declare the options that admit a plan that is refused without them; ``verb``: of the command."""
 
     def with_both(command: F) -> F:
-        errors = click.option("--any-plan", is_flag=True, help=f"{does} although the lint finds errors.")
-        other = click.option(
-            "--any-environment", is_flag=True, help=f"{does} although the plan is for another machine."
-        )
+        errors = flag("--any-plan", f"{verb} the plan even if lint finds errors.")
+        other = flag("--any-environment", f"{verb} the plan even if it is for another machine.")
         return errors(other(command))
 
     return with_both
 
 
+def stated(name: str) -> bool:
+    """Say whether an option was given on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def dashed(name: str) -> str:
+    """Return an option as it is written: ``--page-size``."""
+    return f"--{name.replace('_', '-')}"
+
+
 def environment_named(name: str | None, output: str | None = None) -> Environment:
-    """Find the environment, and say which one it is where nobody named it."""
-    stated = catalog.environment_of_output(output)
-    if name is not None and stated not in (None, name):
-        click.echo(f"note: {output} is named for {stated}, and this is for {name}", err=True)
-    chosen = stated if name is None else name
+    """Find the environment, and note which one it is where none was named."""
+    in_name = catalog.environment_of_output(output)
+    if name is not None and in_name not in (None, name):
+        click.echo(f"note: {output} is named for {in_name}, but the plan is for {name}", err=True)
+    chosen = in_name if name is None else name
     if chosen is None:
         chosen = catalog.DEFAULT_ENVIRONMENT
-        click.echo(f"note: no --environment was named, so this is for {chosen}", err=True)
+        click.echo(f"note: no --environment given; using {chosen}", err=True)
     return catalog.find_environment(chosen)
 
 
 def emulated(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
-    """Emulate an engine, and say what the emulation had to assume."""
-    found = engines.emulate(name, flags, environment)
-    for note in found.notes:
+    """Emulate an engine, and note what the emulation had to assume."""
+    emulation = engines.emulate(name, flags, environment)
+    for note in emulation.notes:
         click.echo(f"note: {note}", err=True)
-    return found
+    return emulation
 
 
-def plan_of(path: str, environment: str | None) -> Plan:
-    """Read a plan, or read a spec and plan it."""
-    if not is_plan_file(path):
-        return planned(path, environment_named(environment))
-    value = codec.load_plan(path)
+def read_document(path: str) -> Document:
+    """Read and parse a plan or spec, once; ``-`` is standard input. Raises ``InvalidDocument``."""
+    if path not in ("-", "/dev/stdin"):
+        return Document.read(path)
+    document = Document.parse(codec.read_stream(sys.stdin.buffer, "<stdin>"), "<stdin>")
+    if document.node.value is None:
+        raise InvalidDocument([Problem(file="<stdin>", message="standard input is empty")])
+    return document
+
+
+def plan_of(document: Document, environment: str | None) -> Plan:
+    """Return the plan of a document: a plan itself, or what its spec is planned as."""
+    if not document.is_plan:
+        return planned(document, environment_named(environment))
+    plan = document.load(Plan)
     if environment is not None:
         raise click.UsageError(
-            f"{path} is a plan, for {value.environment.name}; --environment goes with a spec."
+            f"{document.name} is a plan, for {plan.environment.name}; --environment goes with a spec."
         )
-    return value
+    return plan
 
 
-def planned(path: str, environment: Environment) -> Plan:
-    """Read a spec and plan it; what is wrong with it as a plan has its place in the file too."""
-    node = codec.parse(codec.read(path), path)
+def planned(document: Document, environment: Environment) -> Plan:
+    """Plan a spec; problems that planning finds have their place in the file too."""
     try:
-        return make_plan(codec.load_spec(path), environment, registry.load_backends())
+        return make_plan(document.load(Spec), environment, registry.load_backends())
     except PlanningError as error:
-        raise InvalidDocument(codec.placed(error.problems, node, path)) from None
+        raise InvalidDocument(document.place(error.problems)) from None
 
 
-def emit(form: str, data: Callable[[], Any], shown: Callable[[], RenderableType]) -> None:
+def emit(form: str, value: Callable[[], Any], shown: Callable[[], RenderableType]) -> None:
+    """Print a value as JSON, or what people are shown of it."""
     if form == "json":
-        click.echo(dumps_json(data()))
+        click.echo(to_json(value()))
     else:
         show_text(shown())
 
 
+def to_json(value: Any) -> str:
+    """Return the one JSON form of a value as text."""
+    return dumps_json(plain(value))
+
+
 def emit_file(form: str, file: Path | None, text: Callable[[], str]) -> None:
-    """Write a file where one was named, and say so, beside a document on the standard output if need be."""
+    """Write a file where one was named, and say so; on standard error next to a JSON document."""
     if file is not None:
         codec.write(file, text())
         click.echo(f"written to {file}", err=form == "json")
 
 
-def is_plan_file(file: str) -> bool:
-    return codec.is_plan(codec.parse(codec.read(file), file))
+def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subject: str = "the plan") -> None:
+    """Refuse output files that cannot be written, before any work is done.
 
-
-def refuse_places(read: str | None, places: Mapping[str, Path | None], what: str = "the plan") -> None:
-    """Refuse, before any work is done, files that cannot be written where an option names them, or that
-    would overwrite each other or the file that is read, which ``what`` names.
+    Nor may they overwrite each other or the ``source`` that is read, which messages call ``subject``.
     """
-    taken = {} if read is None else {what: Path(read)}
-    for name, file in places.items():
+    taken = {} if source is None else {subject: Path(source)}
+    for name, file in outputs.items():
         if file is None:
             continue
         if not file.absolute().parent.is_dir():
-            raise click.UsageError(f"{name} {file}: there is no such folder to write it into.")
+            raise click.UsageError(f"{name} {file}: no such folder.")
         if file.is_dir():
             raise click.UsageError(f"{name} {file} is a folder; name a file.")
         try:
             same = [other for other, path in taken.items() if path.resolve() == file.resolve()]
             _try_to_write(file.resolve())
         except (OSError, RuntimeError) as error:
-            says = getattr(error, "strerror", None) or error
-            raise click.UsageError(f"{name} {file} cannot be written: {says}.") from None
+            reason = getattr(error, "strerror", None) or error
+            raise click.UsageError(f"{name} {file} cannot be written: {reason}.") from None
         if same:
-            raise click.UsageError(f"{name} {file} is the file of {same[0]} too; name another.")
+            raise click.UsageError(f"{name} {file} is also the file of {same[0]}; name another.")
         taken[name] = file
 
 
@@ -209,7 +223,7 @@ def _try_to_write(target: Path) -> None:
 
 
 def prepare_torch(threads: int) -> None:
-    """Let operators use so many threads, and transformers show no bars of its own."""
+    """Set the threads of an operator, and silence the progress bars of transformers."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -218,14 +232,14 @@ def prepare_torch(threads: int) -> None:
 
 
 def progress_bars(wanted: bool | None) -> Any:
-    """Return bars on standard error: on a terminal, or as wanted."""
+    """Return progress bars on standard error: shown on a terminal, unless ``wanted`` decides."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     shown = sys.stderr.isatty() if wanted is None else wanted
 
     @contextmanager
-    def task(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def task(description: str, total: int) -> Iterator[Callable[[str], None]]:
         columns = (
             TextColumn("{task.description:12}"),
             BarColumn(),
@@ -234,20 +248,20 @@ def progress_bars(wanted: bool | None) -> Any:
             TextColumn("{task.fields[now]}"),
         )
         with Progress(*columns, console=console, disable=not shown, transient=not wanted) as bars:
-            bar = bars.add_task(what, total=total, now="")
+            bar = bars.add_task(description, total=total, now="")
             yield lambda now: bars.update(bar, advance=1, now=now)
 
     return task
 
 
 class OwnOptions(click.Command):
-    """A command that takes its own long options anywhere, and leaves every other word as it is.
+    """A command that takes its own long options anywhere, and passes every other word through.
 
     Engines have short flags of several letters (``-cc.mode=NONE``, ``-O3``), which click would take apart.
     """
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
-        """Say whether these words have some that are not ours."""
+        """Say whether the words may include options of an engine."""
         return True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -265,9 +279,9 @@ class OwnOptions(click.Command):
 
 
 def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Part the words into options of ours, with their values, and all others.
+    """Split words into our options, with their values, and all others.
 
-    Raises ``click.UsageError`` for an option of ours that lacks its value.
+    Raises ``click.UsageError`` for one of our options that lacks its value.
     """
     own: list[str] = []
     rest: list[str] = []

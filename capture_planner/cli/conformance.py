@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,35 +13,41 @@ import click
 from capture_planner._extras import refuse_without_hypothesis
 from capture_planner.cli.bench import Numbers
 from capture_planner.cli.common import (
+    FILE,
     FINDINGS,
     INTERRUPTED,
+    dashed,
     emit,
     emit_file,
     environment_option,
+    flag,
     format_option,
+    option,
     prepare_torch,
     progress_option,
-    refuse_places,
+    refuse_outputs,
     seed_option,
+    stated,
     threads_option,
+    to_json,
 )
-from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError
+from capture_planner.records._base import replace
 
 if TYPE_CHECKING:
-    from capture_planner.report.conformance import Conformance
+    from capture_planner.conformance import Shape
+    from capture_planner.report.conformance_record import Conformance
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Those that rows can be compared in; as in ``conformance.stage``, which needs torch."""
 
-MOST_DRAFTS = 8
-"""More than that does not fit beside a prompt into the smallest shapes."""
+MAX_DRAFTS = 8
+"""With more draft tokens, a prompt does not fit into the smallest shapes."""
+
+MAX_HEADS = 256
 
 
-MOST_HEADS = 256
-
-
-class Heads(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class HeadCounts(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """Query heads and KV heads, as in ``4:2``."""
 
     name = "Q:KV"
@@ -52,118 +61,110 @@ class Heads(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             heads = int(query), int(kv)
         except ValueError:
             self.fail(f"{value!r} is not two whole numbers, as in 4:2.", param, ctx)
-        if min(heads) < 1 or max(heads) > MOST_HEADS:
-            self.fail(f"{value!r}: each is a number from 1 to {MOST_HEADS}.", param, ctx)
+        if min(heads) < 1 or max(heads) > MAX_HEADS:
+            self.fail(f"{value!r}: each number must be from 1 to {MAX_HEADS}.", param, ctx)
         if heads[0] % heads[1]:
-            self.fail(f"{value!r}: Q is a multiple of KV.", param, ctx)
+            self.fail(f"{value!r}: Q must be a multiple of KV.", param, ctx)
         return heads
 
 
-class Drafts(Numbers):
-    """K of the scenes, with commas between them; 0 is without a drafter."""
+class DraftCounts(Numbers):
+    """Comma-separated numbers of draft tokens; 0 is without a drafter."""
 
     name = "K,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the numbers, each once, the least first."""
+        """Return the numbers, each once, in ascending order."""
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in value.split(",")]
-        numbers = {int(part) for part in parts if part.isdecimal() and int(part) <= MOST_DRAFTS}
-        if not all(part.isdecimal() for part in parts) or len(numbers) < len(set(map(int, parts))):
-            self.fail(f"{value!r}: give whole numbers of 0 to {MOST_DRAFTS}, as in 0,1,3.", param, ctx)
-        return tuple(sorted(numbers))
+        if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
+            self.fail(f"{value!r}: give whole numbers from 0 to {MAX_DRAFTS}, as in 0,1,3.", param, ctx)
+        return tuple(sorted(set(map(int, parts))))
 
 
-SHAPES = ("dtype", "heads", "head_dim", "page_size", "max_model_len", "window")
-"""Options that name shapes."""
+SHAPES = {
+    "dtype": "dtype",
+    "heads": "heads",
+    "head_dim": "head_dim",
+    "page_size": "page_size",
+    "max_model_len": "longest",
+    "window": "windowed",
+}
+"""Options that name shapes, with the field of a ``Shape`` that they set."""
 
 SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrink", "audits", "strict")
-"""Options of a search; one printed case has none of it."""
+"""Options of a search; they do not apply to one printed case."""
 
 
-@click.command()
+@click.command(short_help="Test a backend under captured graphs.")
 @click.argument("backend", metavar="NAME")
-@click.option(
+@option(
     "--profile",
     type=click.Choice(["default", "thorough"]),
     default="default",
-    show_default=True,
-    help="How much is tried: 150 scenes, or 2,000.",
+    help="How much to try: 150 scenes, or 2,000.",
 )
-@click.option("--thorough", is_flag=True, help="The same as --profile thorough.")
-@click.option("--examples", type=click.IntRange(1), help="Scenes; left out: those of the profile.")
-@click.option("--steps", type=click.IntRange(1, 1000), help="Most steps of a scene.")
+@flag("--thorough", "Same as --profile thorough.")
+@click.option("--examples", type=click.IntRange(1), help="Number of scenes. Default: the profile's.")
+@click.option("--steps", type=click.IntRange(1, 1000), help="Maximum steps per scene. Default: the profile's.")
 @seed_option
-@click.option(
-    "--dtype",
-    type=click.Choice(DTYPES),
-    multiple=True,
-    help="Test shapes of this dtype; may be given again.",
-)
-@click.option("--heads", type=Heads(), multiple=True, help="Query and KV heads; may be given again.")
-@click.option("--head-dim", type=click.IntRange(1, 1024), multiple=True, help="Width of a head.")
-@click.option("--page-size", type=click.IntRange(1, 1024), multiple=True, help="Tokens a page.")
-@click.option(
-    "--max-model-len", type=click.IntRange(8, 1 << 14), multiple=True, help="Longest sequence, in tokens."
-)
+@click.option("--dtype", type=click.Choice(DTYPES), multiple=True, help="Data type to test; repeatable.")
+@click.option("--heads", type=HeadCounts(), multiple=True, help="Query and KV heads to test; repeatable.")
+@click.option("--head-dim", type=click.IntRange(1, 1024), multiple=True, help="Head dimension; repeatable.")
+@click.option("--page-size", type=click.IntRange(1, 1024), multiple=True, help="Tokens per KV-cache page; repeatable.")
+@click.option("--max-model-len", type=click.IntRange(8, 1 << 14), multiple=True, help="Longest sequence; repeatable.")
 @click.option(
     "--window/--no-window",
     default=None,
-    help="With half of the layers in a sliding window of a page and a token, or without; left out: both.",
+    help="Give half of the layers a sliding window of one page plus one token, or none. Default: try both.",
 )
-@click.option("--drafts", type=Drafts(), help="K of the scenes, as in 0,1,3; left out: 0,1,2,3,5.")
-@click.option("--shrink/--no-shrink", default=True, show_default=True, help="Make a failing case small.")
-@click.option(
-    "--audits/--no-audits", default=True, show_default=True, help="Attack each declared field, alone."
-)
-@click.option(
-    "--case", metavar="TEXT|@FILE", help="Do one printed case again; exit code 2 if it still fails."
-)
-@click.option(
-    "--attack", metavar="'ROLE FIELD ATTACK'", help="With --case: do it with this attack of an audit."
-)
-@click.option("--strict", is_flag=True, help="Count over-declared fields as findings.")
+@click.option("--drafts", type=DraftCounts(), help="Numbers of draft tokens K. Default: 0,1,2,3,5.")
+@option("--shrink/--no-shrink", default=True, help="Minimize a failing case.")
+@option("--audits/--no-audits", default=True, help="Attack each declared field on its own.")
+@click.option("--case", metavar="TEXT|@FILE", help="Rerun one printed case; exit code 2 if it still fails.")
+@click.option("--attack", metavar="'ROLE FIELD ATTACK'", help="With --case: apply this attack of an audit.")
+@flag("--strict", "Count over-declared fields as findings.")
 @threads_option
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the report as JSON, as --format json."
-)
-@click.option("--html", type=click.Path(path_type=Path), help="Write the report as a page with plots.")
+@click.option("-o", "--output", type=FILE, help="Write the report as JSON, as --format json prints it.")
+@click.option("--html", type=FILE, help="Write the report as an HTML page with charts.")
 @progress_option
 @environment_option
 @format_option()
 def conformance(backend: str, environment: str | None, form: str, **given: Any) -> None:
-    """Say whether the backend NAME can be trusted under captured graphs, here, at these versions.
+    """Test whether the backend NAME is correct under captured graphs, on this machine and these versions.
 
-    Random deployments are captured, and served with random batches, from graphs and eager, with garbage
-    in all that a forward may not depend on; every row is compared with what attention is defined as. Then
-    each declared field is attacked, alone. What fails is made small, and printed with the command that
-    shows it again. The same seed does the same. Exit code 2 where something was found.
+    Random deployments are captured and serve random batches, from graphs and eager, with garbage in
+    everything a forward must not depend on; every row is compared with reference attention. Then each
+    declared field is attacked on its own. Failures are minimized, and printed with the command that
+    reproduces them. Runs are deterministic per seed. Exit code 2 if there are findings.
 
-    Without options that name a shape, those are tried that the backend runs here. One that is named takes
-    the place of theirs.
+    By default all shapes that the backend supports here are tried; options that name a shape replace them.
     """
     _refuse_unused(given)
     case = given["case"]
     file = case[1:] if case is not None and case.startswith("@") else None
-    refuse_places(file, {"--output": given["output"], "--html": given["html"]}, "the case")
+    refuse_outputs(file, {"--output": given["output"], "--html": given["html"]}, "the case")
     refuse_without_hypothesis("the suite")
     prepare_torch(given["threads"])
-    from capture_planner.cli.conforming import report as conform
-    from capture_planner.report.conformance import conformance_data, conformance_page, conformance_tables
+    from capture_planner.cli.conformance_suite import run_suite
+    from capture_planner.report.conformance import conformance_report
+    from capture_planner.report.page import page
+    from capture_planner.report.terminal import tables
 
-    report = conform(backend, environment, given, case if file is None else _read(file))
-    emit(form, lambda: conformance_data(report), lambda: conformance_tables(report))
+    text = case if file is None else _read(file)
+    report = run_suite(backend, environment, given, text, tuple(_words(given)), partial(shapes_named, given=given))
+    emit(form, lambda: report, lambda: tables(conformance_report(report)))
     if form == "text":
         _show_commands(report)
-    emit_file(form, given["output"], lambda: dumps_json(conformance_data(report)) + "\n")
-    emit_file(form, given["html"], lambda: conformance_page(report))
+    emit_file(form, given["output"], lambda: to_json(report) + "\n")
+    emit_file(form, given["html"], lambda: page(conformance_report(report, commands=True)))
     _end(report, strict=given["strict"])
 
 
 def _end(report: Conformance, *, strict: bool) -> None:
     context = click.get_current_context()
-    if report.outcome.findings or (strict and report.over_declared):
+    if report.outcome.failures or (strict and report.over_declared):
         context.exit(FINDINGS)
     if report.interrupted:
         context.exit(INTERRUPTED)
@@ -172,26 +173,19 @@ def _end(report: Conformance, *, strict: bool) -> None:
 
 
 def _show_commands(report: Conformance) -> None:
-    """Print commands on lines of their own: nobody can paste one that a table has broken."""
-    commands = dict.fromkeys(report.command(finding.case) for finding in report.outcome.findings)
-    for command in commands:
-        click.echo(f"\nto see it again:\n\n{command}")
+    """Print each command on one line, so that it can be pasted: a table would break it."""
+    for command in dict.fromkeys(report.command(finding.case) for finding in report.outcome.failures):
+        click.echo(f"\nto reproduce:\n\n{command}")
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Refuse an option that somebody gave and that would do nothing, or that another contradicts."""
-    context = click.get_current_context()
-
-    def stated(name: str) -> bool:
-        return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-    if given["case"] is None:
-        if given["attack"] is not None:
-            raise click.UsageError("--attack goes with --case.")
-    else:
+    """Refuse options that would have no effect, or that contradict each other."""
+    if given["case"] is None and given["attack"] is not None:
+        raise click.UsageError("--attack goes with --case.")
+    if given["case"] is not None:
         for name in (*SEARCHES, *SHAPES):
             if stated(name):
-                raise click.UsageError(f"--{name.replace('_', '-')} goes with a search, so without --case.")
+                raise click.UsageError(f"{dashed(name)} goes with a search, so without --case.")
     if given["thorough"] and stated("profile") and given["profile"] != "thorough":
         raise click.UsageError(f"--thorough and --profile {given['profile']}: give one.")
     if given["strict"] and not given["audits"]:
@@ -202,5 +196,32 @@ def _read(file: str) -> str:
     try:
         return Path(file).read_text("utf-8").strip()
     except (OSError, ValueError) as error:
-        says = getattr(error, "strerror", None) or error
-        raise CapturePlannerError(f"--case @{file}: {says}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise CapturePlannerError(f"--case @{file}: {reason}") from None
+
+
+def _words(given: dict[str, Any]) -> Iterator[str]:
+    """Yield the options that name shapes, as words of a command line."""
+    for name in SHAPES:
+        value = given[name]
+        if name == "window":
+            yield from [] if value is None else ["--window" if value else "--no-window"]
+        else:
+            for each in value:
+                yield from (dashed(name), ":".join(map(str, each)) if name == "heads" else str(each))
+
+
+def shapes_named(candidates: tuple[Shape, ...], given: dict[str, Any]) -> tuple[Shape, ...]:
+    """Return the candidates with every named value in place of theirs, without duplicates."""
+    changes: list[list[dict[str, Any]]] = []
+    for name, field in SHAPES.items():
+        value = given[name]
+        if name == "heads":
+            changes.append([{"heads": query, "kv_heads": kv} for query, kv in value])
+        elif name == "window":
+            changes.append([] if value is None else [{field: value}])
+        else:
+            changes.append([{field: each} for each in value])
+    products = itertools.product(*(each or [{}] for each in changes))
+    combined = [{name: each for part in parts for name, each in part.items()} for parts in products]
+    return tuple(dict.fromkeys(replace(shape, **each) for shape in candidates for each in combined))

@@ -1,4 +1,4 @@
-"""``engine``: what an engine captures and serves, by its own flags; ``check --engine``: how to fix them."""
+"""``engine``: what an engine captures and serves, by its own flags; ``check --engine``: what to fix."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from capture_planner.analysis.lint import Severity
 from capture_planner.cli.common import (
     FINDINGS,
     OwnOptions,
+    batches_option,
     emit,
     emulated,
     environment_named,
     format_option,
-    show_text,
 )
 from capture_planner.cli.jsonl import answer_line, read_batches
-from capture_planner.codec import dumps_json
 from capture_planner.engines import INSTALL, engines, find_engine
 from capture_planner.engines.check import check
 from capture_planner.engines.walk import why_inadmissible
-from capture_planner.report import engine as shown
+from capture_planner.report.engine import emulation_table, findings_text
 
 
 class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -40,7 +39,7 @@ class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 
 class OrEngine(OwnOptions):
-    """A command about files that is about an engine's flags where ``--engine`` is given."""
+    """A command about files, or with ``--engine`` about the flags of an engine."""
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         return any(word.partition("=")[0] == "--engine" for word in args)
@@ -66,34 +65,32 @@ class OfAnEngine(OwnOptions):
                         for each, item in engines().items()
                     ]
                 )
-            with formatter.section("Flags of an engine"):
+            with formatter.section("Engine flags"):
                 first = next(iter(engines()))
-                formatter.write_text(f"capture-planner {ctx.info_name} {first} --help lists them.")
+                formatter.write_text(f"capture-planner {ctx.info_name} {first} --help lists its flags.")
             return
-        with formatter.section(f"Flags of {name} that graphs depend on; its others are accepted"):
+        with formatter.section(f"Flags of {name} that affect graphs; its other flags are accepted"):
             formatter.write_dl(list(find_engine(name).flags.items()))
 
 
 _NAMED = f"{__name__}.named"
 
 environment_option = click.option(
-    "--environment", metavar="NAME|FILE", help="The machine: a shipped environment or a file."
+    "--environment", metavar="NAME|FILE", help="Machine: a shipped environment or an environment file."
 )
 
 
-@click.command(cls=OfAnEngine)
+@click.command(cls=OfAnEngine, short_help="Show what an engine captures with its own flags.")
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--batches", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")
+@batches_option
 @environment_option
 @format_option()
-def engine(
-    name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str
-) -> None:
-    """Show what an engine captures and which batches it serves from graphs, from its own flags.
+def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
+    """Show what an engine captures with its own flags, and which batches it serves from graphs.
 
-    FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. A line of
-    --batches and its answer are as those of explain: what the engine's own dispatcher would say.
+    FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. Lines and
+    answers of --batches are as in explain: what the engine's own dispatcher would answer.
     """
     emulation = emulated(name, flags, environment_named(environment))
     if batches is not None:
@@ -102,18 +99,15 @@ def engine(
             line = answer_line(batch, emulation.dispatch(batch))
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return
-    emit(form, partial(shown.emulation_data, emulation), partial(shown.emulation_table, emulation))
+    emit(form, lambda: emulation, partial(emulation_table, emulation))
 
 
 def check_engine(name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool) -> None:
-    """Lint what an engine makes of its flags; exit code 2 where there are findings."""
+    """Lint what an engine makes of its flags; exit code 2 if there are findings."""
+    if form not in ("text", "json"):
+        raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
     emulation = emulated(name, flags, environment_named(environment))
     found = check(emulation)
-    if form == "json":
-        click.echo(dumps_json({"findings": [shown.finding_data(each) for each in found]}))
-    elif form == "text":
-        show_text(shown.findings_text(emulation, found))
-    else:
-        raise click.UsageError(f"--format {form} is for files; with --engine give text or json.")
+    emit(form, lambda: {"findings": found}, partial(findings_text, emulation, found))
     if any(strict or each.severity is not Severity.NOTE for each in found):
         click.get_current_context().exit(FINDINGS)

@@ -6,21 +6,20 @@ import click
 
 from capture_planner import codec
 from capture_planner._extras import refuse_missing
-from capture_planner.cli.common import format_option
-from capture_planner.codec import dumps_json, to_data
+from capture_planner.cli.common import format_option, option, to_json
 
 
-@click.command()
-@click.option("-o", "--output", metavar="FILE", help="Write the file here instead of printing it.")
-@click.option("--name", default="here", show_default=True, help="The environment's name.")
+@click.command(short_help="Describe this machine as an environment file.")
+@click.option("-o", "--output", metavar="FILE", help="Write to FILE instead of printing.")
+@option("--name", default="here", help="Name of the environment.")
 @format_option("text", "json")
 def environment(output: str | None, name: str, form: str) -> None:
-    """Write this machine's facts as an environment file: device, driver, and the packages that decide.
+    """Describe this machine as an environment file: device, driver, and the packages that matter.
 
-    A plan for it is executed here, and refused where a fact has changed that decides something: the
-    device, its memory, a package. On a machine with several GPUs it is the first that CUDA sees.
+    A plan for this environment runs on this machine, and is refused once the device, its memory or such a
+    package has changed. On a machine with several GPUs, the first that CUDA sees is described.
     """
-    refuse_missing()
+    refuse_missing("describing this machine", ("torch",))
     from capture_planner.runtime.host import notes, this_environment
 
     found = this_environment(name)
@@ -30,6 +29,6 @@ def environment(output: str | None, name: str, form: str) -> None:
         codec.write(output, codec.dumps(found))
         click.echo(f"written to {output}", err=form == "json")
     if form == "json":
-        click.echo(dumps_json(to_data(found)))
+        click.echo(to_json(found))
     elif output is None:
         click.echo(codec.dumps(found), nl=False)

@@ -8,13 +8,16 @@ from pathlib import Path
 import click
 
 from capture_planner.cli.common import (
+    FILE,
     FINDINGS,
     emit,
     emit_file,
     environment_option,
+    flag,
     format_option,
     plan_of,
-    refuse_places,
+    read_document,
+    refuse_outputs,
 )
 from capture_planner.cli.engine import EngineName
 from capture_planner.engines import emulate, find_engine
@@ -22,30 +25,26 @@ from capture_planner.engines.export import prove
 from capture_planner.report.export import export_command, export_table
 
 
-@click.command()
+@click.command(short_help="Export a plan as the flags of an engine.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option("--to", "name", type=EngineName(), required=True, help="The engine.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the engine's configuration file here."
-)
-@click.option("--strict", is_flag=True, help="Exit with 2 where the engine loses something of the plan.")
+@click.option("--to", "name", type=EngineName(), required=True, help="Engine to export to.")
+@click.option("-o", "--output", type=FILE, help="Write the engine's configuration file here.")
+@flag("--strict", "Exit with 2 if the engine loses anything of the plan.")
 @environment_option
 @format_option()
-def export(
-    plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, form: str
-) -> None:
-    """Write a plan as the flags of an engine, with what is lost and what that costs.
+def export(plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, form: str) -> None:
+    """Export a plan as the flags of an engine, with what is lost and what that costs.
 
-    The flags are then emulated, and every batch that the limits admit is asked about: so it is shown what
-    the engine would make of them, graph by graph and batch by batch. Where the engine refuses the flags, as on
-    a machine without a GPU, they are written all the same, with the reason, and the exit code is 2.
+    The flags are then emulated for every admissible batch, which shows what the engine would make of
+    them, graph by graph and batch by batch. If the engine refuses the flags, as on a machine without a
+    GPU, they are written with the reason, and the exit code is 2.
     """
-    refuse_places(plan_file, {"--output": output})
-    plan = plan_of(plan_file, environment)
+    refuse_outputs(plan_file, {"--output": output})
+    plan = plan_of(read_document(plan_file), environment)
     made = prove(find_engine(name).export(plan), plan, partial(emulate, name))
     if form == "text":
         click.echo(f"{export_command(made, output)}\n")
-    emit(form, made.data, partial(export_table, made, output))
+    emit(form, lambda: made, partial(export_table, made, output))
     emit_file(form, output, lambda: made.file)
     if made.proof is None or (strict and not made.proof.exact):
         click.get_current_context().exit(FINDINGS)

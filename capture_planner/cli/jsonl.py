@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import attrs
 
-from capture_planner.analysis.data_parallel import (
-    MAX_RANKS,
-    MIN_RANKS,
-    Submission,
-    Vector,
-    without_agreed_entry,
-)
+from capture_planner import codec
+from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, Submission, Vector, without_agreed_entry
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
+from capture_planner.records._base import Interval, field, record
 from capture_planner.records.batch import Batch
 
 T = TypeVar("T")
+Line = TypeVar("Line", bound="BatchLine")
+Extent = Annotated[int, Interval(0)]
 
-_REQUIRED = ("role", "num_reqs", "num_tokens")
-_FIELDS = (*_REQUIRED, "query_len", "past_prompt", "active_loras")
-_STATES = ("captured", "missing")
-"""What a rank says of its graphs, beside its batch or alone."""
+
+@record
+class BatchLine:
+    """A batch as a line has it: the fields of a ``Batch``."""
+
+    role: Role = field("role that runs the batch")
+    num_reqs: Extent = field("requests")
+    num_tokens: Extent = field("tokens")
+    query_len: Extent | None = field("tokens of every request; null where they differ", default=None)
+    past_prompt: bool = field("whether every request is past its prompt", default=True)
+    active_loras: Extent = field("distinct active adapters", default=0)
+
+
+@record
+class RankLine(BatchLine):
+    """The batch of one rank, and the state of its graphs."""
+
+    captured: bool = field("false where the rank uses no graph", default=True)
+    missing: bool = field("true where it lost the graph that all would replay", default=False)
+
+
+_STATES = {"captured", "missing"}
 
 
 def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Batch]:
@@ -33,7 +49,7 @@ def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> It
 
     Raises ``InvalidDocument`` with every wrong line of the file, before any batch is answered.
     """
-    return _read(lines, name, lambda line: _batch(_parsed(line), roles))
+    return _read(lines, name, lambda line: _batch(_line(_parsed(line), BatchLine, roles)))
 
 
 def read_vectors(lines: Iterable[bytes], name: str, dispatcher: Dispatcher) -> Iterator[Vector]:
@@ -42,7 +58,7 @@ def read_vectors(lines: Iterable[bytes], name: str, dispatcher: Dispatcher) -> I
     An item is a batch as ``read_batches`` reads it, or null where the rank is idle. With ``captured``
     false the rank uses no graph, and with ``missing`` true it lost the one that all would have replayed;
     an idle one is then an object of that key alone. All batches of a line have one role, and a line has 2 to 16
-    ranks, or as many as the plan. Raises ``InvalidDocument`` with every wrong line of the file.
+    ranks, or more if the plan has more. Raises ``InvalidDocument`` with every wrong line of the file.
     """
     return _read(lines, name, lambda line: _vector(_parsed(line), dispatcher))
 
@@ -85,9 +101,7 @@ def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
             ranks.append(submitted)
             lost |= {rank} if is_missing else set()
         except InvalidValue as error:
-            problems += [
-                problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems
-            ]
+            problems += [problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems]
     if problems:
         raise InvalidValue(problems)
     present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
@@ -110,44 +124,23 @@ def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
     """Return what a rank submits, and whether it lost the graph of all."""
     if data is None:
         return Submission(), False
-    known = (*_FIELDS, *_STATES)
-    if not isinstance(data, dict):
-        raise _wrong(f"expected an object with {', '.join(known)}, or null")
-    given = {name: data[name] for name in _STATES if name in data}
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise _wrong(f"expected true or false, got {value!r}", name)
-    captured, missing = given.get("captured", True), given.get("missing", False)
-    if missing and not captured:
+    idle = isinstance(data, dict) and bool(data) and set(data) <= _STATES
+    line = _line(data | {"role": roles[0], "num_reqs": 0, "num_tokens": 0} if idle else data, RankLine, roles)
+    if line.missing and not line.captured:
         raise _wrong('a rank with "captured": false has no graph to miss; give one of the two', "missing")
-    rest = {name: value for name, value in data.items() if name not in given}
-    batch = _batch(rest, roles, known) if rest or not given else None
-    return Submission(batch=batch, captured=captured), missing
+    return Submission(batch=None if idle else _batch(line), captured=line.captured), line.missing
 
 
-def _batch(data: Any, roles: Sequence[Role], known: Sequence[str] = _FIELDS) -> Batch:
-    if not isinstance(data, dict):
-        raise _wrong(f"expected an object with {', '.join(known)}")
-    for name in data:
-        if name not in known:
-            raise _wrong(f"unknown key; known are {', '.join(known)}", name)
-    for name in _REQUIRED:
-        if name not in data:
-            raise _wrong("is missing", name)
-    planned = [role.value for role in roles]
-    if data["role"] not in planned:
-        raise _wrong(f"expected one of {', '.join(planned)}, got {data['role']!r}", "role")
-    past_prompt = data.get("past_prompt", True)
-    if not isinstance(past_prompt, bool):
-        raise _wrong(f"expected true or false, got {past_prompt!r}", "past_prompt")
-    return Batch(
-        role=Role(data["role"]),
-        num_reqs=_count(data, "num_reqs"),
-        num_tokens=_count(data, "num_tokens"),
-        query_len=None if data.get("query_len") is None else _count(data, "query_len"),
-        past_prompt=past_prompt,
-        active_loras=_count(data, "active_loras") if "active_loras" in data else 0,
-    )
+def _line(data: Any, kind: type[Line], roles: Sequence[Role]) -> Line:
+    line = codec.structure(data, kind)
+    if line.role not in roles:
+        planned = ", ".join(role.value for role in roles)
+        raise _wrong(f"expected one of {planned}, got {line.role.value!r}", "role")
+    return line
+
+
+def _batch(line: BatchLine) -> Batch:
+    return Batch(**{name: getattr(line, name) for name in attrs.fields_dict(Batch)})
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,13 +151,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for index, key in enumerate(keys) if key in keys[:index])
         raise _wrong("is given twice", twice)
     return data
-
-
-def _count(data: dict[str, Any], name: str) -> int:
-    value = data[name]
-    if type(value) is not int or value < 0:
-        raise _wrong(f"expected a whole number from 0, got {value!r}", name)
-    return value
 
 
 def answer_line(batch: Batch, answer: Dispatch) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``new-backend``: a distribution of one's own, as the template has it."""
+"""``new-backend``: start an attention backend from the template."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from capture_planner.cli.common import FILE
 from capture_planner.errors import CapturePlannerError
 from capture_planner.plugins import registry
 from capture_planner.records._base import Name, constraints
@@ -21,18 +22,15 @@ _CHECKOUT = Path(__file__).parent.parent.parent / "backends" / "template"
 _DISTRIBUTION, _MODULE, _NAME = "capture-planner-my-attention", "my_attention", "my-attention"
 
 
-@click.command(name="new-backend")
+@click.command(name="new-backend", short_help="Start a new attention backend from a template.")
 @click.argument("name")
 @click.option(
-    "--into",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="The folder to make; left out: capture-planner-NAME, here.",
+    "--into", metavar="FOLDER", type=FILE, help="Folder to create. Default: capture-planner-NAME in the current folder."
 )
 def new_backend(name: str, into: Path | None) -> None:
-    """Begin an attention backend called NAME: a distribution that plans, runs and has its tests.
+    """Start an attention backend called NAME: a distribution that plans, runs and has tests.
 
-    The folder must not be there yet. Install it, run pytest in it, and replace what is in it step by step.
+    The folder must not exist. Install it, run its tests, and replace its parts one by one.
     """
     refuse_name(name)
     folder = into or Path(f"capture-planner-{slug(name).replace('_', '-')}")
@@ -52,7 +50,7 @@ def module_of(name: str) -> str:
 
 
 def refuse_name(name: str) -> None:
-    """Raise ``CapturePlannerError`` for what no spec could name, and for a name that is taken."""
+    """Raise ``CapturePlannerError`` for a name that no spec can have, and for one that is taken."""
     for rule in constraints(Name):
         if (wrong := rule.problem(name)) is not None:
             raise CapturePlannerError(f"the name of a backend {wrong}")
@@ -62,7 +60,7 @@ def refuse_name(name: str) -> None:
             shared = "" if taken == name else f", and both are the module {module_of(name)}"
             raise CapturePlannerError(
                 f"a backend named {taken!r} is installed, from {installed[taken].distribution}{shared}; choose "
-                "another name: names are unique among all that is installed"
+                "another name"
             )
     if importlib.util.find_spec(module_of(name)) is not None:
         raise CapturePlannerError(
@@ -75,7 +73,7 @@ def template_files() -> dict[str, str]:
     """Return the text of each file of the template, by its path in it."""
     folder = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
     found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    # What tools leave behind where somebody worked in the template.
+    # Not what tools leave behind after work in the template.
     return {
         name.as_posix(): path.read_text("utf-8")
         for name, path in found.items()
@@ -84,15 +82,11 @@ def template_files() -> dict[str, str]:
 
 
 def write_template(name: str, folder: Path) -> list[Path]:
-    """Write the template under a backend's name into a folder that is not there yet; returns the files.
+    """Write the template under a backend's name into a new folder; returns the files.
 
-    Raises ``CapturePlannerError`` where the folder is there or cannot be made. Nothing is left of it then.
+    Raises ``CapturePlannerError`` where the folder exists or cannot be created. Nothing is left of it then.
     """
-    named = {
-        _DISTRIBUTION: f"capture-planner-{slug(name).replace('_', '-')}",
-        _MODULE: slug(name),
-        _NAME: name,
-    }
+    named = {_DISTRIBUTION: f"capture-planner-{slug(name).replace('_', '-')}", _MODULE: slug(name), _NAME: name}
 
     def renamed(text: str) -> str:
         return re.sub("|".join(named), lambda match: named[match[0]], text)
@@ -101,11 +95,10 @@ def write_template(name: str, folder: Path) -> list[Path]:
         folder.mkdir()
     except FileExistsError:
         raise CapturePlannerError(
-            f"{folder} is there already{_whose(folder, name)}, and nothing is overwritten; name another folder "
-            "with --into"
+            f"{folder} already exists{_whose(folder, name)}, and is not overwritten; name another folder with --into"
         ) from None
     except OSError as error:
-        raise CapturePlannerError(f"{folder} cannot be made: {error.strerror or error}") from error
+        raise CapturePlannerError(f"{folder} cannot be created: {error.strerror or error}") from error
     written = []
     try:
         for file, text in template_files().items():

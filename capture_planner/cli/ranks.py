@@ -8,28 +8,27 @@ from typing import IO
 
 import click
 
-from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, agree
-from capture_planner.cli.common import emit, environment_option, format_option, plan_of
+from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS
+from capture_planner.cli.common import emit, environment_option, format_option, plan_of, read_document
 from capture_planner.cli.jsonl import read_vectors
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
-from capture_planner.report.ranks import agreement_data, cases, cases_data, cases_table
+from capture_planner.report.plain import plain
+from capture_planner.report.ranks import cases, cases_json, cases_table, rank_report
 
 DEFAULT_RANKS = 4
 
 
-@click.command()
+@click.command(short_help="Show what data-parallel ranks run together.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@click.option("--vectors", type=click.File("rb"), help="Answer each line of a JSON-lines file; - is stdin.")
+@click.option("--vectors", type=click.File("rb"), help="Answer each vector of a JSON-lines file; - reads stdin.")
 @click.option(
     "--ranks",
     "num_ranks",
     type=click.IntRange(min=MIN_RANKS, max=MAX_RANKS),
-    help=f"Data-parallel ranks of the table; the plan's own number if left out, or {DEFAULT_RANKS}.",
+    help=f"Data-parallel ranks in the table. Default: as in the plan, or {DEFAULT_RANKS}.",
 )
-@click.option(
-    "--role", type=click.Choice([r.value for r in Role]), help="Role of the table; target if left out."
-)
+@click.option("--role", type=click.Choice([r.value for r in Role]), help="Role shown in the table. Default: target.")
 @environment_option
 @format_option()
 def ranks(
@@ -40,25 +39,27 @@ def ranks(
     environment: str | None,
     form: str,
 ) -> None:
-    """Say what data-parallel ranks run together: the same graph, or all of them none.
+    """Show what data-parallel ranks run together: all replay the same graph, or all run eager.
 
-    Without --vectors, a table of what such a deployment meets. A line of --vectors is a list with an
-    item for each rank: a batch as in explain --batches, with "captured": false where the rank uses no
-    graph, or "missing": true where it lost the one that all would replay; or null for an idle rank. Its
-    answer is {"role", "mode", "entry", "reason", "joint", "draft_tokens", "ranks"}.
+    Without --vectors, print a table of the cases that such a deployment meets. Each line of --vectors is
+    a list with one item per rank: a batch as in explain --batches, with "captured": false if the rank
+    uses no graph, or "missing": true if it lost the graph that all would replay; or null if the rank is
+    idle. Each answer is {"role", "mode", "entry", "reason", "joint", "draft_tokens", "ranks"}.
     """
     if vectors is not None and (num_ranks is not None or role is not None):
-        raise click.UsageError("--vectors has the ranks and the roles; leave out --ranks and --role.")
-    asked = plan_of(plan_file, environment)
-    dispatcher = Dispatcher(asked)
-    data, told = asked.parallel.data, False
+        raise click.UsageError("--vectors states ranks and roles; omit --ranks and --role.")
+    plan = plan_of(read_document(plan_file), environment)
+    dispatcher, data = Dispatcher(plan), plan.parallel.data
     if vectors is not None:
+        others = 0
         for vector in read_vectors(vectors, getattr(vectors, "name", "<stdin>"), dispatcher):
-            if data > 1 and len(vector.ranks) != data and not told:
-                told = True
-                click.echo(f"note: a line has {len(vector.ranks)} ranks, and the plan has {data}", err=True)
-            click.echo(json.dumps(agreement_data(dispatcher, agree(dispatcher, vector))))
+            if data > 1 and len(vector.ranks) != data:
+                others += 1
+                if others == 1:
+                    click.echo(f"note: a line has {len(vector.ranks)} ranks, but the plan has {data}", err=True)
+            click.echo(json.dumps(plain(rank_report(dispatcher, vector))))
         return
-    shown_role = asked.role(role or Role.TARGET).role
-    shown = cases(asked, shown_role, num_ranks or (min(data, MAX_RANKS) if data > 1 else DEFAULT_RANKS))
-    emit(form, partial(cases_data, dispatcher, shown), partial(cases_table, dispatcher, shown, shown_role))
+    shown_role = plan.role(role or Role.TARGET).role
+    count = num_ranks or (min(data, MAX_RANKS) if data > 1 else DEFAULT_RANKS)
+    shown = cases(dispatcher, shown_role, count)
+    emit(form, partial(cases_json, shown), partial(cases_table, shown, shown_role))

@@ -12,23 +12,28 @@ import click
 from capture_planner import codec
 from capture_planner._extras import refuse_missing
 from capture_planner.cli.common import (
+    FILE,
     FINDINGS,
     INTERRUPTED,
     any_options,
+    dashed,
     emit,
     emit_file,
     environment_option,
+    flag,
     format_option,
-    is_plan_file,
     model_option,
+    option,
     page_size_option,
     pages_option,
     plan_of,
     prepare_torch,
     progress_bars,
     progress_option,
-    refuse_places,
+    read_document,
+    refuse_outputs,
     seed_option,
+    stated,
     threads_option,
 )
 from capture_planner.errors import InvalidValue
@@ -38,7 +43,6 @@ from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Drafting, Outcome
-    from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.serving.workload import Decode, Request
 
 
@@ -48,152 +52,118 @@ class Range(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     name = "N|LOW:HIGH"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return both ends."""
+        """Return the two bounds."""
         if isinstance(value, tuple):
             return value
         low, colon, high = value.partition(":")
         try:
             ends = int(low), int(high if colon else low)
         except ValueError:
-            self.fail(f"{value!r} is neither a whole number nor LOW:HIGH.", param, ctx)
+            self.fail(f"{value!r} is not a whole number or LOW:HIGH.", param, ctx)
         if not 1 <= ends[0] <= ends[1]:
-            self.fail(f"{value!r} must be at least 1, and LOW no more than HIGH.", param, ctx)
+            self.fail(f"{value!r}: LOW must be at least 1 and at most HIGH.", param, ctx)
         return ends
 
 
 class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Bytes, as in ``512MiB``."""
+    """A number of bytes, such as ``512MiB``."""
 
     name = "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return bytes."""
+        """Return the number of bytes."""
         try:
             return value if isinstance(value, int) else codec.parse_bytes(value)
         except InvalidValue as error:
             self.fail(str(error), param, ctx)
 
 
-@click.command()
+@click.command(short_help="Execute a plan on this machine and report.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @model_option
-@click.option(
+@option(
     "--drafter",
     default="random",
     metavar="copy|miss|chance|random|FOLDER",
-    show_default=True,
-    help="Where drafts come from: the target's own answers, anything but them, a mixture, a head with "
+    help="Source of draft tokens: always right, always wrong, right with probability --chance, a head with "
     "random weights, or a folder with an EAGLE or EAGLE-3 head.",
 )
-@click.option(
-    "--chance",
-    type=click.FloatRange(0, 1),
-    default=0.5,
-    show_default=True,
-    help="How often `--drafter chance` is right.",
-)
-@click.option("--requests", type=click.IntRange(0), help="Serve so many; left out: 16, or all of a file.")
-@click.option("--trace", type=click.Path(path_type=Path), help="CSV of arrivals, prompt and output lengths.")
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), help="A prompt a line, or .jsonl; needs --tokenizer."
-)
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder of the tokenizer.")
-@click.option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    help="Generated requests a second; left out: all arrive at once.",
-)
-@click.option(
-    "--prompt-tokens", type=Range(), default="1:64", show_default=True, help="Length of a generated prompt."
-)
-@click.option(
+@option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@click.option("--requests", type=click.IntRange(0), help="Number of requests. Default: 16, or all in the file.")
+@click.option("--trace", type=FILE, help="CSV of arrival times, prompt and output lengths.")
+@click.option("--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer.")
+@click.option("--tokenizer", type=FILE, help="Folder of the tokenizer.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Request rate (req/s). Default: all at once.")
+@option("--prompt-tokens", type=Range(), default="1:64", help="Prompt length of generated requests.")
+@option(
     "--output-tokens",
     type=Range(),
     default="16:32",
-    show_default=True,
-    help="Tokens asked for by a generated request; by a prompt of a file, at most HIGH.",
+    help="Output length of generated requests; for --prompts, HIGH is the limit.",
 )
-@click.option(
-    "--speed",
-    type=click.FloatRange(0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Play a trace so many times faster.",
-)
-@click.option(
+@option("--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Speed-up factor for --trace.")
+@option(
     "--step-time",
     type=click.FloatRange(0, min_open=True),
     default=0.01,
-    show_default=True,
-    help="Seconds by which a step moves the clock of arrivals.",
+    help="Seconds of simulated arrival time per step.",
 )
-@click.option("--clip", is_flag=True, help="Cut requests that are longer than the model.")
+@flag("--clip", "Truncate requests that exceed the model length.")
 @seed_option
 @page_size_option(16)
 @threads_option
-@pages_option("up to 1 GiB")
-@click.option("--graph-memory", type=Size(), help="Bytes a pool may take; else the plan's budget.")
-@click.option("--strict", is_flag=True, help="Stop where a graph does not fit, instead of leaving it out.")
-@click.option("--eager", is_flag=True, help="Capture nothing.")
-@click.option("--verify", is_flag=True, help="Compare with plain greedy decoding; exit code 2 if it differs.")
-@click.option(
-    "--compare",
-    is_flag=True,
-    help="Run each step eager too; stop with exit code 2 at the first tensor that differs.",
-)
-@click.option("--trust", is_flag=True, help="Replay without guards.")
-@click.option("--debug", is_flag=True, help="Check every index field at every step.")
-@click.option("--poison", is_flag=True, help="Spoil every buffer and pool before each forward.")
+@pages_option("up to 1 GiB of memory")
+@click.option("--graph-memory", type=Size(), help="Memory limit of each graph pool. Default: the plan's budget.")
+@flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
+@flag("--eager", "Run eager: capture no graphs.")
+@flag("--verify", "Compare the output with plain greedy decoding; exit code 2 if it differs.")
+@flag("--compare", "Also run each step eager; stop with exit code 2 at the first tensor that differs.")
+@flag("--trust", "Replay without guards.")
+@flag("--debug", "Check every index field at every step.")
+@flag("--poison", "Fill buffers with NaN before each forward.")
 @any_options("Run")
-@click.option("--html", type=click.Path(path_type=Path), help="Write the report as a page with plots.")
+@click.option("--html", type=FILE, help="Write the report as an HTML page with charts.")
 @progress_option
 @environment_option
 @format_option()
 def run(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
-    """Execute a plan: reserve, capture, serve a stream of requests, report.
+    """Execute a plan: reserve memory, capture graphs, serve requests, and report.
 
-    On a machine without a GPU graphs are recorded, operator by operator, and replayed on the same
-    storage. Requests are generated, or come from a trace or from prompts. Ctrl-C ends in a complete
-    report of what ran.
+    Without a GPU, graphs are recorded operator by operator and replayed on the same storage. Requests are
+    generated, or read from a trace or a file of prompts. Ctrl-C ends with a complete report of what ran.
     """
     _refuse_contradictions(given)
-    refuse_places(plan_file, {"--html": given["html"]})
+    refuse_outputs(plan_file, {"--html": given["html"]})
     _refuse_unused(given)
     refuse_missing()
-    plan = _plan(plan_file, environment)
-    outcome = _launch(plan, given)
-    report = outcome.report
-    from capture_planner.report.run import run_data, run_tables
+    outcome = _launch(_plan(plan_file, environment), given)
+    from capture_planner.report.page import page
+    from capture_planner.report.plain import plain
+    from capture_planner.report.run import run_report
+    from capture_planner.report.terminal import tables
 
-    emit(form, lambda: run_data(report) | {"differing": outcome.differing}, lambda: run_tables(report))
-    emit_file(form, given["html"], lambda: _page(report))
+    report = outcome.report
+    emit(form, lambda: plain(report) | {"differing": outcome.differing}, lambda: tables(run_report(report)))
+    emit_file(form, given["html"], lambda: page(run_report(report)))
     _end(outcome, as_json=form == "json")
 
 
-def _page(report: RunReport) -> str:
-    from capture_planner.report.page import run_page
-
-    return run_page(report)
-
-
 def _end(outcome: Outcome, *, as_json: bool) -> None:
-    """Say what was found by comparing, and leave with the exit code that fits."""
+    """Print the results of comparisons, and exit with the code that fits."""
     context, comparison = click.get_current_context(), outcome.report.comparison
     if comparison is not None:
         click.echo(comparison.says, err=as_json)
     if outcome.differing is not None:
-        count = len(outcome.differing)
-        compared = [done for done in outcome.report.served if done.tokens]
-        served, partly = counted(len(compared), "request"), sum(done.finished is None for done in compared)
-        says = (
-            f"{counted(count, 'request')} of {served} differ from plain greedy decoding: "
-            f"{', '.join(outcome.differing[:5])}"
-            if count
-            else f"verified: {served}, each the same as plain greedy decoding"
-        )
-        if partly:
-            says += f"; {partly} of them cut off, and compared as far as they came"
-        click.echo(says, err=as_json)
+        compared = [served for served in outcome.report.served if served.tokens]
+        total, partial = counted(len(compared), "request"), sum(each.finished is None for each in compared)
+        message = f"verified: {total}, each the same as plain greedy decoding"
+        if outcome.differing:
+            differing = counted(len(outcome.differing), "request")
+            first = ", ".join(outcome.differing[:5])
+            message = f"{differing} of {total} differ from plain greedy decoding: {first}"
+        if partial:
+            message += f"; {partial} of them cut off, and compared up to there"
+        click.echo(message, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
     if outcome.differing or (comparison is not None and comparison.difference is not None):
@@ -201,11 +171,12 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
 
 
 def _plan(file: str, environment: str | None) -> Plan:
-    """Read a plan, or plan a spec for this machine, which is the one that will run it."""
-    if environment is None and not is_plan_file(file):
+    """Read a plan, or plan a spec for the processor, which every machine has."""
+    document = read_document(file)
+    if environment is None and not document.is_plan:
         environment = "cpu"
-        click.echo("note: no --environment was named, so this is for cpu", err=True)
-    return plan_of(file, environment)
+        click.echo("note: no --environment given; using cpu", err=True)
+    return plan_of(document, environment)
 
 
 def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
@@ -214,31 +185,15 @@ def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
 
     prepare_torch(given["threads"])
     source, decode = _workload(given)
+    same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify")
+    checks = ("trust", "debug", "poison", "strict", "compare")
     choices = Choices(
-        model=given["model"],
+        **{name: given[name] for name in (*same, "any_environment", "any_plan")},
         drafter=_drafter(given["drafter"]),
-        chance=given["chance"],
-        seed=given["seed"],
-        page_size=given["page_size"],
-        pages=given["pages"],
-        graph_memory=given["graph_memory"],
         step_seconds=given["step_time"],
-        clip=given["clip"],
-        eager=given["eager"],
-        verify=given["verify"],
-        any_environment=given["any_environment"],
-        any_plan=given["any_plan"],
-        options=Options(
-            trust=given["trust"],
-            debug=given["debug"],
-            poison=given["poison"],
-            strict=given["strict"],
-            compare=given["compare"],
-        ),
+        options=Options(**{name: given[name] for name in checks}),
     )
-    return launch(
-        plan, registry.load_backends(), source, choices, progress_bars(given["progress"]), decode=decode
-    )
+    return launch(plan, registry.load_backends(), source, choices, progress_bars(given["progress"]), decode=decode)
 
 
 def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
@@ -247,9 +202,7 @@ def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]]
 
     seed, limit = given["seed"], given["requests"]
     if given["prompts"] is not None:
-        requests, decode = from_prompts(
-            given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1]
-        )
+        requests, decode = from_prompts(given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1])
         return lambda vocab_size: requests[:limit], decode
     if given["trace"] is not None:
         return (
@@ -284,34 +237,34 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
     if (given["prompts"] is None) != (given["tokenizer"] is None):
         raise click.UsageError("--prompts and --tokenizer go together.")
     if given["trust"] and given["debug"]:
-        raise click.UsageError("--trust leaves checks out and --debug adds them; give one.")
+        raise click.UsageError("--trust removes checks and --debug adds them; give one.")
     if given["drafter"] not in _DRAFTERS and not Path(given["drafter"]).exists():
         raise click.UsageError(
-            f"--drafter is {', '.join(_DRAFTERS)} or a folder, and there is no folder {given['drafter']}."
+            f"--drafter {given['drafter']}: no such folder; give a folder or one of {', '.join(_DRAFTERS)}."
         )
     for name in ("step_time", "chance", "rate"):
         if given[name] is not None and not math.isfinite(given[name]):
-            raise click.UsageError(f"--{name.replace('_', '-')} is {given[name]}; give a finite number.")
+            raise click.UsageError(f"{dashed(name)} is {given[name]}; give a finite number.")
 
 
-_GENERATED = {"rate", "prompt_tokens"}
+_CAPTURES = ("captures, so without --eager", lambda given: not given["eager"])
+_GRAPHS = ("graphs, so without --eager", lambda given: not given["eager"])
+_GENERATED = ("generated requests", lambda given: given["trace"] is None and given["prompts"] is None)
 _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "chance": ("--drafter chance", lambda given: given["drafter"] == "chance"),
     "speed": ("--trace", lambda given: given["trace"] is not None),
     "output_tokens": ("generated requests or --prompts", lambda given: given["trace"] is None),
-    "strict": ("captures, so without --eager", lambda given: not given["eager"]),
-    "graph_memory": ("captures, so without --eager", lambda given: not given["eager"]),
-    "trust": ("graphs, so without --eager", lambda given: not given["eager"]),
-    "compare": ("graphs, so without --eager", lambda given: not given["eager"]),
-} | dict.fromkeys(
-    _GENERATED, ("generated requests", lambda given: given["trace"] is None and given["prompts"] is None)
-)
+    "strict": _CAPTURES,
+    "graph_memory": _CAPTURES,
+    "trust": _GRAPHS,
+    "compare": _GRAPHS,
+    "rate": _GENERATED,
+    "prompt_tokens": _GENERATED,
+}
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Refuse an option that somebody gave and that would do nothing."""
-    context = click.get_current_context()
+    """Refuse options that would have no effect."""
     for name, (where, applies) in _APPLIES.items():
-        stated = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if stated and not applies(given):
-            raise click.UsageError(f"--{name.replace('_', '-')} goes with {where}.")
+        if stated(name) and not applies(given):
+            raise click.UsageError(f"{dashed(name)} goes with {where}.")

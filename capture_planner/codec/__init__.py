@@ -5,33 +5,37 @@ nothing is coerced. Writing is compact, stable to the byte, and whole or not at 
 """
 
 from capture_planner.codec.converter import format_bytes, label, parse_bytes
-from capture_planner.codec.documents import parse
+from capture_planner.codec.plain import json_of, plain, plain_fields
 from capture_planner.codec.reading import (
-    is_plan,
+    Document,
     load_environment,
     load_plan,
     load_spec,
     loads,
-    placed,
     read,
+    read_stream,
+    structure,
 )
 from capture_planner.codec.writing import HEADER, dumps, dumps_json, to_data, write
 
 __all__ = [
     "HEADER",
+    "Document",
     "dumps",
     "dumps_json",
     "format_bytes",
-    "is_plan",
+    "json_of",
     "label",
     "load_environment",
     "load_plan",
     "load_spec",
     "loads",
-    "parse",
     "parse_bytes",
-    "placed",
+    "plain",
+    "plain_fields",
     "read",
+    "read_stream",
+    "structure",
     "to_data",
     "write",
 ]

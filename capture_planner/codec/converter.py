@@ -15,7 +15,7 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from capture_planner.codec import entry_rows as rows
-from capture_planner.codec.documents import Key
+from capture_planner.codec.documents import KeyPart
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
 from capture_planner.records._base import BYTES, constraints, key_of
@@ -46,7 +46,7 @@ def _unknown_key(key: str, known: list[str]) -> Problem:
     near = difflib.get_close_matches(key, known, n=1)
     key = key if key.isprintable() else ascii(key)
     return Problem(
-        path=(Key(key if len(key) <= 80 else key[:77] + "..."),),
+        path=(KeyPart(key if len(key) <= 80 else key[:77] + "..."),),
         message="unknown key",
         remedy=f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}",
     )
@@ -84,9 +84,7 @@ def parse_bytes(text: str) -> int:
     """Read a number of bytes, such as ``2GiB``. Raises ``InvalidValue``."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise _fail(
-            f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB"
-        )
+        raise _fail(f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB")
     return int(match[1]) << _UNITS[match[2]]
 
 
@@ -212,9 +210,7 @@ def _metadata(annotation: Any) -> tuple[Any, ...]:
     """Return the metadata of ``Annotated[...]``, or of that in ``Annotated[...] | None``."""
     if _is_annotated(annotation):
         return tuple(annotation.__metadata__)
-    return tuple(
-        item for arg in typing.get_args(annotation) if _is_annotated(arg) for item in arg.__metadata__
-    )
+    return tuple(item for arg in typing.get_args(annotation) if _is_annotated(arg) for item in arg.__metadata__)
 
 
 def _is_enum(annotation: Any) -> bool:
@@ -245,7 +241,7 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(also_primitive, _enum_factory(also_primitive, converter))
     converter.register_structure_hook_factory(attrs.has, _record_factory)
     converter.register_structure_hook_factory(_is_annotated, _annotated_factory)
-    row_tuple = tuple[rows.Row, ...]
+    row_tuple = tuple[rows.EntryRow, ...]
     converter.register_structure_hook_func(
         lambda t: t == tuple[Entry, ...], lambda value, _: rows.unpack(converter.structure(value, row_tuple))
     )

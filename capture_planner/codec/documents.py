@@ -36,7 +36,7 @@ MAX_PROBLEMS = 100
 """Problems reported of one file."""
 
 
-class Key(str):
+class KeyPart(str):
     """The last part of a path that means a key itself, not the value behind it."""
 
 
@@ -62,7 +62,7 @@ class Node:
         """Return line and column of a path, or of the nearest thing above it."""
         node = self
         for part in path:
-            if isinstance(part, Key) and part in node.keys:
+            if isinstance(part, KeyPart) and part in node.keys:
                 return node.keys[part]
             held = dict(enumerate(node.value)) if isinstance(node.value, list) else node.value
             if not isinstance(held, dict) or part not in held:

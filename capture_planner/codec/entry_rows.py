@@ -14,58 +14,44 @@ from capture_planner.records.spec import QueryLength
 MAX_TOKENS = 1 << 20
 
 
-Kind = tuple[GraphMode, int | None, int | None]
+_GraphKind = tuple[GraphMode, int | None, int | None]
 """Mode, query length and draft steps of a graph."""
 
-Shape = tuple[int, int | None]
+_Extents = tuple[int, int | None]
 """Padded tokens and requests of a graph."""
 
 
 @record
-class Row:
+class EntryRow:
     """Graphs of one mode and query length, largest first."""
 
     mode: GraphMode = field("PIECEWISE or FULL")
     query_len: QueryLength | None = field("tokens of each request in a uniform decode", default=None)
     draft_steps: Count | None = field("length of a fused draft chain", default=None)
     active_loras: tuple[NonNegative, ...] = field("each size is captured for each of these", default=(0,))
-    num_reqs: tuple[Count, ...] | None = field(
-        "padded requests of each graph; left out where PIECEWISE", default=None
-    )
+    num_reqs: tuple[Count, ...] | None = field("padded requests of each graph; left out where PIECEWISE", default=None)
     num_tokens: tuple[Count, ...] | None = field(
         "padded tokens of each graph; left out where they are num_reqs times query_len", default=None
     )
 
     def __attrs_post_init__(self) -> None:
+        tokens, reqs = self.num_tokens, self.num_reqs
+        counts = len(reqs or ()), len(tokens or ())
+        is_large = max(reqs or (0,)) * (self.query_len or 0) > MAX_TOKENS
         problems = []
-        if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
-            problems.append(
-                Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
-            )
-        if self.query_len is not None and max(self.num_reqs or (0,)) * self.query_len > MAX_TOKENS:
-            problems.append(
-                Problem(
-                    path=("num_reqs",),
-                    message=f"a graph of more than {MAX_TOKENS} tokens",
-                    remedy="check num_reqs",
-                )
-            )
-        if self.num_tokens is None and (self.query_len is None or self.num_reqs is None):
-            problems.append(
-                Problem(path=("num_tokens",), message="needed unless both query_len and num_reqs are given")
-            )
-        if (
-            self.num_tokens is not None
-            and self.num_reqs is not None
-            and len(self.num_tokens) != len(self.num_reqs)
-        ):
-            problems.append(
-                Problem(
-                    path=("num_reqs",),
-                    message=f"{len(self.num_reqs)} request counts for {len(self.num_tokens)} token counts",
-                    remedy="list one of each for every graph",
-                )
-            )
+
+        def require(holds: bool, key: str, message: str, remedy: str = "") -> None:
+            if not holds:
+                problems.append(Problem(path=(key,), message=message, remedy=remedy))
+
+        is_graph = self.mode in (GraphMode.PIECEWISE, GraphMode.FULL)
+        require(is_graph, "mode", f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+        require(not is_large, "num_reqs", f"a graph of more than {MAX_TOKENS} tokens", "check num_reqs")
+        follows = self.query_len is not None and reqs is not None
+        require(tokens is not None or follows, "num_tokens", "needed unless both query_len and num_reqs are given")
+        message = f"{counts[0]} request counts for {counts[1]} token counts"
+        is_paired = tokens is None or reqs is None or counts[0] == counts[1]
+        require(is_paired, "num_reqs", message, "list one of each for every graph")
         if problems:
             raise InvalidValue(problems)
 
@@ -89,30 +75,28 @@ class Row:
                 active_loras=loras,
                 draft_steps=self.draft_steps,
             )
-            for num_tokens, num_reqs in zip(
-                tokens, (None,) * len(tokens) if reqs is None else reqs, strict=True
-            )
+            for num_tokens, num_reqs in zip(tokens, (None,) * len(tokens) if reqs is None else reqs, strict=True)
             for loras in self.active_loras
         )
 
 
-def pack(entries: tuple[Entry, ...]) -> tuple[Row, ...]:
+def pack(entries: tuple[Entry, ...]) -> tuple[EntryRow, ...]:
     """Return the rows of a plan's entries: sizes of one kind and the same adapter cases share one."""
-    cases: dict[tuple[Kind, Shape], list[int]] = {}
+    cases: dict[tuple[_GraphKind, _Extents], list[int]] = {}
     for entry in entries:
         kind = (entry.mode, entry.query_len, entry.draft_steps)
         cases.setdefault((kind, (entry.num_tokens, entry.num_reqs)), []).append(entry.active_loras)
-    shapes: dict[tuple[Kind, bool, tuple[int, ...]], list[Shape]] = {}
+    shapes: dict[tuple[_GraphKind, bool, tuple[int, ...]], list[_Extents]] = {}
     for (kind, shape), loras in cases.items():
         alike = (kind, shape[1] is None, tuple(sorted(loras, reverse=True)))
         shapes.setdefault(alike, []).append(shape)
     return tuple(_row(kind, unpadded, loras, alike) for (kind, unpadded, loras), alike in shapes.items())
 
 
-def _row(kind: Kind, unpadded: bool, loras: tuple[int, ...], shapes: list[Shape]) -> Row:
+def _row(kind: _GraphKind, unpadded: bool, loras: tuple[int, ...], shapes: list[_Extents]) -> EntryRow:
     mode, query_len, draft_steps = kind
     follows = query_len is not None and all(tokens == (reqs or 0) * query_len for tokens, reqs in shapes)
-    return Row(
+    return EntryRow(
         mode=mode,
         query_len=query_len,
         draft_steps=draft_steps,
@@ -122,7 +106,7 @@ def _row(kind: Kind, unpadded: bool, loras: tuple[int, ...], shapes: list[Shape]
     )
 
 
-def unpack(rows: tuple[Row, ...]) -> tuple[Entry, ...]:
+def unpack(rows: tuple[EntryRow, ...]) -> tuple[Entry, ...]:
     """Return the entries of a plan file's rows; raises ``InvalidValue`` where they are too many."""
     total = sum(row.num_graphs for row in rows)
     if total > MAX_GRAPHS:

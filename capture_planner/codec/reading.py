@@ -1,10 +1,10 @@
-"""Files in: text -> places -> records, with every problem of a file at once."""
+"""Files in: text -> places -> records, read and parsed once, with every problem of a file at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import attrs
 from cattrs.errors import ClassValidationError
@@ -19,78 +19,103 @@ from capture_planner.records.spec import SCHEMA_VERSION, Spec
 T = TypeVar("T")
 
 
-def load_spec(path: str | Path) -> Spec:
-    """Read a spec file; raises ``InvalidDocument`` with every problem in it."""
-    return _load(path, Spec)
+def structure(data: Any, kind: type[T]) -> T:
+    """Return the record of ``kind`` that plain data stands for; raises ``InvalidValue`` with every problem."""
+    try:
+        return CONVERTER.structure(data, kind)
+    except (ClassValidationError, InvalidValue) as error:
+        raise InvalidValue(problems_of(error)) from None
 
 
-def load_environment(path: str | Path) -> Environment:
-    """Read an environment file; raises ``InvalidDocument`` with every problem in it."""
-    return _load(path, Environment)
+@attrs.frozen
+class Document:
+    """A file that was read and parsed: a record can be made of it, and problems get their place in it."""
 
+    name: str
+    """The path, as messages name it."""
+    node: Node
 
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan file; raises ``InvalidDocument`` with every problem in it."""
-    return _load(path, Plan)
+    @classmethod
+    def parse(cls, text: str, name: str) -> Document:
+        """Parse YAML or JSON text; raises ``InvalidDocument`` with everything wrong in its syntax."""
+        return cls(name, parse(text, name))
 
+    @classmethod
+    def read(cls, path: str | Path) -> Document:
+        """Read and parse a file; raises ``InvalidDocument``."""
+        return cls.parse(read(path), str(path))
 
-def is_plan(node: Node) -> bool:
-    """Say whether a parsed file is a plan: its roles are a list, those of a spec a mapping."""
-    roles = node.value.get("roles") if isinstance(node.value, dict) else None
-    return roles is not None and isinstance(roles.value, list)
+    @property
+    def is_plan(self) -> bool:
+        """Whether it is a plan: its roles are a list, and a spec's are a mapping."""
+        roles = self.node.value.get("roles") if isinstance(self.node.value, dict) else None
+        return roles is not None and isinstance(roles.value, list)
 
+    def load(self, kind: type[T]) -> T:
+        """Return the record of ``kind`` in the file; raises ``InvalidDocument`` with every problem in it."""
+        top = self.node.value if isinstance(self.node.value, dict) else {}
+        version = top.get("version")
+        if version is not None and type(version.value) is int and version.value > SCHEMA_VERSION:
+            message = f"schema version {version.value}, but this capture-planner reads {SCHEMA_VERSION}"
+            problem = Problem(path=("version",), message=message, remedy="upgrade capture-planner")
+            raise InvalidDocument(self.place([problem]))
+        other = {Spec: "a plan, not a spec", Plan: "a spec, not a plan"}.get(kind)
+        if other is not None and "model" in top and self.is_plan is not (kind is Plan):
+            raise InvalidDocument(self.place([Problem(message=f"this is {other}")]))
+        try:
+            return structure(self.node.plain(), kind)
+        except InvalidValue as error:
+            raise InvalidDocument(self.place(error.problems)) from None
 
-def loads(text: str, kind: type[T], name: str = "<text>") -> T:
-    """Read a record of ``kind`` from YAML (or JSON) text."""
-    return _structure(parse(text, name), name, kind)
-
-
-def _load(path: str | Path, kind: type[T]) -> T:
-    return loads(read(path), kind, str(path))
+    def place(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return problems with the file, line and column of their paths, in the order of the file."""
+        located = []
+        for problem in problems:
+            line, column = self.node.locate(problem.path)
+            located.append(attrs.evolve(problem, file=self.name, line=line, column=column))
+        return sorted(located, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
 def read(path: str | Path) -> str:
-    """Read a text file, no further than the size limit; raises ``InvalidDocument``."""
+    """Return the text of a file; raises ``InvalidDocument`` where it cannot be read or is too large."""
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            return read_stream(file, str(path))
     except OSError as error:
         message = f"cannot be read: {error.strerror or error}"
         raise InvalidDocument([Problem(file=str(path), message=message)]) from error
+
+
+def read_stream(file: BinaryIO, name: str) -> str:
+    """Return the text of an open file, read no further than the size limit; messages call it ``name``.
+
+    Raises ``InvalidDocument``, and ``OSError`` where the file cannot be read.
+    """
+    content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise InvalidDocument([Problem(file=str(path), message="the file is larger than 1 MiB")])
+        raise InvalidDocument([Problem(file=name, message="the file is larger than 1 MiB")])
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         message = f"not UTF-8 text, at byte {error.start}"
-        raise InvalidDocument([Problem(file=str(path), message=message)]) from error
+        raise InvalidDocument([Problem(file=name, message=message)]) from error
 
 
-def _structure(node: Node, name: str, kind: type[T]) -> T:
-    version = node.value.get("version") if isinstance(node.value, dict) else None
-    if version is not None and type(version.value) is int and version.value > SCHEMA_VERSION:
-        problem = Problem(
-            path=("version",),
-            message=f"the file has schema version {version.value}, and this capture-planner reads {SCHEMA_VERSION}",
-            remedy="upgrade capture-planner",
-        )
-        raise InvalidDocument([_located(problem, node, name)])
-    other = {Spec: "a plan, not a spec", Plan: "a spec, not a plan"}.get(kind)
-    is_either = isinstance(node.value, dict) and "model" in node.value
-    if other is not None and is_either and is_plan(node) is not (kind is Plan):
-        raise InvalidDocument([_located(Problem(message=f"this is {other}"), node, name)])
-    try:
-        return CONVERTER.structure(node.plain(), kind)
-    except (ClassValidationError, InvalidValue) as error:
-        raise InvalidDocument(placed(problems_of(error), node, name)) from None
+def load_spec(path: str | Path) -> Spec:
+    """Read a spec file; raises ``InvalidDocument`` with every problem in it."""
+    return Document.read(path).load(Spec)
 
 
-def placed(problems: Iterable[Problem], node: Node, name: str) -> list[Problem]:
-    """Return problems with the file, line and column of their paths, in the order of the file."""
-    located = [_located(problem, node, name) for problem in problems]
-    return sorted(located, key=lambda problem: (problem.line or 0, problem.column or 0))
+def load_environment(path: str | Path) -> Environment:
+    """Read an environment file; raises ``InvalidDocument`` with every problem in it."""
+    return Document.read(path).load(Environment)
 
 
-def _located(problem: Problem, node: Node, name: str) -> Problem:
-    line, column = node.locate(problem.path)
-    return attrs.evolve(problem, file=name, line=line, column=column)
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file; raises ``InvalidDocument`` with every problem in it."""
+    return Document.read(path).load(Plan)
+
+
+def loads(text: str, kind: type[T], name: str = "<text>") -> T:
+    """Read a record of ``kind`` from YAML (or JSON) text; raises ``InvalidDocument``."""
+    return Document.parse(text, name).load(kind)

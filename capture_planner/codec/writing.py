@@ -76,9 +76,7 @@ def _styled(data: Any, *, top: bool = False) -> Any:
 
 
 def _is_flat(data: dict[str, Any]) -> bool:
-    return not any(
-        isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values()
-    )
+    return not any(isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values())
 
 
 def write(path: str | Path, text: str) -> None:

@@ -1,71 +1,63 @@
 """The conformance suite: attacks a backend's padding contract, its captures and its replays.
 
     from capture_planner import conformance
-    outcome = conformance.conform(conformance.under_test("reference"))
+    result = conformance.conform(conformance.under_test("reference"))
 
-``capture-planner conformance NAME`` is the same from the command line, and
+``capture-planner conformance NAME`` runs it from the command line, and
 ``capture_planner.conformance.pytest_plugin`` from pytest.
 """
 
-from capture_planner.conformance.audit import Attack, Audited, Verdict, attacked, audit, verdicts
-from capture_planner.conformance.finding import Check, Finding, Violation
-from capture_planner.conformance.here import under_test
-from capture_planner.conformance.machine import (
-    ConformanceMachine,
-    Log,
-    Played,
-    play,
-    played,
-    scenes,
-)
+from capture_planner.conformance.audit import Attack, AuditResult, Verdict, attack_case, audit, verdicts
+from capture_planner.conformance.failure import Check, Failure, Violation
+from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play, scenes
 from capture_planner.conformance.scene import Case, Scene, Shape, dumps, loads
-from capture_planner.conformance.shapes import Refused, usable_shapes
-from capture_planner.conformance.stage import Stage, Tested
+from capture_planner.conformance.shapes import RefusedShape, usable_shapes
+from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.subject import Subject, under_test
 from capture_planner.conformance.suite import (
     DEFAULT,
     THOROUGH,
-    Choices,
-    Outcome,
     Profile,
-    again,
-    blamed,
+    SuiteOptions,
+    SuiteResult,
     conform,
+    replay,
     search,
+    with_causes,
 )
 
 __all__ = [
     "DEFAULT",
     "THOROUGH",
     "Attack",
-    "Audited",
+    "AuditResult",
     "Case",
     "Check",
-    "Choices",
     "ConformanceMachine",
-    "Finding",
+    "Failure",
     "Log",
-    "Outcome",
-    "Played",
+    "PlayResult",
     "Profile",
-    "Refused",
+    "RefusedShape",
     "Scene",
     "Shape",
     "Stage",
-    "Tested",
+    "Subject",
+    "SuiteOptions",
+    "SuiteResult",
     "Verdict",
     "Violation",
-    "again",
-    "attacked",
+    "attack_case",
     "audit",
-    "blamed",
     "conform",
     "dumps",
     "loads",
     "play",
-    "played",
+    "replay",
     "scenes",
     "search",
     "under_test",
     "usable_shapes",
     "verdicts",
+    "with_causes",
 ]

@@ -1,9 +1,9 @@
-"""Contract audits: each declared field is treated wrongly, alone, to see whether that matters.
+"""Contract audits: the runner treats one declared field wrongly, to see whether that matters.
 
-A declaration is a promise that the runner keeps at every step: so many elements, along that axis, filled
-like this. An audit breaks one promise at a time. Where real rows change, the declaration is needed, and
-the smallest batch that shows it is kept. A field of a backend's own that nothing makes matter is declared
-for nothing: it costs a copy at every step.
+A declaration is a promise that the runner keeps at every step: so many elements, along that axis, with that
+fill. An audit breaks one promise at a time. If real rows change, the declaration is needed, and the smallest
+batch that shows it is reported. If no attack on a backend's own field matters, the field is over-declared: it
+costs a copy at every step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from capture_planner.conformance.machine import play
-from capture_planner.conformance.scene import Arrive, Case, Forward, Scene, Shape, dumps
-from capture_planner.conformance.stage import Stage, Tested
+from capture_planner.conformance.scene import Arrive, Case, RunBatch, Scene, Shape, dumps
+from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.subject import Subject
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
@@ -35,27 +36,27 @@ class Attack(enum.Enum):
     """One way in which a runner could break what a field's declaration promises."""
 
     STALE_TAIL = "stale tail"
-    """What stands behind the real values is that of a larger batch before."""
+    """The padding holds values of an earlier, larger batch."""
     OTHER_FILL = "other fill"
-    """The padding is filled, with something else that is in range."""
+    """The padding holds another value that is in range."""
     OTHER_AXIS = "other axis"
-    """A field of requests extends along tokens, or the other way round."""
+    """A field of requests extends along tokens, or vice versa."""
     SHRUNK = "shrunk"
-    """The buffer ends at the real extent, and behind it lies something else's memory."""
+    """The buffer ends at the real extent; other memory follows."""
 
 
 class Verdict(enum.Enum):
-    """What the attacks on one field come to."""
+    """The result of all attacks on one field."""
 
     NEEDED = "needed"
     UNREAD = "not read"
-    """No attack matters; the runner has the field whoever reads it."""
+    """No attack matters, and the field is the runner's own."""
     OVER_DECLARED = "over-declared"
     """No attack matters, and the backend declared it."""
 
 
 @attrs.frozen(kw_only=True)
-class Audited:
+class AuditResult:
     """One attack on one field."""
 
     role: Role
@@ -66,7 +67,7 @@ class Audited:
     """The backend's name, or ``runner``."""
     attack: Attack
     matters: bool
-    says: str = ""
+    message: str = ""
     """What changed."""
     batch: str = ""
     entry: Entry | None = None
@@ -74,8 +75,8 @@ class Audited:
     """The smallest case that shows it."""
 
 
-def verdicts(audited: Sequence[Audited]) -> dict[tuple[Role, str], Verdict]:
-    """Return what the attacks on each field come to, by role and field."""
+def verdicts(audited: Sequence[AuditResult]) -> dict[tuple[Role, str], Verdict]:
+    """Return the verdict on each field, by role and field."""
     found: dict[tuple[Role, str], Verdict] = {}
     for each in audited:
         key = (each.role, each.field)
@@ -88,21 +89,21 @@ def verdicts(audited: Sequence[Audited]) -> dict[tuple[Role, str], Verdict]:
 
 
 def audit(
-    tested: Tested,
+    subject: Subject,
     shapes: Sequence[Shape],
     *,
     seed: int = 0,
     fields: Collection[str] = (),
     progress: Callable[[str, int], None] = lambda field, total: None,
-) -> tuple[Audited, ...]:
-    """Attack every field of every role of a backend that is healthy on its own; or ``fields`` alone.
+) -> tuple[AuditResult, ...]:
+    """Attack every field of every role of a backend that passes without attacks, or only ``fields``.
 
     ``progress`` is called before each attack with its name and the number of all.
     """
     cases = list(_cases(shapes[0], seed))
-    with Stage(tested, cases[0].scene) as stage:
+    with Stage(subject, cases[0].scene) as stage:
         targets = [
-            (role, key, buffer.field.axis, _declarer(role, key, tested.backend))
+            (role, key, buffer.field.axis, _declarer(role, key, subject.backend))
             for role in stage.runner.parts.roles.values()
             for key, buffer in _attackable(role)
             if not fields or buffer.field.name in fields
@@ -112,7 +113,7 @@ def audit(
         for attack in Attack:
             progress(f"{role.role.value} {key}: {attack.value}", total)
             group = key.partition(".")[0] if "." in key else ""
-            record = Audited(
+            record = AuditResult(
                 role=role.role,
                 group=group,
                 field=key,
@@ -121,76 +122,75 @@ def audit(
                 attack=attack,
                 matters=False,
             )
-            found.append(_tried(tested, cases, record))
+            found.append(_tried(subject, cases, record))
     return tuple(found)
 
 
-def attacked(tested: Tested, case: Case, role: Role, field: str, attack: Attack) -> Audited | None:
-    """Do one case with one attack; returns what came of it where it matters, else None.
+def attack_case(subject: Subject, case: Case, role: Role, field: str, attack: Attack) -> AuditResult | None:
+    """Run one case with one attack; return its result if it matters, else None.
 
-    Raises ``RunError`` where the role has no such field.
+    Raises ``RunError`` if the role has no such field.
     """
-    failed: list[Exception] = []
+    errors: list[Exception] = []
 
     def tamper(runner: Runner) -> None:
-        # What fails here is the attack's own fault, and no evidence about the field.
+        # An error here is the attack's own fault, and no evidence about the field.
         try:
             _tamper(runner, role=role, key=field, attack=attack)
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
             raise
 
-    violation = play(
-        tested,
+    failure = play(
+        subject,
         case,
-        # What drafts hand on stays in range: on a device, one token that is none ends the process.
+        # Draft outputs stay in range: on a device, one invalid token id ends the process.
         spared=(field, "outputs"),
         trusting=True,
         tamper=tamper,
-    )
-    if failed:
-        raise failed[0]
-    if violation is None:
+    ).failure
+    if errors:
+        raise errors[0]
+    if failure is None:
         return None
-    finding = violation.finding
-    return Audited(
+    return AuditResult(
         role=role,
         group="",
         field=field,
-        axis=finding.axis,
+        axis=failure.axis,
         declared_by="",
         attack=attack,
         matters=True,
-        says=f"{finding.check.value}: {finding.says}",
-        batch=finding.batch,
-        entry=finding.entry,
+        message=f"{failure.check.value}: {failure.message}",
+        batch=failure.batch,
+        entry=failure.entry,
         case=dumps(case),
     )
 
 
-def _tried(tested: Tested, cases: Sequence[Case], record: Audited) -> Audited:
-    """Do all cases at once, and where that matters one after the other until the smallest is found."""
+def _tried(subject: Subject, cases: Sequence[Case], record: AuditResult) -> AuditResult:
+    """Run all cases at once and, if that matters, one after the other, the smallest first."""
     role, field, attack = record.role, record.field, record.attack
     for scene in dict.fromkeys(case.scene for case in cases):
         mine = [case for case in cases if case.scene == scene]
         steps = (*mine[0].steps[:-_PAIR], *(step for case in mine for step in case.steps[-_PAIR:]))
-        if attacked(tested, Case(scene=scene, steps=steps), role, field, attack) is None:
+        if attack_case(subject, Case(scene=scene, steps=steps), role, field, attack) is None:
             continue
         for case in (*mine, Case(scene=scene, steps=steps)):
-            seen = attacked(tested, case, role, field, attack)
+            seen = attack_case(subject, case, role, field, attack)
             if seen is not None:
                 return attrs.evolve(
-                    record, matters=True, says=seen.says, batch=seen.batch, entry=seen.entry, case=seen.case
+                    record, matters=True, message=seen.message, batch=seen.batch, entry=seen.entry, case=seen.case
                 )
     return record
 
 
 _PAIR = 2
-"""Steps that end a case: the large batch and the small one."""
+"""The last two steps of a case: a large batch, then a small one."""
 
 
 def _cases(shape: Shape, seed: int) -> Iterator[Case]:
-    """Yield cases, the smallest first: a large batch that leaves something, then a small one."""
+    """Yield cases, the smallest first: a large batch that leaves values behind, then a small one."""
     for mode in (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL):
         scene = Scene(
             shape=shape,
@@ -203,14 +203,12 @@ def _cases(shape: Shape, seed: int) -> Iterator[Case]:
             fused=False,
             seed=seed,
         )
-        before = tuple(
-            Arrive(prompt=2, computed=max(2, shape.longest // 2 - 2 * index)) for index in range(4)
-        )
-        large = Forward(rows=tuple((index, 3, 0) for index in range(4)))
+        before = tuple(Arrive(prompt=2, computed=max(2, shape.longest // 2 - 2 * index)) for index in range(4))
+        large = RunBatch(rows=tuple((index, 3, 0) for index in range(4)))
         for count in (1, 2, 3):
-            small = Forward(rows=tuple((index, 3, 0) for index in range(count)))
+            small = RunBatch(rows=tuple((index, 3, 0) for index in range(count)))
             yield Case(scene=scene, steps=(*before, large, small))
-        uneven = Forward(rows=((2, 1, 0), (1, 2, 0)))
+        uneven = RunBatch(rows=((2, 1, 0), (1, 2, 0)))
         yield Case(scene=scene, steps=(*before, large, uneven))
 
 
@@ -248,9 +246,7 @@ def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
             run.replay_or_run = functools.partial(_cut, run.replay_or_run, buffer, runner)  # type: ignore[method-assign]
 
 
-def _without_fill(
-    inner: Callable[[StepInputs], list[Write]], buffer: FieldBuffer, inputs: StepInputs
-) -> list[Write]:
+def _without_fill(inner: Callable[[StepInputs], list[Write]], buffer: FieldBuffer, inputs: StepInputs) -> list[Write]:
     writes = inner(inputs)
     for write in writes:
         if write.buffer is buffer:
@@ -260,26 +256,22 @@ def _without_fill(
 
 
 def _another(runner: Runner, buffer: FieldBuffer) -> int:
-    """Return a fill that is in range and another than the declared one."""
+    """Return a fill that is in range and differs from the declared one."""
     if buffer.field.indexes is Bound.SLOTS:
-        return runner.pages.page_size  # The first slot of the first page that somebody has.
+        return runner.pages.page_size  # The first slot of the first page that a request owns.
     return 1 if buffer.constant is None or buffer.constant != 1 else 0
 
 
 def _cut(
-    inner: Callable[..., ForwardTimes],
-    buffer: FieldBuffer,
-    runner: Runner,
-    step: ForwardStep,
-    started: float,
+    inner: Callable[..., ForwardTimes], buffer: FieldBuffer, runner: Runner, step: ForwardStep, started: float
 ) -> ForwardTimes:
-    """Overwrite what lies behind the real extent: on a host with anything, on a device within bounds."""
+    """Overwrite what follows the real extent: on a host with anything, on a device within bounds."""
     tail = buffer.tensor[step.real.rows(buffer.field) : step.extents.rows(buffer.field)]
     if tail.numel():
         if tail.device.type == "cpu":
             poison(tail)
         elif buffer.field.axis is not Axis.REQUEST_PLUS_ONE:
-            # Offsets of nobody's would have a kernel read anywhere: a device is not asked that.
+            # Wrong offsets would have a kernel read anywhere: not on a device.
             below = _range(runner, buffer)
             draw = np.random.default_rng(len(tail)).integers(0, below, tuple(tail.shape))
             tail.copy_(torch.from_numpy(draw).to(tail))
@@ -288,7 +280,7 @@ def _cut(
 
 
 def _range(runner: Runner, buffer: FieldBuffer) -> int:
-    """Return the first value that a field of this kind cannot have."""
+    """Return the upper bound, excluded, of values of a field of this kind."""
     plan = runner.plan
     match buffer.field.indexes:
         case Bound.PAGES:

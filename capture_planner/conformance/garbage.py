@@ -1,4 +1,4 @@
-"""What is overwritten before a forward: all that it must not depend on."""
+"""Overwrite, before a forward, everything that it must not depend on."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from capture_planner.runtime.execution.fields import Extents, poison, tensor_of
 from capture_planner.runtime.execution.role import RoleRun
 
 SOURCES = ("outputs", "pool", "workspace", "null page", "free pages")
-"""Where garbage stands, beside the fields, which are named by their keys. The pages are the world's."""
+"""Places of garbage, in addition to the fields, which go by their keys. Pages are the world's."""
 
 
 class Garbage:
-    """Puts garbage everywhere but in the sources that are ``spared``."""
+    """Writes garbage everywhere except to the ``spared`` sources."""
 
     def __init__(self, spared: Iterable[str] = ()) -> None:
         self._spared = frozenset(spared)
         self._turns: Counter[Role] = Counter()
 
     def before(self, role: RoleRun, *, filled: bool) -> None:
-        """Overwrite what a forward must not depend on; fields only where they are filled after it."""
+        """Overwrite outputs, pool and workspace; fields only if they are filled afterwards."""
         self._turns[role.role] += 1
         if not filled:
             self._fields(role, None)
@@ -37,16 +37,16 @@ class Garbage:
                 group.workspace.fill_(255)
 
     def beyond(self, role: RoleRun, extents: Extents) -> None:
-        """Overwrite what lies past the extents of a forward whose fields are filled."""
+        """Overwrite fields beyond the extents of a forward, once they are filled."""
         self._fields(role, extents)
 
     def _fields(self, role: RoleRun, beyond: Extents | None) -> None:
-        """Overwrite fields past some extents, or as a whole: with the least number, or the largest.
+        """Overwrite fields beyond some extents, or entirely, with the smallest number or the largest.
 
-        At every third turn they are left as the steps before left them. What is out of bounds below is to
-        some a mark to skip a row, what is stale is in bounds, and a runner that is told that all is spoilt
-        does not show what it forgets to clean: each hides what the others show. A turn is two forwards
-        long, so that one follows another undisturbed.
+        Every third turn leaves them as earlier steps did. Each kind hides what the others show: a number below
+        all bounds can mean "skip this row", a stale one is within bounds, and a runner that knows its fields
+        to be overwritten cleans what it otherwise forgets. A turn is two forwards, so that one follows another
+        undisturbed.
         """
         turn = self._turns[role.role] // 2 % 3
         if turn == 2:
@@ -59,7 +59,7 @@ class Garbage:
 
 
 def poison_high(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or with the largest integer that there is."""
+    """Fill with NaN, or with the largest integer of the dtype."""
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         poison(tensor)
     else:

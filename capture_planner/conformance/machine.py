@@ -1,7 +1,7 @@
-"""The stateful model: any scene, and any order of arrivals, departures, moves, reloads and steps.
+"""The state machine: any scene, and any order of arrivals, departures, moves, reloads and steps.
 
-Every rule only draws what is done next and hands it to the stage, which does it and checks it; what was
-done is kept as a case, so that the smallest failing one can be written down and done again.
+Each rule draws the next step, and ``steps`` runs and checks it. The steps are recorded as a case, so that a
+failing one can be minimized, written down and run again.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from capture_planner.conformance.finding import Finding, Violation, broke
+from capture_planner.conformance.failure import Failure, Violation
 from capture_planner.conformance.scene import (
     Arrive,
     Case,
     Depart,
-    Forward,
     Move,
     Reload,
+    RunBatch,
     Scene,
     Serve,
     Shape,
     Step,
     dumps,
+    step_name,
 )
-from capture_planner.conformance.stage import Stage, Tested
+from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.steps import admits, run_step
+from capture_planner.conformance.subject import Subject
 from capture_planner.conformance.watch import Watch
-from capture_planner.conformance.world import Live
+from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import GraphMode
 
-Done = TypeVar("Done")
+T = TypeVar("T")
 
 MOST_REQS, MOST_DRAFTS = 5, 5
 MODES = (
@@ -46,26 +49,24 @@ MODES = (
     GraphMode.PIECEWISE,
     GraphMode.FULL_AND_PIECEWISE,
 )
-"""What is drawn: most is to be seen where requests are padded."""
+"""Modes to draw from: those that pad requests more often, since they show most."""
 
 
 @st.composite
-def scenes(
-    draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))
-) -> Scene:
+def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))) -> Scene:
     """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule."""
-    # Padding on both axes needs several requests, and a chain several drafts: so these are drawn more often.
+    # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
     num_reqs = draw(st.sampled_from((*range(2, MOST_REQS + 1), 1)))
     several = [k for k in drafts if k > 1] or list(drafts)
     k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
-    # Both budgets that a decode of all requests fits, and ones that it does not.
+    # Token limits with and without room for a decode of all requests.
     decodes = num_reqs * (1 + k)
     tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(st.one_of(tight, roomy))
     explicit = draw(st.integers(0, 3)) > 0
-    # Sizes of mixed batches lie beside those of decodes, so that the nearest graph is not always the best.
-    beside = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
-    near = st.sampled_from([size for size in beside if 1 <= size <= num_tokens])
+    # Sizes of mixed batches close to those of decodes, so that the nearest graph is not always the best.
+    close = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
+    near = st.sampled_from([size for size in close if 1 <= size <= num_tokens])
     some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
     few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
     scheduled = k > 1 and num_reqs > 1 and draw(st.integers(0, 2)) > 0
@@ -89,7 +90,7 @@ def scenes(
 
 @st.composite
 def schedules(draw: DrawFn, k: int, num_reqs: int) -> tuple[tuple[int, int, int], ...]:
-    """Return tiers of requests, each with drafts of its own, K among them: query lengths lie side by side."""
+    """Return tiers of requests, each with a number of drafts of its own, K among them."""
     starts = sorted(draw(st.sets(st.integers(2, num_reqs), min_size=1, max_size=2)) | {1})
     fewer = draw(st.permutations(range(k)))[: len(starts) - 1]
     drafts = draw(st.permutations([k, *fewer]))
@@ -99,30 +100,30 @@ def schedules(draw: DrawFn, k: int, num_reqs: int) -> tuple[tuple[int, int, int]
 
 @attrs.define
 class Log:
-    """What a campaign did, and its last failure, which Hypothesis has made the smallest."""
+    """Progress of a search, and its last violation."""
 
     examples: int = 0
     steps: Counter[str] = attrs.Factory(Counter)
     forwards: Counter[str] = attrs.Factory(Counter)
-    """By role and by what ran: the mode of a graph, or NONE."""
+    """By role and mode: the mode of the graph, or NONE."""
     largest: tuple[int, int] = (0, 0)
-    """Requests and tokens of the largest batches, each by itself."""
+    """The most requests and the most tokens of a batch; not always of the same."""
     violation: Violation | None = None
     shapes: tuple[Shape, ...] = ()
-    """Those that the backend runs, once they are known."""
-    told: Callable[[Log], None] = lambda log: None
+    """Shapes that the backend runs, once they are known."""
+    on_change: Callable[[Log], None] = lambda log: None
     """Called at each example."""
 
-    def ran(self, watch: Watch) -> None:
-        """Add the forwards that somebody watched."""
+    def add(self, watch: Watch) -> None:
+        """Add the forwards of a scene."""
         self.forwards.update(watch.ran)
         self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
 
 
 class ConformanceMachine(RuleBasedStateMachine):
-    """Subclass it with ``tested`` and ``shapes``; Hypothesis runs it like any state machine."""
+    """Subclass it with ``subject``, ``shapes`` and ``log``; Hypothesis runs it like any state machine."""
 
-    tested: ClassVar[Tested]
+    subject: ClassVar[Subject]
     shapes: ClassVar[Sequence[Shape]]
     drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
     log: ClassVar[Log]
@@ -135,20 +136,20 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
-        """Reserve, and capture all entries of a random plan."""
+        """Reserve the backend, and capture all entries of a random plan."""
         self.log.examples += 1
-        self.log.told(self.log)
+        self.log.on_change(self.log)
         self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
-        self._stage = self._watched(lambda: Stage(self.tested, self._scene_now()))
+        self._stage = self._watched(lambda: Stage(self.subject, self._scene_now()))
         most = self._scene_now().num_reqs
         for _ in range(data.draw(st.one_of(st.just(most), st.integers(1, most)), label="requests")):
             self._arrive(data)
 
-    # Hypothesis draws rules evenly, so that what it is all about has four of them.
+    # Hypothesis draws rules evenly: forwards, which matter most, have four.
     @precondition(lambda self: bool(self._live()))
     @rule(data=st.data())
     def advance_all(self, data: st.DataObject) -> None:
-        """All that are past their prompt decode, as they do in most steps of an engine."""
+        """All requests past their prompt decode, as in most steps of an engine."""
         self._decode(data, len(self._live()))
 
     @precondition(lambda self: bool(self._live()))
@@ -166,13 +167,13 @@ class ConformanceMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self._live()))
     @rule(data=st.data())
     def advance_mixed(self, data: st.DataObject) -> None:
-        """Prompts in chunks, decodes of any length, and rows without a token beside them."""
+        """Prompt chunks, decodes of any length, and rows without a token."""
         self._mixed(data)
 
     @precondition(lambda self: len(self._live()) < self._scene_now().num_reqs)
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
-        """A request comes: anywhere in its prompt or past it, sharing a prefix or not."""
+        """A request arrives: anywhere in its prompt or past it, sharing a prefix or not."""
         self._arrive(data)
 
     def _arrive(self, data: st.DataObject) -> None:
@@ -186,7 +187,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self._live()))
     @rule(data=st.data())
     def depart(self, data: st.DataObject) -> None:
-        """A request leaves; its pages are poisoned, and soon another's."""
+        """A request leaves; its pages are poisoned, then reused."""
         self._do(Depart(request=self._one(data).number))
 
     @precondition(lambda self: bool(self._live()))
@@ -210,24 +211,24 @@ class ConformanceMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Release the backend."""
         if self._stage is not None:
-            self.log.ran(self._stage.watch)
+            self.log.add(self._stage.watch)
             self._stage.close()
 
     def _decode(self, data: st.DataObject, count: int) -> None:
-        """Run a uniform decode of so many requests, as far as they are past their prompt."""
+        """Run a uniform decode of up to so many requests that are past their prompt."""
         stage = self._stage_now()
         able = [live for live in self._live() if live.computed >= live.prompt]
         rows = self._drawn(data, able)[:count]
         while rows:
             k = stage.draft_tokens(len(rows))
-            if stage.admits([(live, 1 + k, 0) for live in rows]):
+            if admits(stage, [(live, 1 + k, 0) for live in rows]):
                 break
             rows = rows[1:]
         if not rows:
             self._mixed(data)
             return
-        kept = st.integers(0, k)
-        self._do(Forward(rows=tuple((live.number, 1 + k, data.draw(kept, label="kept")) for live in rows)))
+        accepted = st.integers(0, k)
+        self._do(RunBatch(rows=tuple((live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows)))
 
     def _mixed(self, data: st.DataObject) -> None:
         """Run a batch of any shape that the limits admit."""
@@ -239,36 +240,34 @@ class ConformanceMachine(RuleBasedStateMachine):
             if most < 0:
                 break
             count = data.draw(st.one_of(st.just(most), st.integers(0, most)), label="tokens")
-            kept = data.draw(st.integers(0, max(count - 1, 0)), label="kept")
-            rows.append((live.number, count, kept))
+            accepted = data.draw(st.integers(0, max(count - 1, 0)), label="accepted")
+            rows.append((live.number, count, accepted))
             left -= count
         if sum(count for _, count, _ in rows) >= len(rows) > 0:
-            self._do(Forward(rows=tuple(rows)))
+            self._do(RunBatch(rows=tuple(rows)))
 
-    # Beside.
-
-    def _live(self) -> list[Live]:
+    def _live(self) -> list[LiveRequest]:
         return [] if self._stage is None else list(self._stage.live.values())
 
-    def _one(self, data: st.DataObject) -> Live:
+    def _one(self, data: st.DataObject) -> LiveRequest:
         return data.draw(st.sampled_from(self._live()), label="request")
 
     @staticmethod
-    def _drawn(data: st.DataObject, live: list[Live]) -> list[Live]:
+    def _drawn(data: st.DataObject, live: list[LiveRequest]) -> list[LiveRequest]:
         """Draw an order."""
         return list(data.draw(st.permutations(live), label="order"))
 
     def _do(self, step: Step) -> None:
         self._steps.append(step)
-        self.log.steps[type(step).__name__.lower()] += 1
-        self._watched(lambda: self._stage_now().do(step))
+        self.log.steps[step_name(step)] += 1
+        self._watched(lambda: run_step(self._stage_now(), step))
 
-    def _watched(self, act: Callable[[], Done]) -> Done:
+    def _watched(self, act: Callable[[], T]) -> T:
         try:
             return act()
         except Exception as error:
             case = dumps(Case(scene=self._scene_now(), steps=tuple(self._steps)))
-            self.log.violation = as_violation(error, case)
+            self.log.violation = _with_case(error, case)
             raise self.log.violation from error
 
     def _scene_now(self) -> Scene:
@@ -280,10 +279,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         return self._stage
 
 
-def as_violation(error: Exception, case: str) -> Violation:
-    """Return the violation that an error of a case is, with the case in it."""
-    finding = error.finding if isinstance(error, Violation) else broke(error)
-    return Violation(attrs.evolve(finding, case=case))
+def _with_case(error: Exception, case: str) -> Violation:
+    return Violation(attrs.evolve(Violation.of(error).failure, case=case))
 
 
 def _lengths(scene: Scene) -> SearchStrategy[int]:
@@ -295,39 +292,30 @@ def _lengths(scene: Scene) -> SearchStrategy[int]:
 
 
 @attrs.frozen(kw_only=True)
-class Played:
-    """What came of a case."""
+class PlayResult:
+    """The outcome of a case."""
 
-    violation: Violation | None
+    failure: Failure | None
+    """What does not hold, with the case in it."""
     log: Log
-    """Of the steps that were done."""
-    left_out: tuple[int, ...]
-    """The steps that did not apply, counted from 1."""
-
-    @property
-    def finding(self) -> Finding | None:
-        """What does not hold, with the case in it; None where all does."""
-        return None if self.violation is None else self.violation.finding
+    """Of the steps that were run."""
+    skipped: tuple[int, ...]
+    """Steps that did not apply, counted from 1."""
 
 
-def played(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Played:
-    """Do a case from its beginning, up to what does not hold."""
-    log, left_out, violation = Log(examples=1), [], None
+def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), **options: object) -> PlayResult:
+    """Run a case from its beginning, up to the first failure; options are those of ``Stage``."""
+    log, skipped, failure = Log(examples=1), [], None
     try:
-        with Stage(tested, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]
+        with Stage(subject, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]
             try:
                 for number, step in enumerate(case.steps, 1):
-                    if stage.do(step):
-                        log.steps[type(step).__name__.lower()] += 1
+                    if run_step(stage, step):
+                        log.steps[step_name(step)] += 1
                     else:
-                        left_out.append(number)
+                        skipped.append(number)
             finally:
-                log.ran(stage.watch)
+                log.add(stage.watch)
     except Exception as error:
-        violation = as_violation(error, dumps(case))
-    return Played(violation=violation, log=log, left_out=tuple(left_out))
-
-
-def play(tested: Tested, case: Case, *, spared: Sequence[str] = (), **options: object) -> Violation | None:
-    """Do a case from its beginning; returns what does not hold, or None."""
-    return played(tested, case, spared=spared, **options).violation
+        failure = _with_case(error, dumps(case)).failure
+    return PlayResult(failure=failure, log=log, skipped=tuple(skipped))

@@ -1,4 +1,4 @@
-"""What attention leaves in its outputs, marked before and kept behind, inside the graph."""
+"""Attention outputs, marked before attention and copied after it, inside the graph."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from capture_planner.runtime.executor import Scoring
 
 
 class Outputs:
-    """What attention left in its outputs: marked before it, and copied behind it, inside the graph."""
+    """Copies of the attention outputs of each layer, to see which rows were written."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Role, int], torch.Tensor] = {}
+        self._copies: dict[tuple[Role, int], torch.Tensor] = {}
 
     def watch(self, role: RoleRun) -> None:
-        """Begin, before anything is captured."""
+        """Wrap the attention of a role; call it before the capture."""
         role.attention.attend = functools.partial(self._attend, role, role.attention.attend)  # type: ignore[method-assign]
 
     def of(self, role: RoleRun) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield, for each layer that attended, its output ``[rows, width]`` of the last forward."""
         rows = role.attention.seen_rows()
-        for (of, layer), kept in self._kept.items():
+        for (of, layer), copy in self._copies.items():
             if of is role.role:
-                yield layer, kept[:rows]
+                yield layer, copy[:rows]
 
     def _attend(
         self,
@@ -44,9 +44,9 @@ class Outputs:
         out.view(INTEGERS[out.itemsize]).fill_(mark(out))
         inner(layer, query, keys, values, out, scoring)
         key = role.role, layer
-        if key not in self._kept:
-            self._kept[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
-        self._kept[key][: len(out)].copy_(out.flatten(1))
+        if key not in self._copies:
+            self._copies[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
+        self._copies[key][: len(out)].copy_(out.flatten(1))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,5 +55,5 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mark(tensor: torch.Tensor) -> int:
-    """Return the integer whose bits stand in an output before attention: a number that no kernel makes."""
+    """Return the integer that an output holds before attention, bit by bit: no kernel computes it."""
     return int.from_bytes(b"\x7b" * tensor.itemsize, "little")

@@ -1,8 +1,8 @@
-"""The model that backends are put through: attention alone, of tables that anybody can look up.
+"""The model that backends are tested with: attention alone, with queries, keys and values from tables.
 
-A token's queries, keys and values follow from its id and its position and from nothing else, in every
-layer. So whoever knows the tokens of a request knows what each of its rows must become, whatever pages
-it lies in and whatever was computed before: ``Tables.attended`` says it densely, in float64.
+A token's queries, keys and values depend on its id and its position and on nothing else, in every layer. So
+the tokens of a request determine each of its rows, whatever its pages and whatever was computed before:
+``Tables.attended`` computes the rows densely, in float64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
 
 @attrs.frozen(kw_only=True)
-class Heads:
+class AttentionShape:
     """The attention of one model: layers, heads, their width, and each layer's window."""
 
     layers: int
@@ -45,13 +45,13 @@ class Tables(nn.Module):
     by_position: torch.Tensor
 
     def __init__(
-        self, heads: Heads, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
+        self, shape: AttentionShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
     ) -> None:
         super().__init__()
-        self.heads = heads
-        wide = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
+        self.shape = shape
+        wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         for name, rows in (("by_token", vocabulary), ("by_position", longest)):
-            table = torch.zeros(rows, heads.layers, wide, dtype=dtype, device=device)
+            table = torch.zeros(rows, shape.layers, wide, dtype=dtype, device=device)
             self.register_buffer(name, table)
         self.load(seed)
 
@@ -64,8 +64,8 @@ class Tables(nn.Module):
     def split(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``."""
         rows = self.by_token[ids] + self.by_position[positions]
-        heads, dim = self.heads, self.heads.head_dim
-        widths = [heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim]
+        shape, dim = self.shape, self.shape.head_dim
+        widths = [shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim]
         parts = torch.split(rows, widths, dim=-1)
         return tuple(part.reshape(*part.shape[:-1], part.shape[-1] // dim, dim) for part in parts)
 
@@ -74,14 +74,14 @@ class Tables(nn.Module):
 
         ``ids int64[S]`` are the tokens of one request from its first position on.
         """
-        heads, positions = self.heads, torch.arange(len(ids), device=ids.device)
+        shape, positions = self.shape, torch.arange(len(ids), device=ids.device)
         query, keys, values = (part.double() for part in self.split(ids, positions))
         rows = positions[first:]
         grouped = query[first:].reshape(
-            len(rows), heads.layers, heads.kv_heads, heads.heads // heads.kv_heads, heads.head_dim
+            len(rows), shape.layers, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
         )
-        scores = torch.einsum("qlhgd,slhd->lhgqs", grouped, keys) * self.heads.scale
-        for layer, window in enumerate(self.heads.windows):
+        scores = torch.einsum("qlhgd,slhd->lhgqs", grouped, keys) * shape.scale
+        for layer, window in enumerate(shape.windows):
             seen = positions <= rows[:, None]
             if window is not None:
                 seen &= positions > rows[:, None] - window
@@ -97,15 +97,11 @@ class ProbeTarget(nn.Module):
 
     def __init__(self, tables: Tables, vocabulary: int, longest: int, seed: int) -> None:
         super().__init__()
-        heads = tables.heads
+        shape = tables.shape
         self.tables, self.name, self.mrope = tables, "probe", False
-        self.num_layers, self.num_heads, self.num_kv_heads = heads.layers, heads.heads, heads.kv_heads
-        self.head_dim, self.windows = heads.head_dim, heads.windows
-        self.hidden_size, self.vocab_size, self.max_model_len = (
-            heads.layers * heads.width,
-            vocabulary,
-            longest,
-        )
+        self.num_layers, self.num_heads, self.num_kv_heads = shape.layers, shape.heads, shape.kv_heads
+        self.head_dim, self.windows = shape.head_dim, shape.windows
+        self.hidden_size, self.vocab_size, self.max_model_len = (shape.layers * shape.width, vocabulary, longest)
         self.dtype = tables.by_token.dtype
         self.register_buffer("head", _head(self.hidden_size, vocabulary, tables.by_token, seed))
 
@@ -143,10 +139,10 @@ class ProbeDrafter(nn.Module):
 
     def __init__(self, tables: Tables, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int) -> None:
         super().__init__()
-        heads = tables.heads
+        shape = tables.shape
         self.tables, self.name, self.aux_layers = tables, "probe drafter", aux_layers
-        self.num_layers, self.num_heads, self.num_kv_heads = heads.layers, heads.heads, heads.kv_heads
-        self.head_dim, self.hidden_size = heads.head_dim, target.hidden_size
+        self.num_layers, self.num_heads, self.num_kv_heads = shape.layers, shape.heads, shape.kv_heads
+        self.head_dim, self.hidden_size = shape.head_dim, target.hidden_size
         self.register_buffer("head", _head(self.hidden_size, target.vocab_size, tables.by_token, seed))
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
@@ -164,9 +160,7 @@ class ProbeDrafter(nn.Module):
         times = -(-self.hidden_size // attention.shape[1])
         return (attention.repeat(1, times)[:, : self.hidden_size] + hidden) * 0.5
 
-    def propose(
-        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token of each row, ``int64[N]``."""
         return (hidden @ self.head).argmax(-1)
 
@@ -182,9 +176,9 @@ def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend:
     """Let the runner attend in every layer; returns the outputs side by side, ``[T, layers * width]``."""
     query, keys, values = tables.split(ids.long(), positions)
     found = []
-    for layer in range(tables.heads.layers):
+    for layer in range(tables.shape.layers):
         q, k, v = (part[:, layer].contiguous() for part in (query, keys, values))
-        found.append(attend(layer, q, k, v, Scoring(scale=tables.heads.scale)).flatten(1))
+        found.append(attend(layer, q, k, v, Scoring(scale=tables.shape.scale)).flatten(1))
     return torch.cat(found, dim=1)
 
 

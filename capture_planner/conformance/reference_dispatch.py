@@ -1,6 +1,6 @@
-"""A dispatcher that nobody could get wrong: it looks at every entry, for every batch, each time.
+"""A dispatcher that is simple to verify: it scans all entries for every batch.
 
-Compatibility and preference are stated here a second time, from the laws and not from ``Entry.rejection``
+Compatibility and preference are implemented a second time, from the laws and not from ``Entry.rejection``
 and ``Entry.cost``.
 """
 
@@ -24,7 +24,7 @@ def cheapest(plan: Plan, batch: Batch) -> Entry | None:
 
 
 def serves(entry: Entry, batch: Batch, chain: int | None) -> bool:
-    """Say whether a graph can compute a batch: room on each axis, and nothing baked in that is untrue."""
+    """Say whether a graph can compute a batch: room on each axis, and nothing baked in that is wrong."""
     room = batch.num_tokens <= entry.num_tokens and batch.active_loras <= entry.active_loras
     if entry.num_reqs is not None:
         room = room and batch.num_reqs <= entry.num_reqs
@@ -45,19 +45,19 @@ def scheduled_k(plan: Plan, num_reqs: int) -> int:
 
 
 def chain_length(plan: Plan, role: Role, num_reqs: int) -> int | None:
-    """Return how many draft decodes follow each other; None where the question makes no sense."""
+    """Return the number of draft decodes in a chain; None for a role or plan without chains."""
     if role is not Role.DRAFT_DECODE or plan.speculative is None:
         return None
     return max(0, scheduled_k(plan, num_reqs) - 1)
 
 
 def without_adapters(batch: Batch) -> Batch:
-    """Return the batch as a drafter sees it: it takes no adapters, so a count of them means nothing to it."""
+    """Return the batch without its adapter count if its role is a drafter, which uses no adapters."""
     return attrs.evolve(batch, active_loras=0) if batch.role.is_drafter and batch.active_loras > 0 else batch
 
 
 def _price(entry: Entry) -> tuple[object, ...]:
-    """Return what is least of the best: a full graph, then little padding, then the most special."""
+    """Return the sort key of preference: a full graph, then little padding, then the most specific."""
     return (
         entry.mode is not GraphMode.FULL,
         entry.num_tokens,

@@ -1,42 +1,47 @@
-"""What is set up and what is done to it, as data: a scene and its steps, which can be written down.
+"""Scenes and steps as data.
 
 A scene with steps is a *case*: it does the same thing anywhere, any number of times. ``dumps`` and
-``loads`` are its text, of one line, which a reproduction command carries.
+``loads`` convert it to and from one line of JSON, which a reproduction command carries.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
-import attrs
+from cattrs.errors import ClassValidationError
 
-from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.codec.converter import CONVERTER, problems_of
+from capture_planner.codec.writing import to_data
+from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
+from capture_planner.records._base import Count, Interval, NonNegative, record
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
 
 VOCABULARY = 53
 
+Seed = Annotated[int, Interval(0, (1 << 62) - 1)]
+Triple = tuple[NonNegative, NonNegative, NonNegative]
 
-@attrs.frozen(kw_only=True)
+
+@record
 class Shape:
-    """What kernels are compiled for; a backend runs some of these and refuses others."""
+    """What kernels are compiled for; a backend runs some shapes and refuses others."""
 
     dtype: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    longest: int
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    page_size: Count
+    longest: Count
     """The model's longest sequence, in tokens."""
     windowed: bool = False
     """Whether half of the layers have a sliding window."""
 
     @property
     def window(self) -> int | None:
-        """Its width in tokens: a little more than a page, so that it ends inside one."""
+        """The width in tokens: a little more than a page, so that it ends inside one."""
         return self.page_size + 1 if self.windowed else None
 
     def __str__(self) -> str:
@@ -47,22 +52,22 @@ class Shape:
         )
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Scene:
     """One deployment of a backend, small enough to be captured in a blink."""
 
     shape: Shape
     mode: GraphMode = GraphMode.FULL_AND_PIECEWISE
-    num_reqs: int = 3
-    num_tokens: int = 16
-    layers: int = 1
-    size_tokens: tuple[int, ...] = (16,)
-    """Captured sizes of mixed batches, in tokens; empty: as the default policy has them."""
-    size_reqs: tuple[int, ...] = (3,)
+    num_reqs: Count = 3
+    num_tokens: Count = 16
+    layers: Count = 1
+    size_tokens: tuple[NonNegative, ...] = (16,)
+    """Captured sizes of mixed batches, in tokens; empty: those of the default policy."""
+    size_reqs: tuple[NonNegative, ...] = (3,)
     """Captured sizes of uniform decodes, in requests."""
-    drafts: int = 0
+    drafts: NonNegative = 0
     """K; 0: no drafter."""
-    schedule: tuple[tuple[int, int, int], ...] = ()
+    schedule: tuple[Triple, ...] = ()
     eagle3: bool = False
     fused: bool = True
     """Whether draft chains are planned as one graph."""
@@ -70,8 +75,8 @@ class Scene:
     """Whether each role has a pool of its own."""
     ahead: bool = False
     """Whether steps are launched ahead, and drafts are verified on the device."""
-    seed: int = 0
-    """Of weights, tokens and garbage."""
+    seed: Seed = 0
+    """Seed of weights, tokens and garbage."""
 
     def spec(self, backend: str) -> Spec:
         """Return the spec that is planned."""
@@ -116,205 +121,124 @@ class Scene:
         )
 
 
-# What happens in a scene. Requests are named by the number of their arrival, from 0.
+# What happens in a scene. Requests are numbered in the order of their arrival, from 0.
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Arrive:
-    """A request comes, some of it computed already, as if by steps before."""
+    """A request arrives, some of it computed already, as if by earlier steps."""
 
-    prompt: int
-    computed: int = 0
-    """Tokens whose keys and values are in the cache; the prompt is behind it from ``prompt`` on."""
-    shares: int | None = None
-    """Whose full pages of the computed part it shares, as far as it has them; None: nobody's."""
+    prompt: NonNegative
+    computed: NonNegative = 0
+    """Tokens whose keys and values are in the cache; the prompt is done from ``prompt`` on."""
+    shares: NonNegative | None = None
+    """The request whose full pages of the computed part it shares, if any."""
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Depart:
-    """A request leaves, and its pages are free: others get them soon."""
+    """A request leaves; its pages are free, and soon another's."""
 
-    request: int
+    request: NonNegative
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Move:
-    """A request's own pages are exchanged for others, and what is in them is taken along."""
+    """A request's own pages are exchanged for others, with their contents."""
 
-    request: int
+    request: NonNegative
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Reload:
-    """Weights are loaded anew, in place, and what lives is computed again."""
+    """Weights are reloaded in place, and live requests are computed again."""
 
-    seed: int
-
-
-@attrs.frozen(kw_only=True)
-class Forward:
-    """One step: the target on these rows, and the drafter after it where there is one."""
-
-    rows: tuple[tuple[int, int, int], ...]
-    """For each row its request, its tokens, and how many of its drafts are kept. A row may have none."""
+    seed: Seed
 
 
-@attrs.frozen(kw_only=True)
+@record
+class RunBatch:
+    """One step: the target on these rows, then the drafter if there is one."""
+
+    rows: tuple[Triple, ...]
+    """For each row its request, its tokens, and how many of its drafts are accepted. Tokens may be 0."""
+
+
+@record
 class Serve:
-    """Requests are served to their end by the scheduler, beside what lives: each has a prompt length,
-    a number of new tokens, and the step of its arrival.
+    """The scheduler serves requests to their end, next to the live ones.
+
+    Each has a prompt length, a number of new tokens, and the step of its arrival.
     """
 
-    requests: tuple[tuple[int, int, int], ...]
+    requests: tuple[Triple, ...]
 
 
-Step = Arrive | Depart | Move | Reload | Forward | Serve
+Step = Arrive | Depart | Move | Reload | RunBatch | Serve
 _STEPS: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind for kind in (Arrive, Depart, Move, Reload, Forward, Serve)
+    "arrive": Arrive,
+    "depart": Depart,
+    "move": Move,
+    "reload": Reload,
+    "forward": RunBatch,
+    "serve": Serve,
 }
+_STEP_NAMES = {kind: name for name, kind in _STEPS.items()}
 
 
-@attrs.frozen(kw_only=True)
+def step_name(step: Step) -> str:
+    """Return the name of a step's kind, as a case has it under ``do``."""
+    return _STEP_NAMES[type(step)]
+
+
+@record
 class Case:
-    """A scene and what happened in it."""
+    """A scene and what happens in it."""
 
     scene: Scene
     steps: tuple[Step, ...] = ()
 
 
 def dumps(case: Case) -> str:
-    """Write a case as one line of JSON; what is as its default is left out."""
-    steps = [{"do": type(step).__name__.lower()} | _changed(step) for step in case.steps]
-    return json.dumps({"scene": _changed(case.scene), "steps": steps}, separators=(",", ":"))
+    """Return a case as one line of JSON, without the values that are defaults."""
+    steps = [{"do": step_name(step)} | to_data(step) for step in case.steps]
+    return json.dumps({"scene": to_data(case.scene), "steps": steps}, separators=(",", ":"))
 
 
 def loads(text: str) -> Case:
-    """Read what ``dumps`` wrote; raises ``RunError`` that says what is wrong with it, and where."""
+    """Read what ``dumps`` wrote; raises ``RunError`` that says what is wrong, and where."""
     try:
-        found = json.loads(text, object_pairs_hook=_once)
-        _known("the case", found, ("scene", "steps"))
-        scene = _read_scene(found["scene"])
-        if not isinstance(found["steps"], list):
-            raise ValueError("steps: expected a list")
-        steps = tuple(_read_step(f"steps[{at}]", step) for at, step in enumerate(found["steps"]))
+        data = json.loads(text, object_pairs_hook=_unique_keys)
+        if not isinstance(data, dict) or set(data) != {"scene", "steps"} or not isinstance(data["steps"], list):
+            raise ValueError("expected an object with scene and a list of steps")
+        scene = _structure("scene", data["scene"], Scene)
+        steps = tuple(_read_step(f"steps[{number}]", step) for number, step in enumerate(data["steps"]))
+        # A scene that no spec can have is refused here, rather than by the planner.
+        scene.spec("any")
         return Case(scene=scene, steps=steps)
     except (ValueError, RecursionError, CapturePlannerError) as error:
-        raise RunError(
-            f"this is not a case of the conformance suite: {' '.join(str(error).split())}; "
-            "give one as it was printed"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise RunError(f"not a case of the conformance suite: {reason}; copy it as it was printed") from error
 
 
-def _read_scene(data: Any) -> Scene:
-    given = dict(data) if isinstance(data, dict) else data
-    if isinstance(given, dict) and "shape" in given:
-        given["shape"] = _record("scene.shape", Shape, given["shape"])
-    modes = [mode.value for mode in GraphMode]
-    if isinstance(given, dict) and "mode" in given:
-        if given["mode"] not in modes:
-            raise ValueError(f"scene.mode: expected one of {', '.join(modes)}, got {given['mode']!r}")
-        given["mode"] = GraphMode(given["mode"])
-    scene: Scene = _record("scene", Scene, given)
-    for where, part, names in (
-        ("scene", scene, ("num_reqs", "num_tokens", "layers")),
-        ("scene.shape", scene.shape, ("heads", "kv_heads", "head_dim", "page_size", "longest")),
-    ):
-        for name in names:
-            if getattr(part, name) < 1:
-                raise ValueError(f"{where}.{name}: must be at least 1, and is {getattr(part, name)}")
-    scene.spec("any")
-    return scene
-
-
-def _read_step(where: str, data: Any) -> Step:
+def _read_step(where: str, data: Any) -> Any:
     if not isinstance(data, dict) or data.get("do") not in _STEPS:
-        raise ValueError(
-            f"{where}: expected an object whose `do` is one of {', '.join(_STEPS)}, got {data!r}"
-        )
-    step: Step = _record(where, _STEPS[data["do"]], {name: data[name] for name in data if name != "do"})
-    return step
+        raise ValueError(f"{where}: expected an object whose `do` is one of {', '.join(_STEPS)}, got {data!r}")
+    fields = {name: value for name, value in data.items() if name != "do"}
+    return _structure(where, fields, _STEPS[data["do"]])
 
 
-def _record(where: str, kind: type[Any], data: Any) -> Any:
-    """Make a record of plain data, each value of its annotated type, and no number below 0."""
-    fields = attrs.fields_dict(kind)
-    _known(where, data, [n for n, field in fields.items() if field.default is attrs.NOTHING], fields)
-    kinds = get_type_hints(kind)
-    values = {name: _tuples(value) for name, value in data.items()}
-    for name, value in values.items():
-        if not _fits(value, kinds[name]):
-            raise ValueError(f"{where}.{name}: expected {_in_words(kinds[name])}, got {data[name]!r}")
-        if any(number < 0 for number in _numbers(value)):
-            raise ValueError(f"{where}.{name}: no number may be below 0, got {data[name]!r}")
-    return kind(**values)
+def _structure(where: str, data: Any, kind: type[Any]) -> Any:
+    try:
+        return CONVERTER.structure(data, kind)
+    except (ClassValidationError, InvalidValue) as error:
+        problems = (problem.under((where,)) for problem in problems_of(error))
+        raise ValueError("; ".join(map(str, problems))) from None
 
 
-def _known(where: str, data: Any, needed: Collection[str], known: Collection[str] = ()) -> None:
-    """Refuse what is no object, lacks a key that is needed, or has one that is not known."""
-    known = known or needed
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected an object with {', '.join(known)}, got {data!r}")
-    for name in needed:
-        if name not in data:
-            raise ValueError(f"{where}: {name} is missing")
-    for name in data:
-        if name not in known:
-            raise ValueError(f"{where}: unknown key {name!r}; known are {', '.join(known)}")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object whose keys are each given once."""
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(k for i, k in enumerate(keys) if k in keys[:i])!r} is given twice")
-    return data
-
-
-def _numbers(value: Any) -> Iterator[int]:
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _numbers(item)
-    elif isinstance(value, int):
-        yield value
-
-
-def _tuples(item: Any) -> Any:
-    """Make tuples of lists, as they were."""
-    return tuple(map(_tuples, item)) if isinstance(item, list) else item
-
-
-def _in_words(kind: Any) -> str:
-    """Write a type as people would."""
-    inner = get_args(kind)
-    if get_origin(kind) is tuple:
-        if inner[-1] is ...:
-            return f"a list, each {_in_words(inner[0])}"
-        return f"[{', '.join(_in_words(each) for each in inner)}]"
-    if inner:
-        return " or ".join(_in_words(each) for each in inner)
-    words = {int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
-    return words.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Say whether a value is of an annotated type; no bool is a number here."""
-    inner = get_args(kind)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, tuple):
-            return False
-        each = inner[:1] * len(value) if inner[-1] is ... else inner
-        return len(value) == len(each) and all(map(_fits, value, each))
-    if inner:
-        return any(_fits(value, one) for one in inner)
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-
-
-def _changed(value: Any) -> dict[str, Any]:
-    found = {}
-    for field in attrs.fields(type(value)):
-        item = getattr(value, field.name)
-        if item == field.default and field.default is not attrs.NOTHING:
-            continue
-        found[field.name] = _changed(item) if attrs.has(type(item)) else getattr(item, "value", item)
-    return found
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for index, key in enumerate(keys):
+        if key in keys[:index]:
+            raise ValueError(f"{key!r} is given twice")
+    return dict(pairs)

@@ -1,35 +1,35 @@
-"""The suite: put one backend through everything, and say what was found.
+"""The suite: test one backend, and report what does not hold.
 
-The same seed does the same: examples are Hypothesis's, drawn from a seed, and nothing is kept between
-two runs. Everything here runs without pytest.
+The same seed does the same: Hypothesis draws the examples from it, and nothing is kept between two runs.
+Nothing here needs pytest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter
 
 import attrs
 import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
-from capture_planner.conformance.audit import Audited, audit
-from capture_planner.conformance.declared import check_declared
-from capture_planner.conformance.drawing import drawn
-from capture_planner.conformance.finding import Finding, Violation
-from capture_planner.conformance.machine import ConformanceMachine, Log, Played, play, played
+from capture_planner.conformance.audit import AuditResult, audit
+from capture_planner.conformance.declaration_checks import check_declared
+from capture_planner.conformance.failure import Failure, Violation
+from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play
+from capture_planner.conformance.minimize import PLAYS, minimize
 from capture_planner.conformance.scene import Case, Shape, loads
-from capture_planner.conformance.shapes import Refused, usable_shapes
-from capture_planner.conformance.smaller import PLAYS, smaller
-from capture_planner.conformance.stage import Stage, Tested
+from capture_planner.conformance.search_settings import search_settings
+from capture_planner.conformance.shapes import RefusedShape, usable_shapes
+from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.subject import Subject
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
 class Profile:
-    """How much is tried."""
+    """The effort of a search."""
 
     name: str
     examples: int
@@ -41,189 +41,163 @@ class Profile:
 DEFAULT = Profile(name="default", examples=150, steps=15)
 THOROUGH = Profile(name="thorough", examples=2000, steps=15)
 
-FRESH = 10
-"""Scenes that are drawn afresh before a new search is begun."""
+BATCH = 10
+"""Scenes of one Hypothesis run. After its tenth example, Hypothesis draws mostly variations of earlier ones: in
+150 examples of one run, 70 scenes were different."""
 
 DRAFTS = (0, 1, 2, 3, 5)
 """K of the scenes."""
 
 
 @attrs.frozen(kw_only=True)
-class Choices:
-    """What somebody may choose about a run of the suite; the defaults suit most."""
+class SuiteOptions:
+    """Options of a run of the suite."""
 
     profile: Profile = DEFAULT
     seed: int = 0
     shapes: tuple[Shape, ...] = ()
-    """What kernels are asked for; empty: those of ``shapes.CANDIDATES`` that the backend runs."""
+    """Shapes to test; empty: those of ``shapes.CANDIDATES`` that the backend runs."""
     drafts: tuple[int, ...] = DRAFTS
     shrink: bool = True
-    """Make a failing case small. It takes longer than finding it does."""
+    """Minimize a failing case. It takes longer than finding it."""
     blame: bool = True
-    """Say which garbage a failing case needs."""
+    """Find out which garbage a failing case needs."""
     audits: bool = True
     """Attack the declared fields of a backend that passed everything else."""
 
 
 @attrs.frozen(kw_only=True)
-class Outcome:
-    """What a run of the suite did and found."""
+class SuiteResult:
+    """The outcome of a run of the suite."""
 
     shapes: tuple[Shape, ...]
-    refused: tuple[Refused, ...]
-    """Shapes that the backend does not run, each with its reason."""
+    refused: tuple[RefusedShape, ...]
     log: Log
-    findings: tuple[Finding, ...]
-    audited: tuple[Audited, ...]
-    """What came of the attacks on declared fields; empty where something was found before."""
+    failures: tuple[Failure, ...]
+    audited: tuple[AuditResult, ...]
+    """Results of the attacks on declared fields; empty after a failure."""
     seconds: float
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
+        """Whether there is no failure."""
+        return not self.failures
 
 
 def conform(
-    tested: Tested,
-    choices: Choices | None = None,
+    subject: Subject,
+    options: SuiteOptions | None = None,
     progress: Callable[[Log], None] = lambda log: None,
-    attacking: Callable[[str, int], None] = lambda field, total: None,
-) -> Outcome:
-    """Put a backend through the suite: declarations, any scene and any order of steps, audits.
+    on_attack: Callable[[str, int], None] = lambda attack, total: None,
+) -> SuiteResult:
+    """Test a backend: declarations, random scenes with any order of steps, audits.
 
-    ``progress`` is called at each scene, ``attacking`` before each attack of an audit.
-    Raises ``RunError`` where the backend runs none of the shapes here, or no forward ran: there is nothing
-    to say then.
+    ``progress`` is called at each scene, ``on_attack`` before each attack of an audit, with its name and the
+    number of all. Raises ``RunError`` if the backend runs no shape here, or no forward ran: nothing was tested.
     """
-    choices, started, log = choices or Choices(), perf_counter(), Log(told=progress)
-    findings: list[Finding] = []
-    shapes, refused = usable_shapes(tested, choices.shapes)
+    options, started, log = options or SuiteOptions(), perf_counter(), Log(on_change=progress)
+    shapes, refused = usable_shapes(subject, options.shapes)
     log.shapes = shapes
-    findings += check_declared(tested, shapes)
-    if not findings and (violation := search(tested, shapes, choices, log)) is not None:
-        finding = violation.finding
-        findings.append(blamed(tested, finding) if choices.blame else finding)
-    audited: tuple[Audited, ...] = ()
-    if choices.audits and not findings:
-        audited = audit(tested, shapes, seed=choices.seed, progress=attacking)
-    return Outcome(
+    failures = check_declared(subject, shapes)
+    if not failures and (failure := search(subject, shapes, options, log)) is not None:
+        failures.append(with_causes(subject, failure) if options.blame else failure)
+    audited: tuple[AuditResult, ...] = ()
+    if options.audits and not failures:
+        audited = audit(subject, shapes, seed=options.seed, progress=on_attack)
+    return SuiteResult(
         shapes=shapes,
         refused=refused,
         log=log,
-        findings=tuple(findings),
+        failures=tuple(failures),
         audited=audited,
         seconds=perf_counter() - started,
     )
 
 
-def search(
-    tested: Tested,
-    shapes: Sequence[Shape],
-    choices: Choices,
-    log: Log,
-) -> Violation | None:
-    """Run the state machine; returns the violation of the smallest case that was found, or None.
+def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log: Log) -> Failure | None:
+    """Run the state machine; return the failure of the minimized case, or None.
 
-    Hypothesis only finds it: its shrinking may end by its clock, and so elsewhere on another machine.
-    Raises ``RunError`` where no forward ran in any scene: there is nothing to say then.
+    Raises ``RunError`` if no forward ran in any scene: nothing was tested.
     """
-    machine = type(
-        "Conformance",
-        (ConformanceMachine,),
-        {
-            "tested": tested,
-            "shapes": shapes,
-            "drafts": choices.drafts,
-            "log": log,
-        },
-    )
+    attributes = {"subject": subject, "shapes": shapes, "drafts": options.drafts, "log": log}
+    machine = type("Conformance", (ConformanceMachine,), attributes)
+    whole, rest = divmod(options.profile.examples, BATCH)
     try:
-        for number, examples in enumerate(_portions(choices.profile.examples)):
+        for number, examples in enumerate([BATCH] * whole + [rest] * (rest > 0)):
+            # Hypothesis only finds the case; ``minimize`` says why it does not shrink it.
             run_state_machine_as_test(
-                hypothesis.seed(f"{choices.seed}/{number}")(machine),
-                settings=drawn(examples, steps=choices.profile.steps, shrink=False),
+                hypothesis.seed(f"{options.seed}/{number}")(machine),
+                settings=search_settings(examples, steps=options.profile.steps, shrink=False),
             )
     except Violation:
-        comes_again = True
+        return _minimized(subject, shapes, options, log, reproduced=True)
     except hypothesis.errors.FlakyFailure:
-        comes_again = False
-    else:
-        if not log.forwards.total():
-            raise RunError(
-                f"no forward ran in {counted(log.examples, 'scene')} of up to "
-                f"{counted(choices.profile.steps, 'step')}, so that nothing was tried; "
-                "ask for more scenes or steps, or another seed"
-            )
-        return None
-    return _small(tested, shapes, choices, log, comes_again)
+        return _minimized(subject, shapes, options, log, reproduced=False)
+    if not log.forwards.total():
+        raise RunError(
+            f"no forward ran in {counted(log.examples, 'scene')} of up to "
+            f"{counted(options.profile.steps, 'step')}, so nothing was tested; "
+            "ask for more scenes or steps, or another seed"
+        )
+    return None
 
 
-def _small(
-    tested: Tested, shapes: Sequence[Shape], choices: Choices, log: Log, comes_again: bool
-) -> Violation:
-    """Make the last failing case small, as far as it is asked for, and say so where it comes and goes."""
+def _minimized(
+    subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log: Log, *, reproduced: bool
+) -> Failure:
+    """Minimize the last failing case, if asked for, and mark it if it does not fail at every run."""
     assert log.violation is not None, "something failed"
-    plays = PLAYS if choices.shrink else 1
-    made = []
-    for violation in smaller(log.violation, partial(play, tested), shapes, choices.drafts, plays):
-        made.append(violation)
-        log.violation = violation or log.violation
-        log.told(log)
-    if not comes_again or made[0] is None or made[-1] is None:
-        finding = log.violation.finding
-        log.violation = Violation(attrs.evolve(finding, says=f"(not at every run) {finding.says}"))
-    return log.violation
+    failure, results = log.violation.failure, []
+    plays = PLAYS if options.shrink else 1
+    for result in minimize(failure, lambda case: play(subject, case).failure, shapes, options.drafts, plays):
+        results.append(result)
+        failure = result or failure
+        log.violation = Violation(failure)
+        log.on_change(log)
+    if not reproduced or results[0] is None or results[-1] is None:
+        failure = attrs.evolve(failure, message=f"(not at every run) {failure.message}")
+        log.violation = Violation(failure)
+    return failure
 
 
-def _portions(examples: int) -> list[int]:
-    """Return how many scenes are drawn afresh together, so often.
+def with_causes(subject: Subject, failure: Failure) -> Failure:
+    """Return the failure with its causes: one source of garbage at a time is spared, to see if it is gone.
 
-    After its tenth example Hypothesis draws mostly what it drew before with a part exchanged: of 150 scenes
-    70 were different ones.
+    If one of them is a field, the failure names it with its axis.
     """
-    whole, rest = divmod(examples, FRESH)
-    return [FRESH] * whole + [rest] * (rest > 0)
-
-
-def blamed(tested: Tested, finding: Finding) -> Finding:
-    """Return the finding with the garbage without which it is not seen: one source at a time is spared.
-
-    Where that is a field, the finding names it with its axis.
-    """
-    if not finding.case:
-        return finding
-    case = loads(finding.case)
-    causes, field, axis = [], finding.field, finding.axis
-    for source, along in _sources(tested, case):
-        if play(tested, case, spared=(source,)) is None:
+    if not failure.case:
+        return failure
+    case = loads(failure.case)
+    causes, field, axis = [], failure.field, failure.axis
+    for source, along in _sources(subject, case):
+        if play(subject, case, spared=(source,)).failure is None:
             causes.append(source)
             if along and not field:
                 field, axis = source, along
-    return attrs.evolve(finding, causes=tuple(causes), field=field, axis=axis)
+    return attrs.evolve(failure, causes=tuple(causes), field=field, axis=axis)
 
 
-def _sources(tested: Tested, case: Case) -> list[tuple[str, str]]:
-    """Return what is spoilt in a scene, and for fields along which axis they are."""
+def _sources(subject: Subject, case: Case) -> list[tuple[str, str]]:
+    """Return the sources of garbage in a scene, and the axes of those that are fields."""
     try:
-        with Stage(tested, case.scene) as stage:
+        with Stage(subject, case.scene) as stage:
             axes = {
                 buffer.key: buffer.field.axis.value
                 for role in stage.runner.parts.roles.values()
                 for buffer in role.fields
             }
             return [(source, axes.get(source, "")) for source in stage.watch.sources()]
-    except Exception:  # A scene that cannot be set up has nothing that is spoilt.
+    except Exception:  # A scene that cannot be set up has no garbage.
         return []
 
 
-def again(tested: Tested, text: str) -> Played:
-    """Do a printed case again. Raises ``RunError`` for no case, and for one whose steps run nothing."""
+def replay(subject: Subject, text: str) -> PlayResult:
+    """Run a printed case. Raises ``RunError`` for text that is no case, and for a case that runs nothing."""
     case = loads(text)
-    found = played(tested, case)
-    if found.violation is None and case.steps and not found.log.forwards:
+    result = play(subject, case)
+    if result.failure is None and case.steps and not result.log.forwards:
         raise RunError(
             f"nothing of this case runs: none of its {counted(len(case.steps), 'step')} applies; "
             "give one as it was printed, with a request that arrives and a forward of it"
         )
-    return found
+    return result

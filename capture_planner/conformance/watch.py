@@ -1,4 +1,4 @@
-"""What is spoilt before every forward, and what is checked around it, whoever began it."""
+"""Garbage before every forward of a runner, and checks before and after it, however it was started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from capture_planner.conformance.finding import Check, Finding, Violation, broke
+from capture_planner.conformance.failure import Check, Failure, Violation
 from capture_planner.conformance.garbage import SOURCES, Garbage
 from capture_planner.conformance.outputs import Outputs, bits, mark
 from capture_planner.conformance.reference_dispatch import cheapest
@@ -29,28 +29,22 @@ from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.runner import Runner
 
 Slots = set[int]
-Held = Mapping[str, np.ndarray[Any, Any]]
-"""What the fields hold, by key, as far as a forward reads."""
+FieldValues = Mapping[str, np.ndarray[Any, Any]]
+"""Values of the fields by key, as far as a forward reads."""
 
 
 class Watch:
     """Around every forward of a runner: garbage before it, checks on both sides."""
 
     def __init__(
-        self,
-        runner: Runner,
-        world: World,
-        spared: Iterable[str] = (),
-        *,
-        trusting: bool = False,
-        outputs: Outputs,
+        self, runner: Runner, world: World, spared: Iterable[str] = (), *, trusting: bool = False, outputs: Outputs
     ) -> None:
         self.runner, self.world, self._trusting, self._outputs = runner, world, trusting, outputs
         self._garbage = Garbage(spared)
         self.ran: Counter[str] = Counter()
-        """Forwards, by role and by what ran: the mode of a graph, or NONE."""
+        """Forwards by role and mode: the mode of the graph, or NONE."""
         self.largest = (0, 0)
-        """Requests and tokens of the largest batches, each by itself."""
+        """The most requests and the most tokens of a batch; not always of the same."""
         self.batch: Batch | None = None
         self._filled = False
         for role in runner.parts.roles.values():
@@ -59,7 +53,7 @@ class Watch:
         self._persistent = self._where()
 
     def sources(self) -> tuple[str, ...]:
-        """Return the names of all that is spoilt."""
+        """Return the names of everything that gets garbage."""
         fields = {buffer.key for role in self.runner.parts.roles.values() for buffer in role.fields}
         return (*SOURCES, *sorted(fields))
 
@@ -84,9 +78,8 @@ class Watch:
         except Violation:
             raise
         except Exception as error:
-            raise Violation(
-                broke(error, role=role.role, entry=dispatch.entry, batch=in_words(batch))
-            ) from error
+            where = {"role": role.role, "entry": dispatch.entry, "batch": describe_batch(batch)}
+            raise Violation.of(error, **where) from error
         if dispatch is not EAGER:
             self._check_dispatch(role, batch, dispatch)
         return times
@@ -103,7 +96,7 @@ class Watch:
             self._check_placed(role, step, held)
         self._garbage.beyond(role, extents)
         mine = self._own_slots(role, step)
-        caches = [[tensor.clone() for tensor in family.flat()] for family in self.world.families]
+        caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
         state = self._state()
         times = inner(step, started)
         if not self._trusting:
@@ -121,21 +114,16 @@ class Watch:
         if answer.entry != expected:
             self._refuse(
                 Check.DISPATCHED,
-                f"this batch was sent to {answer.entry or 'no graph'}, and the cheapest compatible graph is "
+                f"the batch is dispatched to {answer.entry or 'no graph'}, and the cheapest compatible graph is "
                 f"{expected or 'none'}",
                 role,
                 answer.entry,
             )
         if expected is None and answer.reason in (None, Reason.UNCOVERED):
-            self._refuse(Check.DISPATCHED, "this batch runs eager, and no reason is given", role, None)
+            self._refuse(Check.DISPATCHED, "the batch runs eager without a reason", role, None)
 
     def _check_fields(
-        self,
-        role: RoleRun,
-        entry: Entry | None,
-        extents: Extents,
-        inputs: StepInputs,
-        held: Held,
+        self, role: RoleRun, entry: Entry | None, extents: Extents, inputs: StepInputs, held: FieldValues
     ) -> None:
         values, batch = inputs.declared, self.batch
         assert batch is not None, "a forward belongs to a batch"
@@ -176,15 +164,15 @@ class Watch:
             found = tail[tail != fill] if (tail != fill).any() else wide[wide != fill]
             self._refuse(
                 Check.FILLED,
-                f"the padding of {buffer.key} must hold {fill} ({field.fill.value}) and has {found.flat[0]}",
+                f"the padding of {buffer.key} must be {fill} ({field.fill.value}), and is {found.flat[0]}",
                 role,
                 entry,
                 field=buffer.key,
                 axis=field.axis.value,
             )
 
-    def _check_placed(self, role: RoleRun, step: ForwardStep, held: Held) -> None:
-        """Hold slots to positions and pages, and pages to those that the scheduler gave out."""
+    def _check_placed(self, role: RoleRun, step: ForwardStep, held: FieldValues) -> None:
+        """Compare slots with positions and pages, and pages with those that the scheduler assigned."""
         entry, tokens, reqs = step.entry, step.real.tokens, step.real.reqs
         names = ("query_start_loc", "block_table", "positions", "slot_mapping", "idx_mapping")
         starts, table, positions, slots, places = (held[name] for name in names)
@@ -196,8 +184,8 @@ class Watch:
             token = int(wrong.argmax())
             self._refuse(
                 Check.PLACED,
-                f"token {token} at position {positions[token]} is stored in slot {slots[token]}, and its page "
-                f"table says {expected[token]}",
+                f"token {token} at position {positions[token]} has slot {slots[token]}, and by its block table "
+                f"slot {expected[token]}",
                 role,
                 entry,
                 field="slot_mapping",
@@ -208,15 +196,11 @@ class Watch:
                 width = 1 + int(page[owner == row].max(initial=-1))
                 if (table[row, :width] != given[places[row], :width]).any():
                     self._refuse(
-                        Check.PLACED,
-                        f"row {row} has pages of another request",
-                        role,
-                        entry,
-                        field="block_table",
+                        Check.PLACED, f"row {row} has pages of another request", role, entry, field="block_table"
                     )
 
     def pages_of(self) -> np.ndarray[Any, Any] | None:
-        """Return the pages of each place where a scheduler gives them out; None where none does."""
+        """Return the pages of each place, if a scheduler assigns them."""
         serving = self.runner._serving
         if serving is None or serving.done or serving.is_over:
             return None
@@ -225,7 +209,7 @@ class Watch:
     # Checks after.
 
     def _check_moved(self, role: RoleRun, entry: Entry | None, extents: Extents, inputs: StepInputs) -> None:
-        """Hold the padding of the fields that graphs move on to its fill, behind a replay as before it."""
+        """Check after a replay the padding of fields that graphs advance: it must still be the fill."""
         assert self.batch is not None, "a forward belongs to a batch"
         for buffer in role.fields:
             real = inputs.array(buffer.field.name)
@@ -234,27 +218,25 @@ class Watch:
                 self._check_fill(role, entry, held, buffer, real, self.batch)
 
     def _check_written(self, role: RoleRun, entry: Entry | None) -> None:
-        """Hold every row of every attention output to be written, padding included."""
+        """Check that attention wrote every row of its outputs, padding included."""
         for layer, output in self._outputs.of(role):
             unwritten = (bits(output) == mark(output)).all(dim=1)
             if bool(unwritten.any()):
                 self._refuse(
                     Check.WRITTEN,
-                    f"attention of layer {layer} leaves row {int(unwritten.nonzero()[0])} of {len(output)} "
-                    "as it was",
+                    f"attention of layer {layer} does not write row {int(unwritten.nonzero()[0])} of {len(output)}",
                     role,
                     entry,
                 )
 
     def _own_slots(self, role: RoleRun, step: ForwardStep) -> Slots:
-        """Return the slots that the batch may write, as the values of the step say."""
+        """Return the slots that the batch may write: those of its tokens, and the null page."""
         entry, inputs = step.entry, step.inputs
         mine = None if inputs.slot_mapping is None else set(inputs.slot_mapping.tolist())
         table, positions = inputs.block_table, inputs.positions
         if mine is None or role.role is Role.DRAFT_DECODE:
-            # Slots that only the graph knows follow from positions and pages: of this step and, in a chain,
-            # of those behind it.
-            # Where drafts were verified on the device, the host only knows the last position that there can be.
+            # Slots that only the graph computes follow from positions and pages: of this step and, in a chain,
+            # of the later ones. If drafts were verified on the device, the host knows an upper bound of positions.
             steps = (entry and entry.draft_steps) or 1
             drafts = self.runner.plan.speculative
             early = drafts.num_tokens if drafts and self._filled else 0
@@ -269,9 +251,9 @@ class Watch:
     def _check_untouched(
         self, role: RoleRun, entry: Entry | None, mine: Slots, before: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        for number, (family, held) in enumerate(zip(self.world.families, before, strict=True)):
+        for number, (cache, held) in enumerate(zip(self.world.caches, before, strict=True)):
             own = mine if bool(number) == role.role.is_drafter else set()
-            for tensor, then in zip(family.flat(), held, strict=True):
+            for tensor, then in zip(cache.flat(), held, strict=True):
                 same = (bits(tensor) == bits(then)).all(dim=1)
                 if bool(same.all()):
                     continue
@@ -280,8 +262,8 @@ class Watch:
                     slot = min(others)
                     self._refuse(
                         Check.UNTOUCHED,
-                        f"the slot {slot} of page {slot // self.world.pages.page_size} changed, and no token "
-                        f"of the batch is there ({'drafter' if number else 'target'}'s cache)",
+                        f"slot {slot} of page {slot // self.world.pages.page_size} changed, and no token of the "
+                        f"batch is in it ({'drafter' if number else 'target'}'s cache)",
                         role,
                         entry,
                     )
@@ -299,10 +281,7 @@ class Watch:
         for name, then in before.items():
             if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
                 self._refuse(
-                    Check.STATE,
-                    f"the draft state ({name}) of a request that is not in the batch",
-                    role,
-                    step.entry,
+                    Check.STATE, f"the draft state ({name}) of a request outside the batch changed", role, step.entry
                 )
 
     def _where(self) -> list[tuple[str, int]]:
@@ -315,18 +294,18 @@ class Watch:
     def _check_pointers(self, role: RoleRun, entry: Entry | None) -> None:
         for (name, then), (_, now) in zip(self._persistent, self._where(), strict=True):
             if now != then:
-                self._refuse(Check.FROZEN, f"{name} is no longer where it was", role, entry)
+                self._refuse(Check.FROZEN, f"{name} has moved", role, entry)
 
     def _refuse(
-        self, check: Check, says: str, role: RoleRun, entry: Entry | None, *, field: str = "", axis: str = ""
+        self, check: Check, message: str, role: RoleRun, entry: Entry | None, *, field: str = "", axis: str = ""
     ) -> None:
         raise Violation(
-            Finding(
+            Failure(
                 check=check,
-                says=says,
+                message=message,
                 role=role.role,
                 entry=entry,
-                batch="" if self.batch is None else in_words(self.batch),
+                batch="" if self.batch is None else describe_batch(self.batch),
                 field=field,
                 axis=axis,
             )
@@ -337,8 +316,8 @@ _STATE = ("token", "hidden", "proposed")
 _MOVED = ("positions", "slot_mapping", *LENGTHS)
 
 
-def in_words(batch: Batch) -> str:
-    """Say what a batch is."""
+def describe_batch(batch: Batch) -> str:
+    """Describe a batch in a few words."""
     text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
     if batch.query_len is not None:
         text += f", {batch.query_len} each"
@@ -346,4 +325,4 @@ def in_words(batch: Batch) -> str:
 
 
 EAGER = Dispatch(None, reason=Reason.MODE)
-"""The answer that runs any batch eager."""
+"""Dispatches any batch to no graph."""

@@ -175,9 +175,7 @@ class _RoleTables:
             self._decode_fits[key] = _Fit.of(
                 (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
                 for entry in self._by_cost
-                if entry.query_len == query_len
-                and entry.active_loras >= loras
-                and entry.draft_steps in (None, steps)
+                if entry.query_len == query_len and entry.active_loras >= loras and entry.draft_steps in (None, steps)
             )
         return self._decode_fits[key]
 

@@ -30,9 +30,7 @@ def load_engines(*plugins: object, installed: bool = True) -> Mapping[str, Imple
     or it brings a name that is taken or a value that is not an ``Engine``.
     """
     by_name: dict[str, Implementation] = {}
-    for item in implementations(
-        hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed
-    ):
+    for item in implementations(hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed):
         if not isinstance(item.value, Engine):
             raise EngineError(
                 f"{item.distribution}: {item.value!r} is not an engine; return values of "

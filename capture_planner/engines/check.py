@@ -81,9 +81,7 @@ ENGINE_RULES: dict[str, EngineRule] = {}
 
 def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> Callable[[CheckT], CheckT]:
     """Register a check of an emulation under a stable code."""
-    return register_in(
-        ENGINE_RULES, EngineRule, code, severity=severity, bug_class=bug_class, threads=threads
-    )
+    return register_in(ENGINE_RULES, EngineRule, code, severity=severity, bug_class=bug_class, threads=threads)
 
 
 def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFinding, ...]:
@@ -91,9 +89,7 @@ def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFin
     engine = engine or find_engine(emulation.engine)
     subject = CheckInput(engine=engine, emulation=emulation, answers=walk(emulation))
     return tuple(
-        EngineFinding(
-            rule=each, diagnosis=diagnosis, fix=diagnosis.fix or engine.fixes.general.get(each.code, "")
-        )
+        EngineFinding(rule=each, diagnosis=diagnosis, fix=diagnosis.fix or engine.fixes.general.get(each.code, ""))
         for _, each in sorted(ENGINE_RULES.items())
         for diagnosis in each.check(subject)
     )
@@ -241,11 +237,7 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
 
     def heavy(answer: BatchAnswer) -> bool:
         entry, real = answer.answer.entry, answer.batch.num_tokens
-        return (
-            entry is not None
-            and entry.num_tokens > HEAVY_RATIO * real
-            and entry.num_tokens - real > HEAVY_TOKENS
-        )
+        return entry is not None and entry.num_tokens > HEAVY_RATIO * real and entry.num_tokens - real > HEAVY_TOKENS
 
     for role, selected in subject.by_role(heavy):
         worst = max((a for run in selected for a in run.answers), key=lambda a: a.answer.padded_tokens)

@@ -46,20 +46,6 @@ class CapturedGraph:
                 return Rejection.QUERY_LEN
         return self.entry.rejection(batch, draft_steps)
 
-    def data(self) -> dict[str, Any]:
-        """Return the graph as JSON has it."""
-        entry = self.entry
-        found: dict[str, Any] = {
-            "role": self.role.value,
-            "mode": entry.mode.value,
-            "num_tokens": entry.num_tokens,
-            "num_reqs": entry.num_reqs,
-            "query_len": entry.query_len,
-            "active_loras": entry.active_loras,
-        }
-        optional = {"max_query_len": self.max_query_len, "draft_steps": entry.draft_steps}
-        return found | {name: value for name, value in optional.items() if value is not None}
-
 
 @attrs.frozen(kw_only=True)
 class Setting:
@@ -78,24 +64,11 @@ class Decisions(list[Decision]):
     """What an engine's rules did, in order."""
 
     def note(
-        self,
-        rule: str,
-        before: object,
-        after: object,
-        says: str,
-        role: Role = Role.TARGET,
-        backend: str | None = None,
+        self, rule: str, before: object, after: object, says: str, role: Role = Role.TARGET, backend: str | None = None
     ) -> None:
         """Record a step that changed a value."""
         self.append(
-            Decision(
-                rule=rule,
-                role=role,
-                backend=backend,
-                before=written(before),
-                after=written(after),
-                message=says,
-            )
+            Decision(rule=rule, role=role, backend=backend, before=written(before), after=written(after), message=says)
         )
 
 
@@ -185,25 +158,3 @@ class Emulation:
                 return manager.dispatch(batch)
         roles = ", ".join(manager.role for manager in self.managers)
         raise DispatchError(f"{self.engine} runs no role {batch.role} with these flags; it runs {roles}")
-
-    def data(self) -> dict[str, Any]:
-        """Return the emulation as JSON has it: sizes, graphs, modes, decisions and settings."""
-        return {
-            "engine": self.engine,
-            "version": self.version,
-            "sizes": list(self.sizes),
-            "graphs": [graph.data() for graph in self.graphs],
-            "mode": {role.value: mode.value for role, mode in self.modes.items()},
-            "decisions": [
-                {
-                    "rule": decision.rule,
-                    "role": decision.role.value,
-                    "before": decision.before,
-                    "after": decision.after,
-                    "says": decision.message,
-                }
-                for decision in self.decisions
-            ],
-            "settings": {s.name: {"value": s.value, "source": s.source} for s in self.settings},
-            "notes": list(self.notes),
-        }

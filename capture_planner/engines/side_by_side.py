@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any
 
 import attrs
 
@@ -30,10 +29,6 @@ class BatchClass:
     kind: Kind
     query_len: int | None = None
     """None for mixed."""
-
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return {"role": self.role.value, "kind": self.kind.value, "query_len": self.query_len}
 
 
 @attrs.frozen(kw_only=True)
@@ -59,10 +54,6 @@ class Service:
         """The share of batches with a graph."""
         return self.graphed / self.batches
 
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return attrs.asdict(self) | {"coverage": self.coverage}
-
 
 @attrs.frozen(kw_only=True)
 class Pair:
@@ -71,11 +62,6 @@ class Pair:
     family: BatchClass
     a: Service | None
     b: Service | None
-
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        sides = {"a": self.a, "b": self.b}
-        return self.family.data() | {side: each and each.data() for side, each in sides.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -88,10 +74,6 @@ class GraphCounts:
     a: int
     b: int
 
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return {"role": self.role.value, "mode": self.mode.value, "a": self.a, "b": self.b}
-
 
 @attrs.frozen(kw_only=True)
 class Modes:
@@ -100,11 +82,6 @@ class Modes:
     role: Role
     a: GraphMode | None
     b: GraphMode | None
-
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        sides = {"a": self.a, "b": self.b}
-        return {"role": self.role.value} | {side: each and each.value for side, each in sides.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -125,18 +102,6 @@ class Hole:
     mode: GraphMode
     """How the other runs them."""
 
-    def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return self.family.data() | {
-            "eager": self.eager,
-            "first": self.first,
-            "last": self.last,
-            "active_loras": self.active_loras,
-            "batches": self.batches,
-            "reason": None if self.reason is None else self.reason.value,
-            "mode": self.mode.value,
-        }
-
 
 @attrs.frozen(kw_only=True)
 class SideBySide:
@@ -151,18 +116,6 @@ class SideBySide:
     graphs: tuple[GraphCounts, ...]
     families: tuple[Pair, ...]
     holes: tuple[Hole, ...]
-
-    def data(self) -> dict[str, Any]:
-        """Return all of it as JSON has it."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "batches": "traffic" if self.from_traffic else "admissible",
-            "modes": [modes.data() for modes in self.modes],
-            "graphs": [captured.data() for captured in self.graphs],
-            "families": [pair.data() for pair in self.families],
-            "holes": [hole.data() for hole in self.holes],
-        }
 
 
 def compare(
@@ -194,9 +147,7 @@ def compare(
             if role in left.emulation.modes or role in right.emulation.modes
         ),
         graphs=tuple(_graph_counts(left, right)),
-        families=tuple(
-            Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families
-        ),
+        families=tuple(Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families),
         holes=tuple(
             hole
             for role, kind in dict.fromkeys((family.role, family.kind) for family in families)
@@ -295,9 +246,7 @@ class _Side:
 
     def of(self, role: Role, kind: Kind) -> dict[_Key, _Answer]:
         """Return the answers to all decodes, or to all mixed batches, of a role."""
-        selected = (
-            answers for each, answers in self.answers.items() if (each.role, each.kind) == (role, kind)
-        )
+        selected = (answers for each, answers in self.answers.items() if (each.role, each.kind) == (role, kind))
         return {key: answer for answers in selected for key, answer in answers.items()}
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:

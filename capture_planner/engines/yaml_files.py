@@ -45,9 +45,7 @@ def _at(problem: Problem, path: str, mark: Any) -> Problem:
 def refused_file(error: InvalidDocument, flag: str, reason: str, remedy: str = "") -> FlagError:
     """Return the error of a file that an engine cannot read: its flag, ``reason``, and what is wrong with it."""
     return FlagError(
-        attrs.evolve(
-            problem, path=(flag,), message=f"{reason}: {problem.message}", remedy=problem.remedy or remedy
-        )
+        attrs.evolve(problem, path=(flag,), message=f"{reason}: {problem.message}", remedy=problem.remedy or remedy)
         for problem in error.problems
     )
 

@@ -11,12 +11,7 @@ from collections.abc import Iterator, Sequence
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.resolve import (
-    ResolvedMode,
-    resolve,
-    resolve_draft_decode,
-    resolve_draft_prefill,
-)
+from capture_planner.planning.resolve import ResolvedMode, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
@@ -73,9 +68,7 @@ def _resolve(
     wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
     if target is None:
         requested = wanted or spec.mode
-        return requested, resolve(
-            role, requested, supports, max_query_len=query_len, piecewise=spec.piecewise
-        )
+        return requested, resolve(role, requested, supports, max_query_len=query_len, piecewise=spec.piecewise)
     if role is Role.DRAFT_PREFILL:
         return target, resolve_draft_prefill(
             target, wanted, supports, max_query_len=query_len, piecewise=spec.piecewise

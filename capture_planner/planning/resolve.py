@@ -69,12 +69,7 @@ class _Ladder:
 
 
 def resolve(
-    role: Role,
-    requested: GraphMode,
-    groups: Sequence[GroupSupport],
-    *,
-    max_query_len: int,
-    piecewise: Piecewise,
+    role: Role, requested: GraphMode, groups: Sequence[GroupSupport], *, max_query_len: int, piecewise: Piecewise
 ) -> ResolvedMode:
     """Lower ``requested`` to what the weakest of ``groups`` can run. Idempotent.
 
@@ -130,9 +125,7 @@ def resolve_draft_prefill(
     return ResolvedMode(mode=resolved.mode, decisions=lowered + resolved.decisions)
 
 
-def resolve_draft_decode(
-    target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]
-) -> ResolvedMode:
+def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]) -> ResolvedMode:
     """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE.
 
     PIECEWISE pads tokens but not requests, so a backend that indexes by request would read entries
@@ -156,9 +149,7 @@ def resolve_draft_decode(
     return ResolvedMode(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
-def _lowered(
-    role: Role, target: GraphMode, wanted: GraphMode | None
-) -> tuple[GraphMode, tuple[Decision, ...]]:
+def _lowered(role: Role, target: GraphMode, wanted: GraphMode | None) -> tuple[GraphMode, tuple[Decision, ...]]:
     """Return where a drafter starts: the target's resolved mode, or a lower one that the spec requests."""
     if wanted is None or wanted is target:
         return target, ()

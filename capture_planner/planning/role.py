@@ -45,18 +45,9 @@ class RoleInProgress:
         self.decisions = list(self.resolved.decisions)
         self.families = decode_families(self.role, self.spec)
 
-    def decide(
-        self, rule: str, before: object, after: object, message: str, backend: str | None = None
-    ) -> None:
+    def decide(self, rule: str, before: object, after: object, message: str, backend: str | None = None) -> None:
         self.decisions.append(
-            Decision(
-                rule=rule,
-                before=str(before),
-                after=str(after),
-                role=self.role,
-                backend=backend,
-                message=message,
-            )
+            Decision(rule=rule, before=str(before), after=str(after), role=self.role, backend=backend, message=message)
         )
 
     @property
@@ -110,9 +101,7 @@ class RoleInProgress:
                 message = f"max_num_tokens {limits.max_num_tokens} holds {room}: decodes of {last} are never scheduled"
                 self.decide("tokens-limit-requests", last, fits, message)
         if step > 1:
-            message = (
-                f"sequence parallelism splits tokens over the ranks, so padded tokens are multiples of {step}"
-            )
+            message = f"sequence parallelism splits tokens over the ranks, so padded tokens are multiples of {step}"
             self.decide("sequence-parallel-alignment", 1, step, message)
         if spec.parallel.data > 1 and self.role is Role.TARGET:
             message = (
@@ -137,9 +126,7 @@ class RoleInProgress:
             if longest > 1 and single:
                 message = "speculative.chain requests single steps, so a single-step graph is replayed"
             elif by_host:
-                message = (
-                    f"{by_host[0]} needs a host step between draft steps, so a single-step graph is replayed"
-                )
+                message = f"{by_host[0]} needs a host step between draft steps, so a single-step graph is replayed"
             else:
                 message = "only one draft decode follows the draft prefill"
             self.decide("draft-chain", longest, 1, message, by_host[0] if by_host else None)
@@ -152,8 +139,7 @@ class RoleInProgress:
         )
         self.decide("draft-chain", 1, longest, message)
         return tuple(
-            attrs.evolve(family, draft_steps=None) if family.draft_steps == 1 else family
-            for family in self.families
+            attrs.evolve(family, draft_steps=None) if family.draft_steps == 1 else family for family in self.families
         )
 
     def _decode_ladder(self, family: DecodeFamily, sizes: Sizes, context: Context) -> Ladder:

@@ -55,15 +55,11 @@ class Registered:
         return self._ask("workspace", Workspace, role, model, environment, entries, limits)
 
     def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
-        subject = (
-            f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
-        )
+        subject = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
         with guarded(subject, BackendError):
             answer = getattr(self.backend, call)(role, *args)
         if not isinstance(answer, kind):
-            raise BackendError(
-                f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors"
-            )
+            raise BackendError(f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors")
         return answer
 
 
@@ -97,9 +93,7 @@ def load_backends(*plugins: object, installed: bool = True) -> Registry:
     Raises ``BackendError`` where a plugin cannot be imported, breaks the contract, or brings a
     name that is taken.
     """
-    values = implementations(
-        hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed
-    )
+    values = implementations(hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed)
     return Registry([_registered(item.value, item.distribution, item.version) for item in values])
 
 

@@ -100,8 +100,7 @@ NonNegative = Annotated[int, Interval(0, 1 << 20)]
 ByteCount = Annotated[int, Interval(0, 1 << 60), BYTES]
 Seconds = Annotated[float, Gt(0)]
 Name = Annotated[
-    str,
-    Pattern(r"[A-Za-z0-9][A-Za-z0-9._/+ -]{0,127}", "a name of up to 128 letters, digits, spaces and ._/+-"),
+    str, Pattern(r"[A-Za-z0-9][A-Za-z0-9._/+ -]{0,127}", "a name of up to 128 letters, digits, spaces and ._/+-")
 ]
 
 

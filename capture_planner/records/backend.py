@@ -11,16 +11,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records._base import (
-    ByteCount,
-    Count,
-    Interval,
-    Pattern,
-    duplicates,
-    field,
-    raise_any,
-    record,
-)
+from capture_planner.records._base import ByteCount, Count, Interval, Pattern, duplicates, field, raise_any, record
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import Deployment, max_query_len
 from capture_planner.records.environment import Environment
@@ -272,8 +263,6 @@ SPECULATIVE_FIELDS = (_field("cu_num_draft_tokens", Axis.REQUEST, Fill.REPEAT_LA
 """What the target also reads when it verifies draft tokens."""
 
 MROPE_FIELDS = (
-    _field(
-        "mrope_positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", scale=3, indexes=Bound.POSITIONS
-    ),
+    _field("mrope_positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", scale=3, indexes=Bound.POSITIONS),
 )
 """Positions of a target with multimodal rope: time, height and width of each token, token by token."""

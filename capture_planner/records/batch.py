@@ -50,9 +50,7 @@ class Batch:
     @classmethod
     def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:
         """Return a batch that contains prompts."""
-        return cls(
-            role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=active_loras
-        )
+        return cls(role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=active_loras)
 
     @property
     def kind(self) -> Kind:

@@ -143,9 +143,7 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
         else:
             ranges.setdefault((1 + k, None), []).append((first, last))
     families = []
-    for (query_len, draft_steps), intervals in sorted(
-        ranges.items(), key=lambda item: (item[0][0], item[0][1] or 0)
-    ):
+    for (query_len, draft_steps), intervals in sorted(ranges.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
         domain = Domain(tuple(intervals), request_step(query_len, deployment.parallel))
         domain = domain.clipped(limits.max_num_tokens // query_len)
         if domain:
@@ -198,11 +196,7 @@ def most_loras(role: Role, deployment: Deployment) -> int:
 
 
 def batches(
-    role: Role,
-    deployment: Deployment,
-    *,
-    families: Iterable[DecodeFamily] | None = None,
-    upto: int | None = None,
+    role: Role, deployment: Deployment, *, families: Iterable[DecodeFamily] | None = None, upto: int | None = None
 ) -> Iterator[tuple[Batch, int]]:
     """Yield every admissible batch of a role: decodes by requests, mixed batches by tokens.
 

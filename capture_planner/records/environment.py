@@ -32,9 +32,7 @@ class Device:
     def __attrs_post_init__(self) -> None:
         missing = [n for n in ("capability", "multiprocessors") if getattr(self, n) is None]
         if self.kind is DeviceKind.CUDA and missing:
-            raise InvalidValue(
-                Problem(path=(name,), message="required for a cuda device") for name in missing
-            )
+            raise InvalidValue(Problem(path=(name,), message="required for a cuda device") for name in missing)
 
     @property
     def sm(self) -> tuple[int, int]:
@@ -57,10 +55,7 @@ class Environment:
     driver: Version | None = field("version of the device driver", default=None)
     cuda: Version | None = field("version of the CUDA runtime", default=None)
     packages: Mapping[Name, Version] = field(
-        "versions of the installed packages that backends depend on",
-        factory=dict,
-        converter=_by_name,
-        hash=False,
+        "versions of the installed packages that backends depend on", factory=dict, converter=_by_name, hash=False
     )
 
     def package(self, name: str) -> tuple[int, ...] | None:

@@ -98,9 +98,7 @@ class Speculative:
 
     method: Method = field("how the drafter works")
     num_tokens: Annotated[int, Interval(1, 255)] = field("K, the most tokens drafted a step")
-    schedule: tuple[Tier, ...] = field(
-        "[first, last, k] by batch size, for a K that changes with the load", default=()
-    )
+    schedule: tuple[Tier, ...] = field("[first, last, k] by batch size, for a K that changes with the load", default=())
     model: DraftModel = field("the drafter's architecture", factory=DraftModel)
     chain: Chain = field(
         "all draft decodes of a step in one graph where the backends can, or a graph of one replayed",
@@ -126,9 +124,7 @@ class Speculative:
 
     def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:
         """Return ``(first, last, k)`` over 1..max_num_reqs: dense, clamped to K, neighbours merged."""
-        bounds = [tier for tier in self.schedule if tier[0] <= max_num_reqs] or [
-            (1, max_num_reqs, self.num_tokens)
-        ]
+        bounds = [tier for tier in self.schedule if tier[0] <= max_num_reqs] or [(1, max_num_reqs, self.num_tokens)]
         tiers: list[tuple[int, int, int]] = []
         for index, (first, _, k) in enumerate(bounds):
             last = bounds[index + 1][0] - 1 if index + 1 < len(bounds) else max_num_reqs

@@ -13,15 +13,7 @@ from capture_planner.records.backend import MetadataField, PaddingContract, Supp
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Model, Speculative
-from capture_planner.records.spec import (
-    SCHEMA_VERSION,
-    Budget,
-    Limits,
-    Lora,
-    Parallel,
-    Piecewise,
-    SchemaVersion,
-)
+from capture_planner.records.spec import SCHEMA_VERSION, Budget, Limits, Lora, Parallel, Piecewise, SchemaVersion
 
 MAX_GRAPHS = 1 << 14
 """Most graphs in a plan: many times what any engine captures."""

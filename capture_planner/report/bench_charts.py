@@ -9,8 +9,8 @@ from matplotlib.ticker import EngFormatter
 
 from capture_planner.bench.record import BenchReport, Preparation
 from capture_planner.modes import GraphMode, Role
-from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, Chart, as_svg, drawn, new_figure
-from capture_planner.runtime.ledger import Captured
+from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, chart, draw_marks, drawn, new_figure
+from capture_planner.report.writing import Chart
 
 GRAPH, STEP, EAGER = COLORS[GraphMode.FULL], COLORS[GraphMode.PIECEWISE], COLORS[GraphMode.NONE]
 
@@ -30,14 +30,8 @@ def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], xlabel: s
         shift = (number - (len(series) - 1) / 2) * width
         shown = [(index + shift, height) for index, height in enumerate(heights) if height is not None]
         if shown:
-            plot.bar(
-                [x for x, _ in shown],
-                [y for _, y in shown],
-                width * 0.92,
-                color=color,
-                label=label,
-                linewidth=0,
-            )
+            places, heights = zip(*shown, strict=True)
+            plot.bar(places, heights, width * 0.92, color=color, label=label, linewidth=0)
     plot.set_xticks(range(len(groups)), labels=groups)
     plot.set_xlim(-0.6, max(len(groups), 3) - 0.4)
     plot.set_xlabel(xlabel)
@@ -62,10 +56,9 @@ def _decode(report: BenchReport) -> Chart | None:
     ):
         _bars(plot, groups, series, "requests")
         plot.set_title(title, loc="left")
-    return Chart(
-        name="decode",
-        section="decode",
-        svg=as_svg(figure, "decode"),
+    return chart(
+        figure,
+        "decode",
         alt="Bars by number of requests: the bare graphs of a decode step, the step, and the eager step.",
         caption="What stands above the bare graphs is all that the runner adds to them: schedule, preparation, "
         "tokens back to the host. What an eager step takes beyond them is what graphs are for.",
@@ -88,10 +81,9 @@ def _preparation(report: BenchReport) -> Chart | None:
             series.append(("stock call", EAGER, [row.stock for row in rows]))
         _bars(plot, [str(row.num_reqs) for row in rows], series, "requests")
         plot.set_title(role.value, loc="left")
-    return Chart(
-        name="preparation",
-        section="preparation",
-        svg=as_svg(figure, "preparation"),
+    return chart(
+        figure,
+        "preparation",
         alt="Bars by role and number of requests: host time of a step's preparation, and anew.",
         caption="Host time before a replay. It should not grow with requests faster than the graph does: on a GPU "
         "it hides behind the graph before it, as long as it is shorter.",
@@ -110,10 +102,9 @@ def _chain(report: BenchReport) -> Chart | None:
         ("eager", EAGER, [row.eager for row in report.chain]),
     ]
     _bars(plot, [str(row.num_reqs) for row in report.chain], series, "requests")
-    return Chart(
-        name="chain",
-        section="chain",
-        svg=as_svg(figure, "chain"),
+    return chart(
+        figure,
+        "chain",
         alt="Bars by number of requests: a draft chain as one graph, as single steps replayed, and eager.",
         caption="The draft decodes of one step. A chain in one graph saves a launch for each of them but the first.",
         modes=(),
@@ -125,19 +116,10 @@ def _capture(report: BenchReport) -> Chart | None:
         return None
     figure, axes = new_figure(1, 1, 2.6)
     plot = axes[0][0]
-    for mode, marker in ((GraphMode.PIECEWISE, "s"), (GraphMode.FULL, "o")):
+    for mode in (GraphMode.PIECEWISE, GraphMode.FULL):
         graphs = [graph for graph in report.capture.captured if graph.entry.mode is mode]
         graphs = graphs[:: -(-len(graphs) // MAX_POINTS) or 1]
-        if graphs:
-            plot.plot(
-                [_tokens(graph) for graph in graphs],
-                [graph.seconds for graph in graphs],
-                marker,
-                color=COLORS[mode],
-                markersize=4,
-                markeredgewidth=0,
-                alpha=0.75,
-            )
+        draw_marks(plot, [(graph.entry.num_tokens, graph.seconds) for graph in graphs], mode, 4)
     bare = report.capture.bare
     if bare is not None:
         plot.axhline(bare.seconds / report.capture.graphs, color=INK, linestyle=":", linewidth=1)
@@ -147,15 +129,10 @@ def _capture(report: BenchReport) -> Chart | None:
     plot.set_ylabel("warm-up and capture")
     plot.yaxis.set_major_formatter(EngFormatter(unit="s"))
     plot.set_ylim(bottom=0)
-    return Chart(
-        name="capture",
-        section="capture",
-        svg=as_svg(figure, "capture"),
+    return chart(
+        figure,
+        "capture",
         alt="Scatter plot: seconds to warm up and capture each graph by its tokens.",
         caption="Each mark is a graph. Dotted, where there is a GPU: the mean of a bare torch.cuda.graph loop.",
         modes=(GraphMode.FULL, GraphMode.PIECEWISE),
     )
-
-
-def _tokens(graph: Captured) -> int:
-    return graph.entry.num_tokens

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
@@ -19,25 +19,25 @@ from capture_planner.report.drawing import (
     INK,
     MAX_POINTS,
     Buckets,
-    Chart,
-    as_svg,
+    chart,
     draw_cumulative,
+    draw_marks,
     drawn,
+    in_percent,
     new_figure,
     thinned,
 )
 from capture_planner.report.summary import (
     CAPTURED_MODES,
-    MODES,
     first_token_times,
     nearest_rank,
     padding,
     per_token_times,
     size,
 )
+from capture_planner.report.writing import MODES, Chart
 from capture_planner.runtime.ledger import Captured, Forward, RunReport
 
-_MARKERS = {GraphMode.FULL: "o", GraphMode.PIECEWISE: "s", GraphMode.NONE: "D"}
 _DASHES = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
 
 
@@ -84,12 +84,12 @@ def _batches(report: RunReport) -> Chart | None:
             plot.set_title(f"{role}, {axis}", loc="left")
             plot.set_xlabel(f"{axis} of the batch")
         row[0].set_ylabel(f"{axis} computed")
-    return Chart(
-        name="batches",
+    return chart(
+        figure,
+        "batches",
         section="served",
-        svg=as_svg(figure, "batches"),
         alt="Scatter plots by role: the real extent of each batch against the extent that was computed.",
-        caption="Each mark is a batch shape, larger where it came more often: its real extent, and that of "
+        caption="Each mark is a batch shape, larger if it was more frequent: its real extent, and the extent of "
         "the graph that served it. The stairs are the captured sizes; the height above the dotted diagonal "
         "is padding. Diamonds on the diagonal ran eager: look for many of them at one extent, and for wide "
         "stairs where the marks are dense. PIECEWISE graphs do not pad requests.",
@@ -113,15 +113,7 @@ def _scatter(plot: Axes, forwards: Sequence[Forward], graphs: Sequence[Captured]
         for level, marker_size in enumerate((2.5, 3.5, 5.0)):
             # A third of the most on a logarithmic scale: counts differ by orders of magnitude.
             some = [at for at, n in points if min(2, int(3 * math.log(n + 1) / math.log(most + 2))) == level]
-            plot.plot(
-                [x for x, _ in some],
-                [y for _, y in some],
-                _MARKERS[mode],
-                color=COLORS[mode],
-                markersize=marker_size,
-                markeredgewidth=0,
-                alpha=0.75,
-            )
+            draw_marks(plot, some, mode, marker_size)
     _scale(plot, sorted(_extents(forward, axis)[1] for forward in forwards))
 
 
@@ -168,19 +160,17 @@ def _paddings(report: RunReport) -> Chart | None:
                     draw_cumulative(plot, shares, COLORS[mode], _DASHES[role], f"{role} {mode.value}")
         plot.set_title(f"padding of {axis}", loc="left")
         plot.set_xlabel(f"padded share of the computed {axis}, at most")
-        plot.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        plot.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        in_percent(plot.xaxis)
         # Nothing padded is a line at 0, which must not hide in the axis.
         right = max(0.05, plot.get_xlim()[1])
         plot.set_xlim(-0.02 * right, right)
-        plot.set_ylim(0, 1.03)
         if plot.get_legend_handles_labels()[0]:
             plot.legend(loc="lower right")
     axes[0][0].set_ylabel("forwards served by a graph")
-    return Chart(
-        name="padding",
+    return chart(
+        figure,
+        "padding",
         section="served",
-        svg=as_svg(figure, "padding"),
         alt="Cumulative share of the forwards by their share of padded tokens, and of padded requests.",
         caption="How many of the forwards had at most so much padding. A curve that rises at once is good; "
         "one that rises late asks for sizes nearer to the batches that came.",
@@ -209,10 +199,10 @@ def _memory(report: RunReport) -> Chart | None:
         _bars(plot, mode, sorted(graphs, key=lambda graph: size(graph.entry)))
         extent = "requests" if all(graph.entry.query_len for graph in graphs) else "tokens"
         plot.set_title(f"{role} {mode.value}, by {extent}", loc="left")
-    return Chart(
-        name="memory",
+    return chart(
+        figure,
+        "memory",
         section="captured",
-        svg=as_svg(figure, "memory"),
         alt="Bars of the memory of each captured graph by its size, one panel for each role and mode.",
         caption="Pale: what a graph would take in a pool of its own. Solid: what it added to the pool that "
         "it shares. The largest graph of a pool is captured first and pays; the others fit into what it "
@@ -227,9 +217,7 @@ def _bars(plot: Axes, mode: GraphMode, graphs: Sequence[Captured]) -> None:
     groups = [graphs[start : start + width] for start in range(0, len(graphs), width)]
     unit, shift = _unit(max(max(graph.alone, graph.memory) for graph in graphs))
     for name, alpha in (("alone", 0.35), ("memory", 1.0)):
-        heights = [
-            sum(getattr(graph, name) for graph in group) / len(group) / (1 << shift) for group in groups
-        ]
+        heights = [sum(getattr(graph, name) for graph in group) / len(group) / (1 << shift) for group in groups]
         plot.bar(range(len(groups)), heights, color=COLORS[mode], alpha=alpha, width=0.8)
     shown = sorted({round(i * (len(groups) - 1) / 9) for i in range(10)})
     plot.set_xticks(shown, labels=[_label(groups[i][-1].entry) for i in shown])
@@ -277,10 +265,9 @@ def _steps(report: RunReport) -> Chart | None:
     tokens.set_ylim(bottom=0)
     tokens.set_xlabel("step")
     tokens.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return Chart(
-        name="steps",
-        section="steps",
-        svg=as_svg(figure, "steps"),
+    return chart(
+        figure,
+        "steps",
         alt="Over the steps: requests that run and wait; tokens of the target by the mode that served them.",
         caption="Above, the requests that run and those that wait for a place. Below, the tokens that the "
         "target computed, by the mode of its forward: prompts show as peaks, and eager peaks are those that "
@@ -296,8 +283,7 @@ def _acceptance(report: RunReport) -> Chart | None:
     plot = axes[0][0]
     buckets = Buckets.of(report.steps)
     tried, kept = (
-        buckets.means((step.index, getattr(step, name)) for step in report.steps)
-        for name in ("drafted", "accepted")
+        buckets.means((step.index, getattr(step, name)) for step in report.steps) for name in ("drafted", "accepted")
     )
     rates = [good / all_ if all_ else math.nan for good, all_ in zip(kept, tried, strict=True)]
     plot.stairs(rates, buckets.edges, baseline=None, color=INK)
@@ -305,14 +291,13 @@ def _acceptance(report: RunReport) -> Chart | None:
     mean = sum(step.accepted for step in report.steps) / drafted
     plot.axhline(mean, color=INK, linestyle=":", linewidth=1)
     plot.set_ylim(0, 1.03)
-    plot.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    in_percent(plot.yaxis)
     plot.set_ylabel("accepted of drafted")
     plot.set_xlabel("step")
     plot.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return Chart(
-        name="acceptance",
-        section="acceptance",
-        svg=as_svg(figure, "acceptance"),
+    return chart(
+        figure,
+        "acceptance",
         alt="The share of draft tokens that the target accepted, over the steps, and its mean.",
         caption="The share of draft tokens that the target accepted; dotted, the mean of the run. A gap is a "
         "step that verified none. A lasting fall says that the drafter met text it does not know.",
@@ -345,18 +330,15 @@ def _latency(report: RunReport) -> Chart | None:
                 draw_cumulative(plot, values, color, dash, "")
         plot.set_title(title, loc="left")
         plot.set_ylabel(unit)
-        plot.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         if every[0] > 0 and every[-1] > 20 * nearest_rank(every, 50):
             plot.set_xscale("log")
         else:
             plot.set_xlim(left=0)
             plot.xaxis.set_major_locator(MaxNLocator(5))
         plot.xaxis.set_major_formatter(EngFormatter(unit="s"))
-        plot.set_ylim(0, 1.03)
-    return Chart(
-        name="latency",
-        section="latency",
-        svg=as_svg(figure, "latency"),
+    return chart(
+        figure,
+        "latency",
         alt="Cumulative distributions of the time to the first token, per token, and of target forwards.",
         caption="How many took at most so long. A long flat top is a tail: compare it with the waiting requests "
         "above. Of the forwards, what an eager one costs is the distance between the curves, as far as their "

@@ -1,7 +1,7 @@
 """How every picture of a report looks: colours, figures, SVG that stands inside a page.
 
 Colours are CSS variables of the page, so that one picture serves a light screen, a dark one and paper.
-Those of the modes differ in lightness too, as in Paul Tol's high-contrast scheme, and so do markers.
+The modes' colours also differ in lightness, as in Paul Tol's high-contrast scheme, and have markers of their own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import attrs
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import PercentFormatter
 
 from capture_planner.modes import GraphMode
-from capture_planner.report.summary import MODES
+from capture_planner.report.writing import MODES, Chart
 from capture_planner.runtime.ledger import Step
 
 MAX_POINTS = 200
@@ -27,9 +29,9 @@ MAX_POINTS = 200
 # Stand-ins that no drawing has by chance; ``as_svg`` puts the page's variables in their place.
 INK, LINE = "#0a1b2c", "#d3c4b5"
 COLORS = {GraphMode.FULL: "#1a4b8c", GraphMode.PIECEWISE: "#d9a63b", GraphMode.NONE: "#b9546a"}
-_VARIABLES = {INK: "--ink", LINE: "--line"} | {
-    color: f"--{mode.value.lower()}" for mode, color in COLORS.items()
-}
+_VARIABLES = {INK: "--ink", LINE: "--line"} | {color: f"--{mode.value.lower()}" for mode, color in COLORS.items()}
+
+MARKERS = {GraphMode.FULL: "o", GraphMode.PIECEWISE: "s", GraphMode.NONE: "D"}
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -57,20 +59,6 @@ STYLE: dict[Any, Any] = {
 _WIDTH = 9.8
 
 
-@attrs.frozen(kw_only=True)
-class Chart:
-    """One picture: what it shows in words, and what to look for in it."""
-
-    name: str
-    section: str
-    """The section of the report that it belongs to."""
-    svg: str
-    alt: str
-    caption: str
-    modes: tuple[GraphMode, ...] = MODES
-    """Those whose colours it has."""
-
-
 Of = TypeVar("Of")
 
 
@@ -80,9 +68,7 @@ def drawn(report: Of, drawers: Iterable[Callable[[Of], Chart | None]]) -> tuple[
         return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
 
 
-def new_figure(
-    rows: int, columns: int, height: float, *, sharex: bool = False
-) -> tuple[Figure, list[list[Axes]]]:
+def new_figure(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Figure, list[list[Axes]]]:
     figure = Figure(figsize=(_WIDTH, rows * height), layout=ConstrainedLayoutEngine(h_pad=0.09))
     figure.patch.set_visible(False)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=sharex)
@@ -103,6 +89,44 @@ def as_svg(figure: Figure, name: str) -> str:
     return text.replace("<svg ", '<svg aria-hidden="true" ', 1).strip()
 
 
+def chart(
+    figure: Figure,
+    name: str,
+    *,
+    alt: str,
+    caption: str,
+    section: str | None = None,
+    modes: tuple[GraphMode, ...] = MODES,
+) -> Chart:
+    """Return the figure as the picture of a section, by default the one of its name."""
+    svg = as_svg(figure, name)
+    return Chart(name=name, section=section or name, svg=svg, alt=alt, caption=caption, modes=modes)
+
+
+def draw_marks(plot: Axes, points: Sequence[tuple[float, float]], mode: GraphMode, size: float) -> None:
+    """Draw points in the colour and with the marker of a mode."""
+    style: dict[str, Any] = {"color": COLORS[mode], "markersize": size, "markeredgewidth": 0, "alpha": 0.75}
+    plot.plot([x for x, _ in points], [y for _, y in points], MARKERS[mode], **style)
+
+
+def draw_rows(plot: Axes, names: Sequence[str], parts: Iterable[tuple[str, Sequence[int]]], xlabel: str) -> None:
+    """Draw a horizontal bar for each name, of parts in their colours, from the top down."""
+    left = [0] * len(names)
+    for color, widths in parts:
+        plot.barh(range(len(names)), widths, 0.7, left=left, color=color, linewidth=0)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    plot.set_yticks(range(len(names)), labels=names)
+    plot.invert_yaxis()
+    plot.set_xlabel(xlabel)
+    plot.grid(False, axis="y")
+
+
+def in_percent(*axes: Axis) -> None:
+    """Write the shares of an axis in percent."""
+    for axis in axes:
+        axis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+
 def cumulative(values: Iterable[float]) -> tuple[list[float], list[float]]:
     """Return x and y of the share of values up to x, at most MAX_POINTS steps; the extremes are exact."""
     ordered = sorted(values)
@@ -113,7 +137,10 @@ def cumulative(values: Iterable[float]) -> tuple[list[float], list[float]]:
 
 
 def draw_cumulative(plot: Axes, values: Sequence[float], color: str, dash: str, label: str) -> None:
+    """Draw the share of values up to x, in percent."""
     x, y = cumulative(values)
+    in_percent(plot.yaxis)
+    plot.set_ylim(0, 1.03)
     plot.step(x, y, where="post", color=color, linestyle=dash, label=label)
 
 

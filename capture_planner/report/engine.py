@@ -1,4 +1,4 @@
-"""Emulated engines as rich tables and plain data."""
+"""Emulated engines as rich tables."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
-from capture_planner.engines.walk import BatchAnswer, runs, walk
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.engines.walk import BatchAnswer, walk
+from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
-from capture_planner.report.tables import mode_text, table_of
+from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 
 def emulation_table(emulation: Emulation) -> RenderableType:
     """The whole emulation: modes, graphs by kind, what serves which batches, and what decided it."""
     asked = walk(emulation)
     parts: list[RenderableType] = [
-        Text(
-            f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"
-        ),
+        Text(f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"),
         Text(shlex.join(emulation.command) or "(no flags: all as by default)", style="dim"),
         Text(f"sizes: {sizes_text(emulation.sizes)}"),
     ]
@@ -78,7 +76,7 @@ def _served(asked: Sequence[BatchAnswer]) -> RenderableType:
     for (what, mode, why), found in rows.items():
         loras = sorted({one.batch.active_loras for one in found})
         of_loras = "" if loras == [0] else sizes_text(loras)
-        table.add_row(what, mode_text(mode), _ranges(found), of_loras, _padding(found), why)
+        table.add_row(what, ran_text(mode), _ranges(found), of_loras, _padding(found), why)
     return table
 
 
@@ -90,9 +88,7 @@ def _ranges(asked: Sequence[BatchAnswer]) -> str:
             ends[-1][1] = max(ends[-1][1], one.last)
         else:
             ends.append([one.extent, one.last])
-    shown = ", ".join(
-        f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES]
-    )
+    shown = ", ".join(f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES])
     more = len(ends) - MOST_RANGES
     count = sum(last - first + 1 for first, last in ends)
     return f"{shown}, and {more} more ranges, {count} in all" if more > 0 else shown
@@ -106,17 +102,13 @@ def _padding(asked: Sequence[BatchAnswer]) -> str:
 
 
 def _decisions(emulation: Emulation) -> Table:
-    table = table_of("role", "rule", "before", "after", "says")
-    for decision in emulation.decisions:
-        table.add_row(decision.role, decision.rule, decision.before, decision.after, decision.message)
-    return table
+    rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
+    return table_of("role", "rule", "before", "after", "because", rows=rows)
 
 
 def _settings(emulation: Emulation) -> Table:
-    table = table_of("setting", "value", "from")
-    for setting in emulation.settings:
-        table.add_row(setting.name, _value(setting.value), setting.source)
-    return table
+    rows = ((each.name, _value(each.value), each.source) for each in emulation.settings)
+    return table_of("setting", "value", "from", rows=rows)
 
 
 def _value(value: Any) -> str:
@@ -141,55 +133,15 @@ def sizes_text(sizes: Sequence[int]) -> str:
     return " ".join(parts) or "none"
 
 
-def emulation_data(emulation: Emulation) -> dict[str, Any]:
-    """Return the emulation as JSON has it, and all admissible batches by what runs them."""
-    rows: dict[tuple[GraphMode, Reason | None], list[BatchAnswer]] = {}
-    for one in walk(emulation):
-        rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
-    batches = [
-        {
-            "role": run.role.value,
-            "kind": run.kind.value,
-            "query_len": run.query_len,
-            "active_loras": run.active_loras,
-            "first": run.first,
-            "last": run.last,
-            "mode": mode.value,
-            "reason": None if reason is None else reason.value,
-        }
-        for (mode, reason), asked in rows.items()
-        for run in runs(asked)
-    ]
-    return emulation.data() | {"batches": batches}
-
-
 def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> RenderableType:
     """One finding a paragraph: what, which flag fixes it, and where it was seen."""
     parts: list[RenderableType] = []
     for each in found:
         rule = each.rule
         parts += [
-            Text.assemble(
-                (f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"
-            ),
+            Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"),
             Text(f"  fix: {each.fix}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
         ]
     total = counted(len(found), "finding") if found else "nothing to report"
     return Group(*parts, Text(f"{emulation.engine} {emulation.version}: {total}"))
-
-
-def finding_data(found: EngineFinding) -> dict[str, Any]:
-    """Return a finding as JSON has it."""
-    rule = found.rule
-    return {
-        "code": rule.code,
-        "name": rule.name,
-        "severity": found.severity.value,
-        "class": rule.bug_class.name,
-        "role": found.diagnosis.role.value,
-        "message": found.diagnosis.message,
-        "count": found.diagnosis.count,
-        "mend": found.fix,
-        "threads": list(rule.threads),
-    }

@@ -13,7 +13,7 @@ from rich.text import Text
 from capture_planner.engines.export import Effect, Export, Proof
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
-from capture_planner.report.tables import table_of
+from capture_planner.report.terminal import table_of
 
 MOST_DIFFERENCES = 12
 """Ranges of batches that are shown; ``--format json`` has all of them."""
@@ -42,10 +42,8 @@ def _losses(made: Export) -> Iterator[RenderableType]:
         if made.proof is not None:
             yield Text("nothing of the plan is lost", style="green")
         return
-    table = table_of("lost", "what", "cost of all in its scope")
-    for loss in made.losses:
-        table.add_row(loss.name, loss.says, "" if loss.cost is None else str(loss.cost))
-    yield table
+    rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in made.losses)
+    yield table_of("lost", "meaning", "cost in its scope", rows=rows)
 
 
 def _proof(proof: Proof) -> Iterator[RenderableType]:
@@ -72,7 +70,5 @@ def _differences(proof: Proof) -> Table:
     for each in worst_first[:MOST_DIFFERENCES]:
         span = f"{each.first}" if each.first == each.last else f"{each.first}..{each.last}"
         unit = f"decodes of {each.query_len}: {span}" if each.kind is Kind.DECODE else f"mixed: {span} tokens"
-        table.add_row(
-            each.role, unit, str(each.planned or "eager"), str(each.emulated or "eager"), each.effect.value
-        )
+        table.add_row(each.role, unit, str(each.planned or "eager"), str(each.emulated or "eager"), each.effect.value)
     return table

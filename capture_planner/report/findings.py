@@ -8,13 +8,14 @@ from typing import Any
 import attrs
 
 from capture_planner.analysis.lint import RULES, Finding, Severity
+from capture_planner.codec import json_of, plain
 
 DRIFT_CODE = "CP099"
 """A plan is not what its spec gives; found by comparison, not by a rule."""
 
 
 @attrs.frozen(kw_only=True)
-class Placed:
+class FileFinding:
     """A finding with its place in a file."""
 
     finding: Finding
@@ -32,37 +33,35 @@ class Drift:
     """A difference between a plan and what its spec gives now."""
 
     file: str
-    says: str
+    message: str
 
 
-def as_text(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
+def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
     """One finding a line, as compilers write them."""
     lines = [f"{p.file}:{p.line}:{p.column}: {p.severity.value}: {p.finding}" for p in placed]
-    return "\n".join(lines + [f"{d.file}:1:1: error: {DRIFT_CODE} drift: {d.says}" for d in drift])
+    return "\n".join(lines + [f"{d.file}:1:1: error: {DRIFT_CODE} drift: {d.message}" for d in drift])
 
 
-def as_data(placed: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Findings as plain data, for ``--format json``."""
-    return [
-        {
-            "code": p.finding.rule.code,
-            "name": p.finding.rule.name,
-            "severity": p.severity.value,
-            "class": p.finding.rule.bug_class.name,
-            "role": p.finding.diagnostic.role,
-            "message": p.finding.diagnostic.message,
-            "remedy": p.finding.rule.remedy,
-            "threads": list(p.finding.rule.threads),
-            "file": p.file,
-            "line": p.line,
-            "column": p.column,
-        }
-        for p in placed
-    ]
+@json_of(FileFinding)
+def _placed(placed: FileFinding) -> dict[str, Any]:
+    rule = placed.finding.rule
+    return {
+        "code": rule.code,
+        "name": rule.name,
+        "severity": rule.severity.value,
+        "class": rule.bug_class.name,
+        "role": plain(placed.finding.diagnostic.role),
+        "message": placed.finding.diagnostic.message,
+        "remedy": rule.remedy,
+        "threads": list(rule.threads),
+        "file": placed.file,
+        "line": placed.line,
+        "column": placed.column,
+    }
 
 
-def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
-    """Workflow commands: GitHub shows them beside the line that they are about."""
+def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
+    """Workflow commands: GitHub shows them at their line."""
     level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
     lines = [
         f"::{level[p.severity]} file={_property(p.file)},line={p.line},col={p.column},"
@@ -70,9 +69,7 @@ def as_github(placed: Sequence[Placed], drift: Sequence[Drift]) -> str:
         f"{_escaped(p.finding.text)}"
         for p in placed
     ]
-    lines += [
-        f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.says)}" for d in drift
-    ]
+    lines += [f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.message)}" for d in drift]
     return "\n".join(lines)
 
 
@@ -84,7 +81,7 @@ def _property(text: str) -> str:
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> dict[str, Any]:
+def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str) -> dict[str, Any]:
     """SARIF 2.1.0, for code-scanning services; every rule is described, found or not."""
     level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
     rules = [
@@ -100,14 +97,10 @@ def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> 
         for rule in RULES.values()
     ]
     rules.append(
-        {
-            "id": DRIFT_CODE,
-            "name": "drift",
-            "shortDescription": {"text": "A plan is not what its spec gives."},
-        }
+        {"id": DRIFT_CODE, "name": "drift", "shortDescription": {"text": "A plan is not what its spec gives."}}
     )
     results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
-    results += [_result(DRIFT_CODE, "error", d.says, d) for d in drift]
+    results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]
     driver = {"name": "capture-planner", "version": version, "rules": rules}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
@@ -116,8 +109,8 @@ def as_sarif(placed: Sequence[Placed], drift: Sequence[Drift], version: str) -> 
     }
 
 
-def _result(code: str, level: str, text: str, place: Placed | Drift) -> dict[str, Any]:
-    line, column = (place.line, place.column) if isinstance(place, Placed) else (1, 1)
+def _result(code: str, level: str, text: str, place: FileFinding | Drift) -> dict[str, Any]:
+    line, column = (place.line, place.column) if isinstance(place, FileFinding) else (1, 1)
     return {
         "ruleId": code,
         "level": level,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from capture_planner.records.text import counted
 from capture_planner.report.summary import RunSummary
-from capture_planner.report.writing import Grid, Section, extent, many, percent, size
+from capture_planner.report.writing import Grid, Section, extent, percent, size
 from capture_planner.runtime.ledger import Accounts, RunReport
 
 MOST_APART = 0.05
@@ -18,7 +19,6 @@ MAX_GRAPHS = 10
 def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]:
     """Yield the sections: where the memory went, and the graphs that took most of it."""
     accounts, rest = numbers.accounts, report.buffers - report.workspaces
-    columns = ("what", "mode", "allocator", "driver", "sum")
     rows = [
         (kind.role, kind.mode, size(kind.memory), size(kind.driver), size(kind.memory + kind.driver))
         for kind in numbers.captured
@@ -32,10 +32,10 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
             f"{size(rest)}, workspaces {size(report.workspaces)}",
             _reconciled(report, accounts),
         ),
-        grid=Grid(
-            columns=columns,
-            right=frozenset(columns[2:]),
-            rows=(*rows, *([] if accounts is None else _others(accounts))),
+        grid=Grid.of(
+            ("what", "mode", "allocator", "driver", "sum"),
+            (*rows, *([] if accounts is None else _others(accounts))),
+            text=2,
         ),
         notes=()
         if numbers.later is None
@@ -82,24 +82,13 @@ def _by_graph(numbers: RunSummary) -> Iterator[Section]:
         return
     rest = len(numbers.graphs) - len(graphs[:MAX_GRAPHS])
     taken = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
-    columns = ("graph of", "mode", "size", "allocator", "driver", "alone")
+    rows = [
+        (g.role, g.entry.mode, extent(g.entry), size(g.memory), size(g.driver), size(g.alone))
+        for g in graphs[:MAX_GRAPHS]
+    ]
     yield Section(
         name="memory-by-graph",
         title="Memory by graph",
-        grid=Grid(
-            columns=columns,
-            right=frozenset(columns[3:]),
-            rows=tuple(
-                (
-                    graph.role,
-                    graph.entry.mode,
-                    extent(graph.entry),
-                    size(graph.memory),
-                    size(graph.driver),
-                    size(graph.alone),
-                )
-                for graph in graphs[:MAX_GRAPHS]
-            ),
-        ),
-        notes=(f"and {many(rest, 'other graph')}, which took {size(taken)}",) if rest else (),
+        grid=Grid.of(("graph of", "mode", "size", "allocator", "driver", "alone"), rows, text=3),
+        notes=(f"and {counted(rest, 'other graph')}, which took {size(taken)}",) if rest else (),
     )

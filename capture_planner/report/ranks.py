@@ -1,8 +1,9 @@
-"""What data-parallel ranks run, as tables and as plain data; and the vectors to show of a plan."""
+"""What data-parallel ranks run, as tables and as JSON; and the vectors to show of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import attrs
@@ -11,31 +12,71 @@ from rich.padding import Padding
 from rich.text import Text
 
 from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, explain_rank
+from capture_planner.codec import json_of, plain
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_families
-from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.report.data import batch_data
-from capture_planner.report.tables import entry_data, mode_text, table_of
+from capture_planner.report.terminal import ran_text, table_of
 
 NEVER_RUNS = "never runs; the schedule drafts too few tokens"
 
 
-@attrs.frozen
-class Case:
-    """A vector that is worth a look, and what it shows."""
+@attrs.frozen(kw_only=True)
+class RankReport:
+    """What each rank runs of one vector, and why."""
 
-    title: str
-    vector: Vector
+    title: str = ""
+    """What the vector shows; empty for a vector from a file."""
+    agreement: Agreement
+    reasons: tuple[str, ...]
+    """By rank, in words."""
 
 
-def cases(plan: Plan, role: Role, num_ranks: int) -> tuple[Case, ...]:
+def rank_report(dispatcher: Dispatcher, vector: Vector, title: str = "") -> RankReport:
+    """Return what each rank runs of a vector; raises ``DispatchError`` for a role that is not planned."""
+    agreement = agree(dispatcher, vector)
+    reasons = tuple(explain_rank(dispatcher, agreement, rank) for rank in range(len(vector.ranks)))
+    return RankReport(title=title, agreement=agreement, reasons=reasons)
+
+
+@json_of(RankReport)
+def _json(report: RankReport) -> dict[str, Any]:
+    agreement = report.agreement
+    ranks = zip(agreement.vector.ranks, agreement.answers, report.reasons, strict=True)
+    return ({"title": report.title} if report.title else {}) | {
+        "role": plain(agreement.vector.role),
+        "mode": agreement.answers[0].dispatch.mode.value,
+        "entry": plain(agreement.entry),
+        "reason": plain(agreement.reason),
+        "joint": plain(agreement.joint),
+        "draft_tokens": agreement.draft_tokens,
+        "ranks": [
+            {
+                "idle": submitted.batch is None,
+                "captured": submitted.captured,
+                "runs": plain(answer.batch),
+                "padded_tokens": answer.dispatch.padded_tokens,
+                "padded_reqs": answer.dispatch.padded_reqs,
+                "says": reason,
+            }
+            for submitted, answer, reason in ranks
+        ],
+    }
+
+
+def cases_json(reports: Sequence[RankReport]) -> dict[str, Any]:
+    """Return the cases, or why there are none."""
+    return {"cases": plain(list(reports))} | ({} if reports else {"why": NEVER_RUNS})
+
+
+def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankReport, ...]:
     """Return vectors of ``num_ranks`` ranks that a deployment of this plan meets.
 
     None where the schedule never sends a decode of the role.
     """
+    plan = dispatcher.plan
     families = decode_families(role, plan)
     if not families:
         return ()
@@ -57,105 +98,49 @@ def cases(plan: Plan, role: Role, num_ranks: int) -> tuple[Case, ...]:
 
     usual, few = decode(middle), decode(min(lengths))
     others = (usual,) * (num_ranks - 1)
-    made = [
-        ("every rank has the same decodes", (usual, *others)),
-        ("one rank has fewer requests", (few, *others)),
-    ]
+    vectors = [("every rank has the same decodes", (usual, *others)), ("one rank has fewer requests", (few, *others))]
     if len({family.query_len for family in families}) > 1:
         last = max(lengths, key=lambda count: (lengths[count] != lengths[middle], -count))
-        made.append(("the schedule gives one rank another number of draft tokens", (decode(last), *others)))
+        vectors.append(("the schedule gives one rank another number of draft tokens", (decode(last), *others)))
     if role is not Role.DRAFT_DECODE:
-        made += [
+        vectors += [
             ("one rank has a short prompt", (prompt(middle * lengths[middle] + 1), *others)),
             ("one rank has as long a prompt as there can be", (prompt(plan.limits.max_num_tokens), *others)),
         ]
         if plan.lora is not None and not role.is_drafter:
             adapters = decode(middle, min(plan.lora.max_active, middle))
-            made.append(("one rank has adapters", (adapters, *others)))
-    made += [
+            vectors.append(("one rank has adapters", (adapters, *others)))
+    vectors += [
         ("one rank is idle", (Submission(), *others)),
         ("one rank has no graphs", (attrs.evolve(usual, captured=False), *others)),
         ("every rank is idle", (Submission(),) * num_ranks),
     ]
-    return tuple(Case(title, Vector(role=role, ranks=ranks)) for title, ranks in made)
+    return tuple(rank_report(dispatcher, Vector(role=role, ranks=ranks), title) for title, ranks in vectors)
 
 
-def agreement_data(dispatcher: Dispatcher, agreement: Agreement) -> dict[str, Any]:
-    """Return what every rank runs as plain data."""
-    joint = agreement.joint
-    return {
-        "role": agreement.vector.role,
-        "mode": agreement.answers[0].dispatch.mode.value,
-        "entry": entry_data(agreement.entry),
-        "reason": agreement.reason,
-        "joint": None if joint is None else batch_data(joint),
-        "draft_tokens": agreement.draft_tokens,
-        "ranks": [
-            {
-                "idle": submitted.batch is None,
-                "captured": submitted.captured,
-                "runs": None if answer.batch is None else batch_data(answer.batch),
-                "padded_tokens": answer.dispatch.padded_tokens,
-                "padded_reqs": answer.dispatch.padded_reqs,
-                "says": explain_rank(dispatcher, agreement, rank),
-            }
-            for rank, (submitted, answer) in enumerate(
-                zip(agreement.vector.ranks, agreement.answers, strict=True)
-            )
-        ],
-    }
-
-
-def cases_data(dispatcher: Dispatcher, shown: Sequence[Case]) -> dict[str, Any]:
-    """Return each case with what every rank runs; where there is none, ``why``."""
-    if not shown:
-        return {"cases": [], "why": NEVER_RUNS}
-    return {
-        "cases": [
-            {"title": case.title} | agreement_data(dispatcher, agree(dispatcher, case.vector))
-            for case in shown
-        ]
-    }
-
-
-def cases_table(dispatcher: Dispatcher, shown: Sequence[Case], role: Role) -> RenderableType:
-    """Each case as a table by rank; ranks in a row that run the same for the same reason share a line."""
-    if not shown:
+def cases_table(reports: Sequence[RankReport], role: Role) -> RenderableType:
+    """Each case as a table by rank; neighbours that run the same for the same reason share a line."""
+    if not reports:
         return Text(f"{role}: {NEVER_RUNS}")
     parts: list[RenderableType] = []
-    for case in shown:
-        agreement = agree(dispatcher, case.vector)
+    for report in reports:
+        agreement, ranks = report.agreement, report.agreement.vector.ranks
         mode = agreement.answers[0].dispatch.mode
-        runs: Text = Text("nothing") if agreement.joint is None else mode_text(mode)
+        runs: Text = Text("nothing") if agreement.joint is None else ran_text(mode)
         if agreement.entry is not None:
             runs = Text(str(agreement.entry), style=runs.style)
         table = table_of("rank", "submits", "padded by", "because")
-        for first, last in _alike(dispatcher, agreement):
+        for _, group in groupby(range(len(ranks)), key=lambda rank: (ranks[rank], report.reasons[rank])):
+            first, *others = group
             table.add_row(
-                str(first) if first == last else f"{first} to {last}",
-                _submits(case.vector.ranks[first]),
+                f"{first} to {others[-1]}" if others else str(first),
+                _submits(ranks[first]),
                 _padding(agreement, first),
-                explain_rank(dispatcher, agreement, first),
+                report.reasons[first],
             )
-        if parts:
-            parts.append(Text(""))
-        parts += [Text.assemble(f"{role}, {case.title} -> ", runs), Padding(table, (0, 0, 0, 2))]
+        parts += [Text("")] if parts else []
+        parts += [Text.assemble(f"{role}, {report.title} -> ", runs), Padding(table, (0, 0, 0, 2))]
     return Group(*parts)
-
-
-def _alike(dispatcher: Dispatcher, agreement: Agreement) -> list[tuple[int, int]]:
-    ranks = agreement.vector.ranks
-    found: list[tuple[int, int]] = []
-    for rank, submitted in enumerate(ranks):
-        same = found and (submitted, explain_rank(dispatcher, agreement, rank)) == (
-            ranks[found[-1][0]],
-            explain_rank(dispatcher, agreement, found[-1][0]),
-        )
-        if same:
-            found[-1] = (found[-1][0], rank)
-        else:
-            found.append((rank, rank))
-    return found
 
 
 def _submits(submitted: Submission) -> str:

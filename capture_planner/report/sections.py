@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from capture_planner.modes import GraphMode
+from capture_planner.records.text import counted
 from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
-from capture_planner.report.summary import Fallback, Percentiles, RunSummary
-from capture_planner.report.writing import Grid, Section, extent, many, percent, seconds, size
+from capture_planner.report.summary import CapturedKind, Fallback, Percentiles, RunSummary
+from capture_planner.report.writing import Grid, Section, extent, percent, seconds, size
 from capture_planner.runtime.ledger import Captured, RunReport
 
 MAX_FALLBACKS = 10
@@ -27,12 +29,10 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
     """Return what must not be overlooked: that the run was stopped, and by what. None where it was not."""
     told = report.comparison and report.comparison.difference
     if report.interrupted:
-        done = f"{numbers.finished} of {many(len(report.served), 'request')} finished"
+        done = f"{numbers.finished} of {counted(len(report.served), 'request')} finished"
         return f"INTERRUPTED: the run was stopped before all requests were served; {done}"
     if told:
-        return (
-            f"DIFFERENT: {told.role.value}, {told.entry}: {told.where} is not what eager has; stopped there"
-        )
+        return f"DIFFERENT: {told.role.value}, {told.entry}: {told.where} is not what eager has; stopped there"
     return None
 
 
@@ -55,12 +55,12 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
 def _run(report: RunReport) -> Section:
     plan = report.plan
     facts = [
-        ("plan", f"{plan.model.name} on {plan.environment.name}, {many(plan.num_graphs, 'graph')}"),
+        ("plan", f"{plan.model.name} on {plan.environment.name}, {counted(plan.num_graphs, 'graph')}"),
         ("spec", plan.spec_digest),
         ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
         *report.host.items(),
     ]
-    return Section(name="run", title=report.model, grid=Grid(columns=("", ""), rows=tuple(facts)))
+    return Section(name="run", title=report.model, grid=Grid.facts(facts))
 
 
 def _dropped(dropped: Iterable[Captured]) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _dropped(dropped: Iterable[Captured]) -> Iterator[str]:
         kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
     for (role, mode), graphs in kinds.items():
         says = graphs[0].waiver.message if graphs[0].waiver else ""
-        rest = f" and {many(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
+        rest = f" and {counted(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
         yield f"not captured: {role} {mode} of {extent(graphs[0].entry)}{rest}: {says}"
 
 
@@ -81,58 +81,47 @@ def _captured(report: RunReport, numbers: RunSummary) -> Section:
     warnings = list(_dropped(numbers.dropped))
     missing = numbers.planned - total - len(numbers.dropped)
     if missing > 0:
-        warnings.append(f"not captured: {many(missing, 'graph')} of the plan, which had no turn")
-    columns = ("role", "mode", "graphs", "time", "pool growth", "alone", "smallest", "largest")
+        warnings.append(f"not captured: {counted(missing, 'graph')} of the plan, which had no turn")
     return Section(
         name="captured",
         title="Captured",
         lines=(
-            f"{total} of {many(numbers.planned, 'graph')} in {seconds(report.capture_seconds)}; "
+            f"{total} of {counted(numbers.planned, 'graph')} in {seconds(report.capture_seconds)}; "
             f"they grew their pool by {size(memory)}, alone they would take {size(alone)}",
             f"persistent buffers {size(report.buffers)}, KV cache {size(report.kv_cache)}",
         ),
         grid=Grid(
-            columns=columns,
-            right=frozenset(columns[2:6]),
-            rows=tuple(
-                (
-                    kind.role,
-                    kind.mode,
-                    f"{kind.graphs:,}",
-                    seconds(kind.seconds),
-                    size(kind.memory),
-                    size(kind.alone),
-                    extent(kind.smallest),
-                    extent(kind.largest),
-                )
-                for kind in kinds
-            ),
+            columns=("role", "mode", "graphs", "time", "pool growth", "alone", "smallest", "largest"),
+            right=frozenset({"graphs", "time", "pool growth", "alone"}),
+            rows=tuple(map(_kind, kinds)),
         ),
         warnings=tuple(warnings),
     )
 
 
+def _kind(kind: CapturedKind) -> tuple[str | GraphMode, ...]:
+    sizes = size(kind.memory), size(kind.alone)
+    ends = extent(kind.smallest), extent(kind.largest)
+    return kind.role, kind.mode, f"{kind.graphs:,}", seconds(kind.seconds), *sizes, *ends
+
+
 def _served_from(numbers: RunSummary) -> Section:
-    columns = ("role", "mode", "forwards", "share", "token padding", "request padding")
+    rows = [
+        (
+            role.role,
+            mode.mode,
+            f"{mode.forwards:,}",
+            percent(mode.share) if role.forwards else NONE,
+            percent(mode.token_padding) if mode.forwards else NONE,
+            percent(mode.request_padding) if mode.forwards else NONE,
+        )
+        for role in numbers.served_from
+        for mode in role.modes
+    ]
     return Section(
         name="served",
         title="Served from",
-        grid=Grid(
-            columns=columns,
-            right=frozenset(columns[2:]),
-            rows=tuple(
-                (
-                    role.role,
-                    mode.mode,
-                    f"{mode.forwards:,}",
-                    percent(mode.share) if role.forwards else NONE,
-                    percent(mode.token_padding) if mode.forwards else NONE,
-                    percent(mode.request_padding) if mode.forwards else NONE,
-                )
-                for role in numbers.served_from
-                for mode in role.modes
-            ),
-        ),
+        grid=Grid.of(("role", "mode", "forwards", "share", "token padding", "request padding"), rows, text=2),
         notes=tuple(
             f"{role.role}: uniform decodes covered: " + _part(role.covered, role.decodes)
             for role in numbers.served_from
@@ -152,36 +141,27 @@ def _fallbacks(numbers: RunSummary) -> Section:
         return Section(name="fallbacks", title="Fallbacks", lines=(line,))
     eager = sum(fallback.forwards for fallback in numbers.fallbacks)
     total = sum(role.forwards for role in numbers.served_from)
-    columns = ("role", "reason", "requests", "tokens", "query length", "forwards")
-    notes = []
-    if rest:
-        notes.append(
-            f"and {many(len(rest), 'other shape')}, "
-            f"{many(sum(fallback.forwards for fallback in rest), 'forward')}"
+    others = counted(len(rest), "other shape"), counted(sum(each.forwards for each in rest), "forward")
+    rows = [
+        (
+            fallback.role,
+            fallback.reason or UNKNOWN,
+            f"{fallback.num_reqs:,}",
+            f"{fallback.num_tokens:,}",
+            "mixed" if fallback.query_len is None else f"{fallback.query_len:,}",
+            f"{fallback.forwards:,}",
         )
+        for fallback in listed
+    ]
     return Section(
         name="fallbacks",
         title="Fallbacks",
         lines=(
-            f"eager: {_part(eager, total)} forwards, in {many(len(numbers.fallbacks), 'shape')}",
+            f"eager: {_part(eager, total)} forwards, in {counted(len(numbers.fallbacks), 'shape')}",
             *_causes(numbers),
         ),
-        grid=Grid(
-            columns=columns,
-            right=frozenset(columns[2:]),
-            rows=tuple(
-                (
-                    fallback.role,
-                    fallback.reason or UNKNOWN,
-                    f"{fallback.num_reqs:,}",
-                    f"{fallback.num_tokens:,}",
-                    "mixed" if fallback.query_len is None else f"{fallback.query_len:,}",
-                    f"{fallback.forwards:,}",
-                )
-                for fallback in listed
-            ),
-        ),
-        notes=tuple(notes),
+        grid=Grid.of(("role", "reason", "requests", "tokens", "query length", "forwards"), rows, text=2),
+        notes=(f"and {', '.join(others)}",) if rest else (),
     )
 
 
@@ -192,7 +172,7 @@ def _causes(numbers: RunSummary) -> Iterator[str]:
     for (role, reason), found in causes.items():
         tokens = [fallback.num_tokens for fallback in found]
         span = f"{min(tokens):,}" + (f" to {max(tokens):,}" if max(tokens) > min(tokens) else "")
-        yield f"{role}, {reason}: {many(sum(f.forwards for f in found), 'forward')} of {span} tokens"
+        yield f"{role}, {reason}: {counted(sum(f.forwards for f in found), 'forward')} of {span} tokens"
 
 
 def _graphs(numbers: RunSummary) -> Section:
@@ -202,14 +182,8 @@ def _graphs(numbers: RunSummary) -> Section:
     if unused:
         line += f": {named}" + (f"; and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else "")
     used = [graph for graph in numbers.graphs[:MAX_NAMED] if graph.forwards]
-    columns = ("most used", "mode", "graph", "forwards")
-    grid = Grid(
-        columns=columns,
-        right=frozenset(columns[3:]),
-        rows=tuple(
-            (u.graph.role, u.graph.entry.mode, extent(u.graph.entry), f"{u.forwards:,}") for u in used
-        ),
-    )
+    rows = [(u.graph.role, u.graph.entry.mode, extent(u.graph.entry), f"{u.forwards:,}") for u in used]
+    grid = Grid.of(("most used", "mode", "graph", "forwards"), rows, text=3)
     return Section(name="graphs", title="Graphs used", lines=(line,), grid=grid if used else None)
 
 
@@ -217,9 +191,7 @@ def _steps(report: RunReport) -> Section:
     steps, count = report.steps, len(report.steps)
     line = f"{NONE}: no step was taken"
     if steps:
-        reqs, tokens = (
-            sum(getattr(step, name) for step in steps) / count for name in ("num_reqs", "num_tokens")
-        )
+        reqs, tokens = (sum(getattr(step, name) for step in steps) / count for name in ("num_reqs", "num_tokens"))
         line = (
             f"{count:,} steps of {reqs:,.1f} requests and {tokens:,.1f} tokens on average; "
             f"at most {max(step.num_reqs for step in steps):,} requests at once, "
@@ -242,7 +214,6 @@ def _acceptance(numbers: RunSummary) -> Iterator[Section]:
 
 def _latency(report: RunReport, numbers: RunSummary) -> Section:
     rate = NONE if numbers.tokens_per_second is None else f"{numbers.tokens_per_second:,.1f} tokens/s"
-    columns = ("time", "measured", "p50", "p90", "p99", "max")
     measured = (
         ("to first token", numbers.latency.first_token),
         ("per output token", numbers.latency.per_token),
@@ -257,10 +228,10 @@ def _latency(report: RunReport, numbers: RunSummary) -> Section:
             f"output tokens: {numbers.output_tokens:,} in {seconds(report.serve_seconds)}, {rate}",
             f"requests: {numbers.finished:,} finished, {numbers.cut_off:,} cut off",
         ),
-        grid=Grid(
-            columns=columns,
-            right=frozenset(columns[1:]),
-            rows=tuple((name, *_percentiles(found)) for name, found in measured),
+        grid=Grid.of(
+            ("time", "measured", "p50", "p90", "p99", "max"),
+            ((name, *_percentiles(found)) for name, found in measured),
+            text=1,
         ),
     )
 

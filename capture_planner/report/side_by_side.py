@@ -13,10 +13,10 @@ from capture_planner.engines.side_by_side import BatchClass, Hole, Service, Side
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
-from capture_planner.report.tables import mode_text, table_of
+from capture_planner.report.terminal import mode_text, table_of
 
 MAX_HOLES = 20
-"""Holes that are shown; the rest is counted. ``SideBySide.data`` has them all."""
+"""Holes that are shown; the rest is counted. ``--format json`` has them all."""
 
 
 def side_by_side_table(compared: SideBySide) -> RenderableType:
@@ -83,18 +83,18 @@ def _holes(holes: list[Hole], eager: str, other: str, *, often: bool) -> Iterabl
     unit = "step of the trace" if often else "batch"
     many = f"1 {unit}" if total == 1 else f"{total:,} {'steps of the trace' if often else 'batches'}"
     yield Text(f"{many} eager in {eager} and not in {other}", style="yellow")
-    table = table_of("role", "kind", "from", "to", "LoRA", f"{other} runs", f"{eager} has none for")
-    for hole in holes[:MAX_HOLES]:
-        tokens = hole.family.kind is Kind.MIXED
-        table.add_row(
+    rows = (
+        (
             hole.family.role,
             _kind(hole.family),
             str(hole.first),
-            counted(hole.last, "token" if tokens else "request"),
+            counted(hole.last, "token" if hole.family.kind is Kind.MIXED else "request"),
             str(hole.active_loras) if hole.active_loras else "",
             mode_text(hole.mode),
             "" if hole.reason is None else hole.reason.value,
         )
-    yield table
+        for hole in holes[:MAX_HOLES]
+    )
+    yield table_of("role", "kind", "from", "to", "LoRA", f"{other} runs", f"{eager} has none for", rows=rows)
     if len(holes) > MAX_HOLES:
         yield Text(f"and {len(holes) - MAX_HOLES} more", style="dim")

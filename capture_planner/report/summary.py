@@ -10,13 +10,11 @@ import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
+from capture_planner.report.writing import MODES
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
 
-MODES = (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE)
-"""What serves a forward, best first."""
-
 CAPTURED_MODES = MODES[:-1]
-"""Those of them that a graph has."""
+"""The modes of a captured graph."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +55,7 @@ class CapturedKind:
     alone: int
     """Bytes that they would take in pools of their own, added up."""
     driver: int
-    """Bytes that they took of the device beside the allocator's."""
+    """Bytes of the device that they took outside the allocator."""
     largest: Entry
     smallest: Entry
 
@@ -102,7 +100,7 @@ class ServedRole:
     decodes: int
     """Forwards whose batch was a uniform decode."""
     covered: int
-    """Those of them that a graph served."""
+    """Decodes that a graph served."""
 
 
 @attrs.frozen(kw_only=True)
@@ -118,7 +116,7 @@ class Fallback:
 
 
 @attrs.frozen(kw_only=True)
-class Used:
+class GraphUse:
     """One captured graph, and how many forwards it served."""
 
     graph: Captured
@@ -176,7 +174,7 @@ class RunSummary:
     served_from: tuple[ServedRole, ...]
     fallbacks: tuple[Fallback, ...]
     """All of them, the most frequent first."""
-    graphs: tuple[Used, ...]
+    graphs: tuple[GraphUse, ...]
     """Every captured graph, the most used first."""
     acceptance: Acceptance | None
     """None where the plan has no drafter."""
@@ -284,23 +282,18 @@ def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
             counts[f.role, f.reason, f.num_reqs, f.num_tokens, f.query_len] += f.repeats
     return tuple(
         Fallback(
-            role=role,
-            reason=reason,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            query_len=query_len,
-            forwards=count,
+            role=role, reason=reason, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, forwards=count
         )
         for (role, reason, num_reqs, num_tokens, query_len), count in counts.most_common()
     )
 
 
-def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[Used, ...]:
+def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
     uses: Counter[tuple[Role, Entry]] = Counter()
     for forward in forwards:
         if forward.entry is not None:
             uses[forward.role, forward.entry] += forward.repeats
-    used = [Used(graph=graph, forwards=uses[graph.role, graph.entry]) for graph in captured]
+    used = [GraphUse(graph=graph, forwards=uses[graph.role, graph.entry]) for graph in captured]
     return tuple(sorted(used, key=lambda graph: -graph.forwards))
 
 
@@ -334,8 +327,6 @@ def _latency(report: RunReport) -> Latency:
         finished=Percentiles.of(served.finished for served in report.served if served.finished is not None),
         step=Percentiles.of(step.seconds for step in report.steps),
         forward_host=Percentiles.of(
-            forward.host_seconds / forward.repeats
-            for forward in report.forwards
-            for _ in range(forward.repeats)
+            forward.host_seconds / forward.repeats for forward in report.forwards for _ in range(forward.repeats)
         ),
     )

@@ -1,43 +1,28 @@
-"""Plans, coverage, explanations and backends as rich tables."""
+"""Plans, coverage and explanations as rich tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.explain import Explanation
-from capture_planner.codec import entry_rows as rows
-from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.records.batch import Entry, Kind
+from capture_planner.codec.entry_rows import pack
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Kind
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
-
-_COLORS = {GraphMode.FULL: "green", GraphMode.PIECEWISE: "cyan", GraphMode.NONE: "yellow"}
-
-
-def table_of(*columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def mode_text(mode: GraphMode) -> Text:
-    """Write a mode in its colour; the word says it all where there are no colours."""
-    return Text(mode.value, style=_COLORS.get(mode.decode_mode, ""))
+from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 
 def plan_summary(plan: Plan) -> RenderableType:
     """One line a role: what was wanted, what it became, how many graphs."""
-    table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",))
-    for role in plan.roles:
-        table.add_row(
+    rows = (
+        (
             role.role,
             mode_text(role.mode),
             "" if role.mode is role.requested else role.requested.value,
@@ -45,6 +30,9 @@ def plan_summary(plan: Plan) -> RenderableType:
             str(len(role.entries)),
             "; ".join(_waived(role)) or ("nothing" if role.entries else "never runs"),
         )
+        for role in plan.roles
+    )
+    table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",), rows=rows)
     bound = plan.budget.allowed_graphs()
     total = counted(plan.num_graphs, "graph") + (f" of at most {bound[0]}" if bound else "")
     return Group(Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold"), table)
@@ -77,12 +65,8 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
     yield Padding(groups, (0, 0, 0, 2))
     if role.entries:
         graphs = table_of("graphs", "for", "LoRA", "sizes, in capture order", right=("graphs",))
-        for row in rows.pack(role.entries):
-            sizes = (
-                row.num_reqs
-                if row.query_len is not None and row.num_reqs is not None
-                else row.num_tokens or ()
-            )
+        for row in pack(role.entries):
+            sizes = row.num_reqs if row.query_len is not None and row.num_reqs is not None else row.num_tokens or ()
             graphs.add_row(
                 str(len(row.entries())),
                 _kind_text(row.mode, row.query_len, row.draft_steps),
@@ -93,10 +77,8 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
     for waiver in role.waivers:
         yield Padding(Text(f"waived ({waiver.reason}): {waiver.message}", style="yellow"), (0, 0, 0, 2))
     if role.decisions:
-        decisions = table_of("decision", "before", "after", "because")
-        for decision in role.decisions:
-            decisions.add_row(decision.rule, decision.before, decision.after, decision.message)
-        yield Padding(decisions, (0, 0, 0, 2))
+        rows = ((each.rule, each.before, each.after, each.message) for each in role.decisions)
+        yield Padding(table_of("decision", "before", "after", "because", rows=rows), (0, 0, 0, 2))
 
 
 def _kind_text(mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:
@@ -117,42 +99,31 @@ def explanation_table(explained: Explanation) -> RenderableType:
     if batch.active_loras:
         shape += f", {batch.active_loras} active LoRA"
     lines: list[RenderableType] = [
-        Text.assemble(f"{batch.role}: {shape}", " -> ", mode_text(answer.mode)),
+        Text.assemble(f"{batch.role}: {shape}", " -> ", ran_text(answer.mode)),
         Padding(Text(f"{answer.entry or 'no graph'}: {explained.message}"), (0, 0, 0, 2)),
     ]
     if explained.near_misses:
-        table = table_of("nearer entry", "rejected because it")
-        for miss in explained.near_misses:
-            table.add_row(str(miss.entry), miss.message)
+        rows = ((str(miss.entry), miss.message) for miss in explained.near_misses)
+        table = table_of("nearer entry", "rejected because it", rows=rows)
         lines += [Text(""), Padding(table, (0, 0, 0, 2))]
     return Group(*lines)
 
 
 def coverage_table(walked: Coverage) -> RenderableType:
     """The whole admissible space by role: what serves it, how much of it is padding."""
-    table = table_of(
-        "role",
-        "batches",
-        "LoRA",
-        "served by",
-        "sizes",
-        "padding",
-        "worst",
-        right=("sizes", "padding", "worst"),
-    )
+    right = ("sizes", "padding", "worst")
+    table = table_of("role", "batches", "LoRA", "served by", *right, right=right)
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
         unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {first.query_len}"
-        mode = mode_text(first.answer.mode)
+        mode = ran_text(first.answer.mode)
         if first.answer.reason is not None:
             mode.append(f" ({first.answer.reason})")
-        served = [cell for cell in run if cell.entry is not None]
+        served, loras = [cell for cell in run if cell.entry is not None], max(cell.max_loras for cell in run)
         table.add_row(
             first.role,
             f"{first.first} to {last.last} {unit}",
-            f"{min(c.min_loras for c in run)} to {max(c.max_loras for c in run)}"
-            if max(c.max_loras for c in run)
-            else "",
+            f"{min(c.min_loras for c in run)} to {loras}" if loras else "",
             mode,
             str(len({cell.entry for cell in served})) if served else "",
             f"{share_padded(served):.1%}" if served else "",
@@ -167,13 +138,7 @@ def coverage_runs(walked: Coverage) -> list[list[Cell]]:
     def kind(cell: Cell) -> tuple[Role, Kind, int | None, GraphMode, str | None]:
         return cell.role, cell.kind, cell.query_len, cell.answer.mode, cell.answer.reason
 
-    runs: list[list[Cell]] = []
-    for cell in walked.cells:
-        if runs and kind(runs[-1][-1]) == kind(cell):
-            runs[-1].append(cell)
-        else:
-            runs.append([cell])
-    return runs
+    return [list(run) for _, run in groupby(walked.cells, kind)]
 
 
 def share_padded(cells: Iterable[Cell]) -> float:
@@ -185,50 +150,3 @@ def share_padded(cells: Iterable[Cell]) -> float:
             computed += count * cell.entry.num_tokens
             real += count * cell.entry.num_tokens * (1 - cell.padded)
     return 1 - real / computed if computed else 0.0
-
-
-def backends_table(data: list[dict[str, Any]], *, reasons: bool) -> RenderableType:
-    """Backends against environments, or one environment with the reasons."""
-    environments = list(dict.fromkeys(s["environment"] for backend in data for s in backend["support"]))
-    if reasons:
-        table = table_of("backend", "version", "role", "group", "support", "because")
-        for backend in data:
-            for s in backend["support"]:
-                table.add_row(
-                    backend["name"], backend["version"], s["role"], s["group"], s["level"], s["reason"]
-                )
-        return table
-    table = table_of("backend", "version", *environments)
-    for backend in data:
-        levels = [
-            min(
-                (s["level"] for s in backend["support"] if s["environment"] == name),
-                key=lambda n: GraphSupport[n],
-            )
-            for name in environments
-        ]
-        table.add_row(backend["name"], backend["version"], *(_SHORT[level] for level in levels))
-    legend = ", ".join(f"{short} = {level}" for level, short in _SHORT.items())
-    return Group(table, Text(f"\n{legend}; add --environment NAME for the reasons", style="dim"))
-
-
-_SHORT = {
-    "ALWAYS": "always",
-    "UNIFORM_BATCH": "uniform",
-    "UNIFORM_SINGLE_TOKEN_DECODE": "single",
-    "NEVER": "never",
-}
-
-
-def entry_data(entry: Entry | None) -> dict[str, object] | None:
-    """Return an entry as plain data."""
-    if entry is None:
-        return None
-    return {
-        "mode": entry.mode.value,
-        "num_tokens": entry.num_tokens,
-        "num_reqs": entry.num_reqs,
-        "query_len": entry.query_len,
-        "active_loras": entry.active_loras,
-        "draft_steps": entry.draft_steps,
-    }

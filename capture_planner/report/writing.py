@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import attrs
 
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Entry
+
+Cell = str | GraphMode
+"""Text, or the mode that a forward ran in."""
+
+MODES = (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE)
+"""What serves a forward, best first."""
 
 
 @attrs.frozen(kw_only=True)
@@ -14,7 +22,18 @@ class Grid:
 
     columns: tuple[str, ...]
     right: frozenset[str] = frozenset()
-    rows: tuple[tuple[str | GraphMode, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[str], rows: Iterable[tuple[Cell, ...]], *, text: int | None = None) -> Grid:
+        """Return a table whose columns after the first ``text`` are numbers; None: no column is."""
+        columns = tuple(columns)
+        return cls(columns=columns, right=frozenset() if text is None else frozenset(columns[text:]), rows=tuple(rows))
+
+    @classmethod
+    def facts(cls, facts: Iterable[tuple[str, str]]) -> Grid:
+        """Return names and values, without a head."""
+        return cls.of(("", ""), facts)
 
 
 @attrs.frozen(kw_only=True)
@@ -29,13 +48,45 @@ class Section:
     notes: tuple[str, ...] = ()
 
 
-def many(count: int, noun: str) -> str:
-    """Write a number of things: ``1 graph``, ``1,200 graphs``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+@attrs.frozen(kw_only=True)
+class Chart:
+    """One picture: what it shows in words, and what to look for in it."""
+
+    name: str
+    section: str
+    """The section of the report that it belongs to."""
+    svg: str
+    alt: str
+    caption: str
+    modes: tuple[GraphMode, ...] = MODES
+    """Those whose colours it has."""
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """What a terminal (``terminal.tables``) and a page (``page.page``) show of a run, bench or suite."""
+
+    kind: str
+    """As in "report of a run"."""
+    title: str
+    alert: str | None
+    """What must not be overlooked, such as an interruption."""
+    alert_in_tables: bool = False
+    """Whether a terminal shows the alert too: False where a section warns of the same."""
+    sections: tuple[Section, ...]
+    charts: Callable[[], tuple[Chart, ...]]
+    """Draws; called for a page only, as matplotlib may be missing."""
+    spec: str | None = None
+    """Digest of the spec; None where the report is not of one plan."""
+
+
+def ran(mode: GraphMode) -> str:
+    """Write how a forward ran: without a graph it is eager."""
+    return "eager" if mode is GraphMode.NONE else mode.value
 
 
 def extent(entry: Entry) -> str:
-    """Write an entry's size where its mode stands beside it."""
+    """Write an entry's size without its mode, for a row that has the mode in a cell of its own."""
     text = str(entry).removeprefix(f"{entry.mode.value} ")
     return text if entry.query_len is None or entry.num_reqs is None else text.partition(", ")[2]
 
@@ -60,9 +111,7 @@ def size(value: int) -> str:
 
 def printable(text: str) -> str:
     """Write a name or sentence on one line, whatever is in it: no control character reaches a terminal."""
-    return "".join(
-        char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text
-    )
+    return "".join(char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text)
 
 
 def percent(share: float) -> str:

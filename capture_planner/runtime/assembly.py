@@ -82,9 +82,7 @@ def assemble(
     if drafter is not None and plan.speculative is not None:
         most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
         state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
-    target = _target_body(
-        plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET]
-    )
+    target = _target_body(plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET])
     bodies: dict[Role, Body] = {Role.TARGET: target}
     if drafter is not None and state is not None:
         prefill = fields[Role.DRAFT_PREFILL]
@@ -104,7 +102,7 @@ def assemble(
         page_size=pages.page_size,
         apply=apply,
     )
-    comparison = ComparisonLog() if policy.compare else None
+    comparison = ComparisonLog() if options.compare else None
 
     def role_run(role: RolePlan) -> RoleRun:
         mine = fields[role.role]
@@ -182,9 +180,7 @@ def bounds_of(plan: Plan, pages: kv.PageFormat, vocab_size: int) -> Bounds:
     )
 
 
-def _operations(
-    device: torch.device, fields: Sequence[Fields]
-) -> tuple[Callable[[Sequence[Write]], None], Updates]:
+def _operations(device: torch.device, fields: Sequence[Fields]) -> tuple[Callable[[Sequence[Write]], None], Updates]:
     """Return what fills and pads, and what moves on: a kernel each on a GPU, arrays and torch on a host."""
     if device.type != "cuda":
         return padding.apply, TorchUpdates()
@@ -214,9 +210,7 @@ def caches_of(
     for is_drafter, shape in shapes.items():
         role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
         attention = Attention.of(plan, role, layers=shape.num_layers, window=None)
-        caches[is_drafter] = tuple(
-            kv.layer_cache(attention, pages, dtype, device) for _ in range(shape.num_layers)
-        )
+        caches[is_drafter] = tuple(kv.layer_cache(attention, pages, dtype, device) for _ in range(shape.num_layers))
     return caches
 
 
@@ -326,7 +320,8 @@ def refuse_planning_backends(plan: Plan, registry: Registry) -> None:
 def _refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
     if not isinstance(registered.backend, Runnable):
         raise RunError(
-            f"{_label(registered)} plans and does not execute: it has no reserve; see docs/backends.md"
+            f"{_label(registered)} plans and does not execute: it has no reserve; see "
+            "docs/extending/backend-contract.md"
         )
     attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
     now = registered.padding(role.role, attention, plan.environment)

@@ -22,12 +22,7 @@ from capture_planner.runtime.ledger import Captured
 
 
 def capture_all(
-    plan: Plan,
-    roles: Sequence[RoleRun],
-    grapher: Grapher,
-    *,
-    strict: bool,
-    memory: int | None = None,
+    plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, *, strict: bool, memory: int | None = None
 ) -> Iterator[Captured]:
     """Capture all entries of ``plan``, and yield what each cost.
 
@@ -38,8 +33,7 @@ def capture_all(
     for role in roles:
         role.begin_capture(shared if plan.pool is Pool.SHARED else grapher.pool(memory))
     work = sorted(
-        ((role, entry) for role in roles for entry in role.plan.entries),
-        key=lambda item: item[1].capture_order,
+        ((role, entry) for role in roles for entry in role.plan.entries), key=lambda item: item[1].capture_order
     )
     for role, entry in work:
         yield _capture(role, entry, grapher, strict)
@@ -78,7 +72,7 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> Cap
 def _waiver(role: RolePlan, entry: Entry, message: str) -> Waiver:
     """Waive what only this entry served: the extents between the next smaller one and itself."""
     decode = entry.query_len is not None
-    smaller = [_extent(other) for other in role.entries if _alike(other, entry)]
+    smaller = [_extent(other) for other in role.entries if _ladder(other) == _ladder(entry)]
     below = max((size for size in smaller if size < _extent(entry)), default=0)
     return Waiver(
         kind=Kind.DECODE if decode else Kind.MIXED,
@@ -95,11 +89,6 @@ def _extent(entry: Entry) -> int:
     return entry.num_tokens // entry.query_len if entry.query_len else entry.num_tokens
 
 
-def _alike(entry: Entry, other: Entry) -> bool:
-    """Say whether two entries stand in one ladder."""
-    return (entry.mode, entry.query_len, entry.active_loras, entry.draft_steps) == (
-        other.mode,
-        other.query_len,
-        other.active_loras,
-        other.draft_steps,
-    )
+def _ladder(entry: Entry) -> tuple[object, ...]:
+    """Return what the entries have in common of which the next larger one serves a batch."""
+    return entry.mode, entry.query_len, entry.active_loras, entry.draft_steps

@@ -1,6 +1,6 @@
 """What an attention backend does with torch: the half of its contract that runs.
 
-A backend that can run has ``reserve`` beside what the planner asks of it. ``reserve`` returns an
+A backend that can run has ``reserve`` in addition to what the planner asks of it. ``reserve`` returns an
 ``Executor``; the runner calls its methods in one order, always the same:
 
     reserve                       once for each attention group of each role, before any capture
@@ -32,16 +32,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.models.protocols import Scoring
 
-__all__ = [
-    "NULL_PAGE",
-    "NULL_SLOT",
-    "Executor",
-    "LayerCache",
-    "Metadata",
-    "Reservation",
-    "Runnable",
-    "Scoring",
-]
+__all__ = ["NULL_PAGE", "NULL_SLOT", "Executor", "LayerCache", "Metadata", "Reservation", "Runnable", "Scoring"]
 
 NULL_PAGE = 0
 """The page that no request owns: padded rows of a block table name it."""
@@ -105,9 +96,9 @@ class Metadata:
     """Longest sequence: of a FULL graph the model's maximum, else the real one."""
     fields: Mapping[str, torch.Tensor]
     """Device fields, cut to these extents: ``query_start_loc int32[num_reqs + 1]``,
-    ``seq_lens int32[num_reqs]``, ``block_table int32[num_reqs, pages]``, and what else is declared."""
+    ``seq_lens int32[num_reqs]``, ``block_table int32[num_reqs, pages]``, and the backend's own."""
     host: Mapping[str, np.ndarray[Any, Any]]
-    """The same values on the host, padding included, for whoever plans there.
+    """The same values on the host, padding included, for backends that plan there.
 
     Where every group answers ``refresh`` with ``IN_GRAPH``, steps may follow each other without the host:
     then token ids and slots are not among them in a decode whose fields its graph moved on, and the
@@ -132,9 +123,7 @@ class Executor(Protocol):
         declared fill when you are called. Do not pad: that is done. Do not replace a buffer.
         """
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with one layer's queries; the runner wrote this step's keys and values already.
 
         ``query`` and ``out`` are ``[num_tokens, num_heads, head_dim]``, and every row of ``out``

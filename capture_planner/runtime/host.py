@@ -29,11 +29,7 @@ def this_environment(name: str) -> Environment:
         device = Device(kind=DeviceKind.CPU, name=platform.machine(), memory=memory)
         return Environment(name=name, device=device, packages=_public(packages))
     return Environment(
-        name=name,
-        device=_cuda_device(),
-        driver=_driver()[0],
-        cuda=torch.version.cuda,
-        packages=_public(packages),
+        name=name, device=_cuda_device(), driver=_driver()[0], cuda=torch.version.cuda, packages=_public(packages)
     )
 
 
@@ -132,15 +128,12 @@ def differences(environment: Environment) -> tuple[str, ...]:
             return (f"the plan is for {planned.name}, and this machine has no CUDA device",)
         here = _cuda_device()
         if here.capability != planned.capability:
-            found.append(
-                f"the plan is for compute capability {planned.capability}, and this is {here.capability}"
-            )
+            found.append(f"the plan is for compute capability {planned.capability}, and this is {here.capability}")
         if here.name != planned.name:
             found.append(f"the plan is for {planned.name}, and this is {here.name}")
         if here.multiprocessors != planned.multiprocessors:
             found.append(
-                f"the plan is for {planned.multiprocessors} multiprocessors, and this device has "
-                f"{here.multiprocessors}"
+                f"the plan is for {planned.multiprocessors} multiprocessors, and this device has {here.multiprocessors}"
             )
         if here.memory < LEAST_MEMORY * planned.memory:
             found.append(

@@ -35,7 +35,7 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Decode, Request, admit
 
 CACHE_MEMORY = 1 << 30
-"""Bytes that the KV cache takes at most where nobody says how many pages it has."""
+"""Most bytes of the KV cache where its number of pages is not given."""
 
 Drafting = Literal["copy", "miss", "chance", "random"] | Path
 
@@ -99,7 +99,7 @@ def launch(
 
     Raises ``RunError`` or ``BackendError`` where the plan cannot be executed here, on this model or for
     these requests: before anything is captured, and where plan and backends say so before a model is
-    loaded. An interruption ends in a report of what there is.
+    loaded. An interruption ends in a report of what was done.
     """
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
     device = host.device_of(plan.environment)
@@ -139,25 +139,25 @@ def launch(
         report = run.report(runner, drafter, decode, interrupted=interrupted)
     differing = None
     if choices.verify and answers is not None and any(served.tokens for served in report.served):
-        asked = {request.name: request for request in requests}
+        by_name = {request.name: request for request in requests}
         differing = tuple(
             served.name
             for served in report.served
-            if served.tokens and not _agrees(served, asked[served.name], answers[served.name])
+            if served.tokens and not _agrees(served, by_name[served.name], answers[served.name])
         )
     return Outcome(report=report, differing=differing)
 
 
 def _agrees(served: Served, request: Request, answer: tuple[int, ...]) -> bool:
     """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
-    said = request.cut(answer[len(request.prompt) :])
-    return served.tokens == (said if served.finished is not None else said[: len(served.tokens)])
+    expected = request.cut(answer[len(request.prompt) :])
+    return served.tokens == (expected if served.finished is not None else expected[: len(served.tokens)])
 
 
 def _not_as_planned(plan: Plan) -> dict[str, str]:
     """Return what differs from the environment that was planned for, as a fact for the report."""
-    found = (*host.differences(plan.environment), *host.remarks(plan.environment))
-    return {"not as planned": "; ".join(found)} if found else {}
+    sentences = (*host.differences(plan.environment), *host.remarks(plan.environment))
+    return {"not as planned": "; ".join(sentences)} if sentences else {}
 
 
 def _weights(runner: Runner) -> int:
@@ -262,9 +262,7 @@ class _Run:
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(
-                longer,
-                step_seconds=self.choices.step_seconds,
-                progress=lambda done: advance(done.name),
+                longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
@@ -287,20 +285,14 @@ class _Run:
                 progress=lambda done: advance(done.name),
             )
 
-    def report(
-        self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool
-    ) -> RunReport:
+    def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
         """Put together what happened."""
         session = runner.session
         used = {group.backend for role in self.plan.roles for group in role.groups}
         entered = {done.name for done in session.served}
         served = session.served + [
             Served(
-                name=request.name,
-                prompt_tokens=len(request.prompt),
-                output_tokens=0,
-                first_token=None,
-                finished=None,
+                name=request.name, prompt_tokens=len(request.prompt), output_tokens=0, first_token=None, finished=None
             )
             for request in self.requests
             if request.name not in entered

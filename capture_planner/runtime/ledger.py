@@ -22,7 +22,7 @@ class Captured:
     seconds: float
     """Warm-up and capture."""
     memory: int
-    """Bytes by which the graph grew its pool: what it costs beside those captured before it."""
+    """Bytes by which the graph grew its pool: what it costs on top of those captured before it."""
     alone: int
     """Bytes that it would take in a pool of its own."""
     readings: tuple[Reading, Reading, Reading] | None = None
@@ -32,7 +32,7 @@ class Captured:
 
     @property
     def driver(self) -> int:
-        """Bytes that the capture took beside the allocator's: the executable graphs.
+        """Bytes that the capture took outside of the allocator: the executable graphs.
 
         A driver takes memory in chunks: the graph that opens one pays for those that fill it. 0 for
         recorded graphs, which have nothing of the kind; below 0 where the driver gave some back.
@@ -48,7 +48,7 @@ class Accounts:
     """Where a device's memory went while a plan was captured, in bytes.
 
     ``device`` is the device's own figure. All else adds up to it but for ``unexplained``: what came
-    and went beside the allocator between the captures, where nothing of ours takes memory.
+    and went outside of the allocator between the captures, where nothing of ours takes memory.
     """
 
     graphs: int
@@ -61,7 +61,7 @@ class Accounts:
     """What the allocator holds more outside of the pools: what eager forwards left, such as the
     workspaces of matrix products. Below 0 where tensors of before the capture were freed meanwhile."""
     modules: int
-    """What warm-ups took beside the allocator: kernels that were loaded on first use, handles."""
+    """What warm-ups took outside of the allocator: kernels that were loaded on first use, handles."""
     device: int
     """Bytes gone from before the first capture to after the last, as the device reports it."""
 
@@ -117,7 +117,7 @@ class Forward:
     """Forwards of this kind in the step: draft decodes run k - 1 times, or once as a fused chain."""
     preparation: float = 0.0
     """Seconds of the host for values, dispatch, fill, padding and backends; of all repeats together. Where
-    the fields of all roles are filled at once, the target's is that of all."""
+    the fields of all roles are filled at once, the target's includes the others."""
     host_seconds: float = 0.0
     """The same, and guards."""
     seconds: float = 0.0

@@ -45,12 +45,8 @@ class Options:
 class ExecutionPolicy:
     """What is decided once for a run, before anything is built."""
 
-    trust: bool
-    debug: bool
-    poison: bool
-    strict: bool
-    replay: bool
-    compare: bool
+    options: Options
+    """As given; with ``poison`` where graphs are compared."""
     run_ahead: bool
     """An input id may be ``-1 - i``: the token that the previous step says after its row i."""
     advance_in_graph: bool
@@ -71,19 +67,14 @@ class ExecutionPolicy:
         needs_host = {role.role: _needs_host(plan, role, registry) for role in plan.roles}
         # Both need the tokens of a step on the host before the next one can be launched.
         waits = plan.speculative is not None or plan.model.embeddings
-        poison = options.poison or options.compare
+        options = attrs.evolve(options, poison=options.poison or options.compare)
         return cls(
-            trust=options.trust,
-            debug=options.debug,
-            poison=poison,
-            strict=options.strict,
-            replay=options.replay,
-            compare=options.compare,
+            options=options,
             run_ahead=_chosen(options.run_ahead, is_gpu, options) and not (waits or options.debug),
             # Poison and bounds checks need the host's values in every field, and multimodal rope has
             # three positions a token, of which a graph advances none.
             advance_in_graph=not (
-                waits or needs_host[Role.TARGET] or options.debug or poison or plan.model.mrope
+                waits or needs_host[Role.TARGET] or options.debug or options.poison or plan.model.mrope
             ),
             drafts_on_device=_chosen(options.drafts_on_device, is_gpu, options),
             draft_decodes_need_host=needs_host.get(Role.DRAFT_DECODE, False),
@@ -112,9 +103,7 @@ def _needs_host(plan: Plan, role: RolePlan, registry: Registry) -> bool:
     """Say whether a backend of the role plans on the host before each step."""
     return any(
         registry[group.backend].refresh(
-            role.role,
-            Attention.of(plan, role.role, layers=group.layers, window=group.window),
-            plan.environment,
+            role.role, Attention.of(plan, role.role, layers=group.layers, window=group.window), plan.environment
         )
         is Refresh.HOST
         for group in role.groups

@@ -21,10 +21,7 @@ def as_captured(plan: Plan, captured: Sequence[Captured]) -> Plan:
             lost.setdefault(item.role, []).append(item)
     if not lost:
         return plan
-    return replace(
-        plan,
-        roles=tuple(_without(role, lost.get(role.role, [])) for role in plan.roles),
-    )
+    return replace(plan, roles=tuple(_without(role, lost.get(role.role, [])) for role in plan.roles))
 
 
 def _without(role: RolePlan, lost: Sequence[Captured]) -> RolePlan:
@@ -75,9 +72,9 @@ def without_speculation(plan: Plan, registry: Registry) -> Plan:
     alone = replace(plan, speculative=None, roles=(target,))
     groups = []
     for group in target.groups:
-        asked = registry[group.backend]
+        registered = registry[group.backend]
         attention = Attention.of(alone, Role.TARGET, layers=group.layers, window=group.window)
-        padding = asked.padding(Role.TARGET, attention, plan.environment)
-        workspace = asked.workspace(Role.TARGET, attention, plan.environment, (), plan.limits)
+        padding = registered.padding(Role.TARGET, attention, plan.environment)
+        workspace = registered.workspace(Role.TARGET, attention, plan.environment, (), plan.limits)
         groups.append(replace(group, padding=padding, workspace=workspace))
     return replace(alone, roles=(replace(target, groups=tuple(groups)),))

@@ -1,6 +1,6 @@
 """What is refused before a model is loaded: a plan that is not for here, and backends that do not run here.
 
-A large model takes minutes to make, and whoever typed the wrong thing should know within seconds.
+A large model takes minutes to load; a wrong argument should be reported within seconds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.environment import DeviceKind
 from capture_planner.records.plan import Plan
 from capture_planner.runtime import host
-from capture_planner.runtime.assembly import (
-    LayerShape,
-    caches_of,
-    capacity_of,
-    refuse_planning_backends,
-    reserve_all,
-)
+from capture_planner.runtime.assembly import LayerShape, caches_of, capacity_of, refuse_planning_backends, reserve_all
 from capture_planner.runtime.execution.fields import Fields
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -34,9 +28,7 @@ def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool) -> None:
     """
     errors = [str(finding) for finding in lint(plan) if finding.rule.severity is Severity.ERROR]
     if errors and not any_plan:
-        raise RunError(
-            f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)"
-        )
+        raise RunError(f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)")
     if plan.environment.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
         raise RunError(f"the plan is for {plan.environment.device.name}, and this machine has no CUDA device")
     wrong = host.differences(plan.environment)

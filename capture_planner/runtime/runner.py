@@ -54,14 +54,7 @@ class Runner:
         self.device = device or torch.device("cpu")
         self.session = Session()
         self.parts = assemble(
-            plan,
-            model,
-            drafter,
-            registry,
-            grapher,
-            pages=pages,
-            device=self.device,
-            options=options or Options(),
+            plan, model, drafter, registry, grapher, pages=pages, device=self.device, options=options or Options()
         )
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
@@ -81,16 +74,14 @@ class Runner:
             for role in reversed(tuple(self.parts.roles.values())):
                 releases.callback(role.release)
 
-    def capture(
-        self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None
-    ) -> None:
+    def capture(self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None) -> None:
         """Capture every entry; what does not fit into memory is waived from here on.
 
         ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises
         ``RunError`` while requests are served: captures write the fields that their steps go on from.
         """
         self._refuse_while_serving("capture")
-        if not self.policy.replay:
+        if not self.policy.options.replay:
             self.dispatcher = Dispatcher(self.plan)
             return
         started = perf_counter()
@@ -100,7 +91,7 @@ class Runner:
                     self.plan,
                     tuple(self.parts.roles.values()),
                     self._grapher,
-                    strict=self.policy.strict,
+                    strict=self.policy.options.strict,
                     memory=memory,
                 ):
                     self.session.captured.append(done)

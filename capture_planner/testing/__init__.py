@@ -1,21 +1,22 @@
-"""Hypothesis strategies for people who test backends, or tools over specs and plans.
+"""Hypothesis strategies to test backends, and tools that read specs and plans.
 
-Needs Hypothesis, which the extra ``testing`` brings.
+Needs Hypothesis; from a clone of capture-planner: ``python -m pip install '.[testing]'``.
 """
 
 from __future__ import annotations
 
 try:
     import hypothesis as _hypothesis
-except ImportError as error:  # pragma: no cover - said in the message, seen without the extra only
+except ImportError as error:  # pragma: no cover - seen without the extra only
     raise ImportError(
-        "capture_planner.testing needs hypothesis; install it, or the extra 'testing' of capture-planner"
+        "capture_planner.testing needs hypothesis; install the extra `testing`, from a clone of capture-planner "
+        "with: python -m pip install '.[testing]'"
     ) from error
 
 from capture_planner.testing.strategies import (
-    Deployment,
-    Document,
+    DocumentText,
     FakeBackend,
+    PlanInputs,
     arbitrary_plans,
     backends,
     batches,
@@ -32,9 +33,9 @@ from capture_planner.testing.strategies.ranks import submissions, vectors
 del _hypothesis
 
 __all__ = [
-    "Deployment",
-    "Document",
+    "DocumentText",
     "FakeBackend",
+    "PlanInputs",
     "arbitrary_plans",
     "backends",
     "batches",

@@ -179,8 +179,7 @@ def test_agree_has_the_reason_of_the_joint_batch():
         assert (agreement.reason, agreement.lost_entry) == (Reason.SIZES, None)
         assert {answer.dispatch.waiver for answer in agreement.answers} == {waiver}
         assert told[0] == (
-            "all run eager: joint batch of 2 requests, 100 tokens, mixed: "
-            f"{WHY_NONE[Reason.SIZES]} (up to 16)"
+            f"all run eager: joint batch of 2 requests, 100 tokens, mixed: {WHY_NONE[Reason.SIZES]} (up to 16)"
         )
         assert told[2] == f"idle, with a dummy batch of 1 request of 1 token; {told[0]}"
 
@@ -261,21 +260,21 @@ def test_cases_are_admissible(plan, num_ranks, role):
     """Each is admissible on every rank, of as many ranks as asked, and can be shown."""
     assume(role in plan.planned)
     dispatcher = Dispatcher(plan)
-    shown = cases(plan, role, num_ranks)
+    shown = cases(dispatcher, role, num_ranks)
     assert len({case.title for case in shown}) == len(shown)
     for case in shown:
-        assert len(case.vector.ranks) == num_ranks
-        for submitted in case.vector.ranks:
+        assert len(case.agreement.vector.ranks) == num_ranks
+        for submitted in case.agreement.vector.ranks:
             if submitted.batch is not None:
                 assert dispatcher.dispatch(submitted.batch).reason is not Reason.NOT_ADMISSIBLE
-    cases_table(dispatcher, shown, role)
+    cases_table(shown, role)
 
 
 def test_cases_of_a_schedule_have_different_k():
     """And of a plan with adapters, a rank that has some."""
     speculative = Speculative(method=Method.EAGLE3, num_tokens=3, schedule=((1, 4, 3), (5, 64, 1)))
     plan = plan_of(uniform(8), speculative=speculative, lora=Lora(max_active=2))
-    by_title = {case.title: case.vector for case in cases(plan, Role.TARGET, 4)}
+    by_title = {case.title: case.agreement.vector for case in cases(Dispatcher(plan), Role.TARGET, 4)}
     differing = by_title["the schedule gives one rank another number of draft tokens"]
     assert {submitted.batch.query_len for submitted in differing.ranks} == {2, 4}
     adapters = by_title["one rank has adapters"]
@@ -287,8 +286,5 @@ def test_locked_plans_cover_all_cases_of_ranks(path):
     """Every case of every role has an entry, or a reason other than a hole."""
     plan = codec.load_plan(path)
     for role in plan.roles:
-        for case in cases(plan, role.role, 8):
-            assert agree(Dispatcher(plan), case.vector).reason not in (
-                Reason.UNCOVERED,
-                Reason.NOT_ADMISSIBLE,
-            )
+        for case in cases(Dispatcher(plan), role.role, 8):
+            assert case.agreement.reason not in (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE)

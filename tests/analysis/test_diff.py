@@ -35,13 +35,9 @@ def changed(draw):
     for number, waiver in enumerate(role.waivers):
         for other in (
             attrs.evolve(waiver, first=waiver.first + 1),
-            attrs.evolve(
-                waiver, reason=Reason.BUDGET if waiver.reason is not Reason.BUDGET else Reason.SIZES
-            ),
+            attrs.evolve(waiver, reason=Reason.BUDGET if waiver.reason is not Reason.BUDGET else Reason.SIZES),
         ):
-            options.append(
-                attrs.evolve(role, waivers=(*role.waivers[:number], other, *role.waivers[number + 1 :]))
-            )
+            options.append(attrs.evolve(role, waivers=(*role.waivers[:number], other, *role.waivers[number + 1 :])))
     if len(role.decisions) > 1:
         options.append(attrs.evolve(role, decisions=role.decisions[1:]))
     other = draw(st.sampled_from(options))

@@ -53,18 +53,8 @@ def test_support_on_shipped_environments(committed, layers, name, level, says):
             "torch varlen attention needs torch 2.13 or newer for paged caches, not 2.11.0",
         ),
         ("10.0", {"torch": "2.13.0"}, UNIFORM, "torch varlen attention (2.13.0)"),
-        (
-            "8.0",
-            {"flash-attn-4": "4.0.0b36"},
-            NEVER,
-            "FlashAttention 4 reads a paged cache on SM90 and SM100",
-        ),
-        (
-            "10.0",
-            {"flash-attn-3": "3.0.0", "torch": "2.11.0"},
-            NEVER,
-            "FlashAttention 3 is made for SM90, not SM10x",
-        ),
+        ("8.0", {"flash-attn-4": "4.0.0b36"}, NEVER, "FlashAttention 4 reads a paged cache on SM90 and SM100"),
+        ("10.0", {"flash-attn-3": "3.0.0", "torch": "2.11.0"}, NEVER, "FlashAttention 3 is made for SM90, not SM10x"),
         ("8.0", {}, NEVER, "install flash-attn (GPU (SM80))"),
         ("7.5", TORCH, NEVER, "scaled_dot_product_attention"),
     ],
@@ -130,12 +120,7 @@ ALL = {"torch": "2.13.0", "flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash
         ("9.0", Role.DRAFT_PREFILL, {}, ["max_query_len", "max_seq_len", "num_splits", "scheduler_metadata"]),
         ("9.0", Role.DRAFT_DECODE, {}, ["max_query_len", "max_seq_len", "num_splits"]),
         ("10.0", Role.TARGET, {}, ["max_query_len", "max_seq_len"]),
-        (
-            "10.0",
-            Role.TARGET,
-            {"decode_context": 2},
-            ["max_query_len", "max_seq_len", "dcp_context_kv_lens"],
-        ),
+        ("10.0", Role.TARGET, {"decode_context": 2}, ["max_query_len", "max_seq_len", "dcp_context_kv_lens"]),
         ("8.0", Role.TARGET, {}, ["max_query_len", "max_seq_len", "num_splits"]),
         ("7.5", Role.TARGET, {}, []),
         (None, Role.TARGET, {}, []),
@@ -162,12 +147,7 @@ def test_launch_scalars_are_frozen_at_their_worst_case(machine, layers, name):
 
 @pytest.mark.parametrize(
     ("capability", "decode_context", "refresh"),
-    [
-        ("9.0", 1, Refresh.IN_GRAPH),
-        ("8.0", 1, Refresh.IN_GRAPH),
-        ("9.0", 2, Refresh.HOST),
-        ("7.5", 1, Refresh.HOST),
-    ],
+    [("9.0", 1, Refresh.IN_GRAPH), ("8.0", 1, Refresh.IN_GRAPH), ("9.0", 2, Refresh.HOST), ("7.5", 1, Refresh.HOST)],
 )
 def test_refresh_by_hardware(machine, layers, capability, decode_context, refresh):
     where = layers(decode_context=decode_context), machine(capability)
@@ -183,9 +163,7 @@ def test_refresh_by_hardware(machine, layers, capability, decode_context, refres
         ("7.5", {}, "0: the KV is not split, or there is no full graph"),
     ],
 )
-def test_workspace_is_zero_and_states_the_bytes_in_the_pool(
-    machine, layers, graph, capability, changes, says
-):
+def test_workspace_is_zero_and_states_the_bytes_in_the_pool(machine, layers, graph, capability, changes, says):
     piecewise = Entry(mode=GraphMode.PIECEWISE, num_tokens=512)
     where = layers(**changes), machine(capability, THREE) if capability == "9.0" else machine(capability)
     need = BACKEND.workspace(Role.TARGET, *where, [graph(16), piecewise], LIMITS)

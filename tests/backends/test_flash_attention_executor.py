@@ -89,11 +89,7 @@ class World:
         starts = np.cumsum([0, *queries, *[0] * (reqs - real)])
         table = np.zeros((reqs, pages), np.int64)
         table[:real] = 1 + rng.permutation(reqs * pages)[: real * pages].reshape(real, pages)
-        host = {
-            "query_start_loc": starts,
-            "seq_lens": np.array([*lengths, *[0] * (reqs - real)]),
-            "block_table": table,
-        }
+        host = {"query_start_loc": starts, "seq_lens": np.array([*lengths, *[0] * (reqs - real)]), "block_table": table}
         for name, value in host.items():
             fields[name].copy_(torch.from_numpy(value))
         if "scheduler_metadata" in fields:

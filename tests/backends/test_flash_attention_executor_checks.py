@@ -77,9 +77,7 @@ def reserved(library: libraries.Library, page_size: int | None = None, **changes
         role=Role.TARGET,
         group="all",
         attention=Attention(**shape | {"max_model_len": 128, "max_query_len": 1} | changes),
-        environment=Environment(
-            name="e", device=device, packages={library.package: VERSIONS[library.package]}
-        ),
+        environment=Environment(name="e", device=device, packages={library.package: VERSIONS[library.package]}),
         entries=(ENTRY,),
         limits=Limits(max_num_reqs=REQS, max_num_tokens=REQS),
         caches={LAYER: LayerCache(keys=keys, values=values)},
@@ -104,9 +102,7 @@ def step(reservation: Reservation) -> Metadata:
     )
 
 
-@given(
-    st.sampled_from(libraries.LIBRARIES), st.integers(1, 600) | st.sampled_from([16, 64, 128, 256, 512, 768])
-)
+@given(st.sampled_from(libraries.LIBRARIES), st.integers(1, 600) | st.sampled_from([16, 64, 128, 256, 512, 768]))
 def test_reserve_rejects_unsupported_page_sizes(library, page_size):
     """Refused in reserve exactly where the kernel would refuse, with what it takes."""
     reservation = reserved(library, page_size)
@@ -114,9 +110,7 @@ def test_reserve_rejects_unsupported_page_sizes(library, page_size):
         if library in (libraries.FA3, libraries.FA4) or page_size % 256 == 0:
             FlashAttention().reserve(reservation)
         else:
-            with pytest.raises(
-                BackendError, match=rf"multiples of 256 tokens, not {page_size}; set the page size"
-            ):
+            with pytest.raises(BackendError, match=rf"multiples of 256 tokens, not {page_size}; set the page size"):
                 FlashAttention().reserve(reservation)
 
 

@@ -8,13 +8,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
 from capture_planner_flashinfer import FlashInfer
-from capture_planner_flashinfer.workspace import (
-    INT_WORKSPACE,
-    cta_tile_q,
-    eager,
-    tensor_core,
-    workspace_parts,
-)
+from capture_planner_flashinfer.workspace import INT_WORKSPACE, cta_tile_q, eager, tensor_core, workspace_parts
 
 BACKEND = FlashInfer()
 LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
@@ -135,11 +129,7 @@ def test_fields_by_kernel_family(machine, layers, capability, changes, names):
 def test_padded_rows_have_no_pages_on_host_and_device(machine, layers):
     contract = BACKEND.padding(Role.TARGET, layers(), machine("8.0"))
     offsets, pages, last = (contract[name] for name in PAGES)
-    assert (offsets.axis, offsets.fill, offsets.where) == (
-        Axis.REQUEST_PLUS_ONE,
-        Fill.REPEAT_LAST,
-        Where.BOTH,
-    )
+    assert (offsets.axis, offsets.fill, offsets.where) == (Axis.REQUEST_PLUS_ONE, Fill.REPEAT_LAST, Where.BOTH)
     assert (pages.axis, pages.value, pages.indexes, pages.where) == (Axis.PAGE, 0, Bound.PAGES, Where.DEVICE)
     assert (last.axis, last.value, last.where) == (Axis.REQUEST, 0, Where.BOTH)
 
@@ -151,9 +141,7 @@ def test_query_offsets_are_frozen_for_decode_wrappers_only(machine, layers):
     assert (ragged.fill, ragged.lifetime) == (Fill.REAL_TOTAL, Lifetime.EVERY_STEP)
 
 
-@pytest.mark.parametrize(
-    ("changes", "numbers"), [({"num_kv_heads": 32}, 10), ({}, 15), ({"max_query_len": 2}, 15)]
-)
+@pytest.mark.parametrize(("changes", "numbers"), [({"num_kv_heads": 32}, 10), ({}, 15), ({"max_query_len": 2}, 15)])
 def test_plan_info_is_frozen(machine, layers, changes, numbers):
     plan = BACKEND.padding(Role.TARGET, layers(**changes), machine("8.0"))["plan_info"]
     assert (plan.axis, plan.scale, plan.dtype) == (Axis.SCALAR, numbers, "int64")
@@ -165,17 +153,11 @@ def test_padded_sequences_are_as_long_as_their_query(machine, layers):
     assert (field.fill, field.value) == (Fill.CONSTANT, 4)
 
 
-@given(
-    capability=st.sampled_from(CAPABILITIES),
-    query_len=st.sampled_from([1, 4]),
-    kv_heads=st.sampled_from([8, 32]),
-)
+@given(capability=st.sampled_from(CAPABILITIES), query_len=st.sampled_from([1, 4]), kv_heads=st.sampled_from([8, 32]))
 def test_prefill_wrappers_alone_limit_requests(machine, layers, capability, query_len, kv_heads):
     model = layers(max_query_len=query_len, num_kv_heads=kv_heads, **FP16)
     support = BACKEND.support(Role.TARGET, model, machine(capability))
-    has_buffer = any(
-        f.name == "kv_lens" for f in BACKEND.padding(Role.TARGET, model, machine(capability)).fields
-    )
+    has_buffer = any(f.name == "kv_lens" for f in BACKEND.padding(Role.TARGET, model, machine(capability)).fields)
     assert support.max_num_reqs == (32768 if has_buffer else None)
 
 

@@ -160,10 +160,7 @@ def test_masks_are_causal_in_words_of_32_bits(query_len: int, reqs: int) -> None
     rows = np.ascontiguousarray(mask.numpy()).view(np.uint8)
     bits = np.unpackbits(rows, axis=2, bitorder="little")
     assert all(
-        (bits[r, i, j] == 1) == (j <= i)
-        for r in range(reqs)
-        for i in range(query_len)
-        for j in range(bits.shape[2])
+        (bits[r, i, j] == 1) == (j <= i) for r in range(reqs) for i in range(query_len) for j in range(bits.shape[2])
     )
 
 

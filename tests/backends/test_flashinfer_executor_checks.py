@@ -32,9 +32,7 @@ def test_attend_uses_the_scale_of_a_layer_and_the_softcap_of_the_group() -> None
         rig.executor.attend(checks.LAYER, batch.query, out, Scoring(scale=scale), metadata)
         rig.scoring = Scoring(scale=scale)
         checks.close(out, rig.batch([40, 5], [1, 1], 3, 0.0).expected)
-    with pytest.raises(
-        BackendError, match=r"layer 3: its softcap is 30\.0, and an earlier layer .* has None"
-    ):
+    with pytest.raises(BackendError, match=r"layer 3: its softcap is 30\.0, and an earlier layer .* has None"):
         rig.executor.attend(checks.LAYER, batch.query, out, Scoring(scale=1.0, softcap=30.0), metadata)
 
 
@@ -63,9 +61,7 @@ def test_no_wrapper_gets_a_mask_buffer(library: Any, family: KernelFamily) -> No
     """A wrapper with one would go on reading it where a plan has no mask."""
     given_: list[dict[str, Any]] = []
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper
-    library.BatchPrefillWithPagedKVCacheWrapper = lambda *args, **how: (
-        given_.append(how) or wrapper(*args, **how)
-    )
+    library.BatchPrefillWithPagedKVCacheWrapper = lambda *args, **how: given_.append(how) or wrapper(*args, **how)
     rig_of(SETTINGS[family])
     assert given_
     assert not any("mask" in name for how in given_ for name in how)
@@ -117,12 +113,7 @@ PIECEWISE = Entry(mode=GraphMode.PIECEWISE, num_tokens=64)
         ("10.0", {}, {"page_size": 128}, "trtllm-gen takes pages of 16, 32 or 64 tokens, not 128"),
         ("8.0", {}, {"page_size": 8}, r"layer 3: keys are .* expected .*num_pages, 8, 2, 64"),
         ("8.0", {}, {"entries": (attrs.evolve(PIECEWISE, mode=GraphMode.FULL, num_reqs=8),)}, "mixed"),
-        (
-            "8.0",
-            {},
-            {"workspace": torch.zeros(64, dtype=torch.uint8)},
-            "64 bytes of workspace.*plan again",
-        ),
+        ("8.0", {}, {"workspace": torch.zeros(64, dtype=torch.uint8)}, "64 bytes of workspace.*plan again"),
         ("8.0", {}, {"pinned": torch.zeros(64, dtype=torch.uint8)}, "64 bytes of pinned memory"),
     ],
 )

@@ -51,9 +51,7 @@ class Fence:
 
 
 @pytest.mark.parametrize("family", WRAPPERS)
-def test_plan_waits_for_the_copy_of_the_last_one(
-    monkeypatch: pytest.MonkeyPatch, family: KernelFamily
-) -> None:
+def test_plan_waits_for_the_copy_of_the_last_one(monkeypatch: pytest.MonkeyPatch, family: KernelFamily) -> None:
     """Each plan waits for the record of the last on the same pinned memory, which stands right after it."""
     made: list[Fence] = []
     monkeypatch.setattr(wrappers, "_fence", lambda device: made.append(Fence()) or made[-1])
@@ -66,9 +64,7 @@ def test_plan_waits_for_the_copy_of_the_last_one(
         rig.stage(None, rig.batch([length], [3], 1, 0.0).values)
     assert len(FENCES) % 3 == 0
     owner: dict[int, int] = {}
-    for (wait, fence), (plan, memory), (record, same) in zip(
-        FENCES[::3], FENCES[1::3], FENCES[2::3], strict=True
-    ):
+    for (wait, fence), (plan, memory), (record, same) in zip(FENCES[::3], FENCES[1::3], FENCES[2::3], strict=True):
         assert (wait, plan, record, fence) == ("wait", "plan", "record", same)
         assert owner.setdefault(memory, fence) == fence, "another wrapper's fence"
     assert len(owner) >= 3

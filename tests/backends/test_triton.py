@@ -141,9 +141,7 @@ def graphs(draw):
 
 def machine_of(multiprocessors):
     """Make a GPU of so many multiprocessors."""
-    device = Device(
-        kind=DeviceKind.CUDA, name="g", capability="9.0", memory=1, multiprocessors=multiprocessors
-    )
+    device = Device(kind=DeviceKind.CUDA, name="g", capability="9.0", memory=1, multiprocessors=multiprocessors)
     return Environment(name="e", device=device, packages={"triton": "3.6.0"})
 
 

@@ -49,10 +49,7 @@ class Cut:
 
 
 CUTS = st.builds(
-    Cut,
-    keys=st.sampled_from([4, 16]),
-    rows=st.sampled_from([2, 8]),
-    multiprocessors=st.sampled_from([1, 8, 64]),
+    Cut, keys=st.sampled_from([4, 16]), rows=st.sampled_from([2, 8]), multiprocessors=st.sampled_from([1, 8, 64])
 )
 
 
@@ -60,8 +57,7 @@ def cases(*dtypes):
     """Return the batches of the reference backend, in the dtypes that the interpreter takes."""
     return attention_cases.cases(st.sampled_from(dtypes or list(KINDS))).map(
         lambda case: attrs.evolve(
-            case,
-            attention=attrs.evolve(case.attention, dtype=KINDS[case.dtype], kv_dtype=KINDS[case.dtype]),
+            case, attention=attrs.evolve(case.attention, dtype=KINDS[case.dtype], kv_dtype=KINDS[case.dtype])
         )
     )
 
@@ -91,9 +87,7 @@ class Rig(attention_cases.Rig):
     def __init__(self, module, case, cut, garbage=0, far=False):
         super().__init__(case, garbage)
         self.module, self.cut, self.far = module, cut, far
-        gpu = Device(
-            kind=DeviceKind.CUDA, name="g", capability="9.0", memory=1, multiprocessors=cut.multiprocessors
-        )
+        gpu = Device(kind=DeviceKind.CUDA, name="g", capability="9.0", memory=1, multiprocessors=cut.multiprocessors)
         environment = Environment(name="e", device=gpu, packages={"triton": "3.6.0"})
         limits = Limits(max_num_reqs=case.num_reqs, max_num_tokens=case.num_tokens)
         with cutting(cut):
@@ -102,9 +96,7 @@ class Rig(attention_cases.Rig):
         if far:
             self.query = strided(self.query, 1, 0, 2)
             caches = {
-                layer: LayerCache(
-                    keys=strided(cache.keys, 0, 2, 1, 3), values=strided(cache.values, 2, 0, 3, 1)
-                )
+                layer: LayerCache(keys=strided(cache.keys, 0, 2, 1, 3), values=strided(cache.values, 2, 0, 3, 1))
                 for layer, cache in caches.items()
             }
         self.reservation = attrs.evolve(
@@ -176,14 +168,10 @@ def test_number_of_splits_does_not_change_the_result(interpreted, case, parts):
 
     def split(number):
         rig, make = Rig(interpreted, case, cut), geometry.geometry
-        room = max(
-            geometry.partial_bytes(case.attention, case.num_tokens, 32), len(rig.reservation.workspace)
-        )
+        room = max(geometry.partial_bytes(case.attention, case.num_tokens, 32), len(rig.reservation.workspace))
         rig.reservation = attrs.evolve(rig.reservation, workspace=torch.full((room,), 255, dtype=torch.uint8))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                interpreted, "geometry", lambda *args, **how: attrs.evolve(make(*args, **how), splits=number)
-            )
+            patch.setattr(interpreted, "geometry", lambda *args, **how: attrs.evolve(make(*args, **how), splits=number))
             return rig.run(rig.padded)
 
     attention_cases.assert_close(case, split(parts), split(1))
@@ -192,13 +180,9 @@ def test_number_of_splits_does_not_change_the_result(interpreted, case, parts):
 def test_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
     """Down to PTX, within the 99 KiB of shared memory that every supported device has."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    attention = Attention(
-        num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128, max_model_len=4096, max_query_len=1
-    )
+    attention = Attention(num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128, max_model_len=4096, max_query_len=1)
     for capability, query_len in ((80, 1), (90, None)):
-        cut = geometry.geometry(
-            attention, 132, num_reqs=8, num_tokens=512, query_len=query_len, max_seq_len=4096
-        )
+        cut = geometry.geometry(attention, 132, num_reqs=8, num_tokens=512, query_len=query_len, max_seq_len=4096)
         kernel = build(
             compiled.attend,
             capability,
@@ -247,15 +231,9 @@ def build(kernel, capability, cut, **constants):
     [
         ({"attention": {"latent": Latent(kv_lora_rank=512, rope_head_dim=64)}}, "latent attention"),
         ({"attention": {"kv_dtype": DataType.FP8}}, "fp8 KV cache"),
-        (
-            {"attention": {"num_kv_heads": 2}},
-            r"\[3, 16, 1, 8\], expected torch.float32 \[num_pages, 16, 2, 8\]",
-        ),
+        ({"attention": {"num_kv_heads": 2}}, r"\[3, 16, 1, 8\], expected torch.float32 \[num_pages, 16, 2, 8\]"),
         ({"page_size": 8}, r"expected torch.float32 \[num_pages, 8, 1, 8\]"),
-        (
-            {"workspace": torch.zeros(287, dtype=torch.uint8)},
-            "needs a workspace of 288 bytes, and it has 287",
-        ),
+        ({"workspace": torch.zeros(287, dtype=torch.uint8)}, "needs a workspace of 288 bytes, and it has 287"),
         ({"device": torch.device("cuda")}, r"interpreted.*cuda"),
     ],
 )
@@ -263,9 +241,7 @@ def test_reserve_rejects_unsupported_groups(interpreted, changes, says):
     """With the expected values."""
     interpreted.TritonExecutor(triton_rig.small_reservation())
     if "attention" in changes:
-        changes = {
-            "attention": attrs.evolve(triton_rig.small_reservation().attention, **changes["attention"])
-        }
+        changes = {"attention": attrs.evolve(triton_rig.small_reservation().attention, **changes["attention"])}
     with pytest.raises(BackendError, match=says):
         interpreted.TritonExecutor(triton_rig.small_reservation(**changes))
 

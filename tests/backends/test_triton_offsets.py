@@ -42,9 +42,7 @@ def test_kernels_take_offsets_past_32_bits(interpreted, axis, multiprocessors):
         dtype=DataType.FLOAT16, kv_dtype=DataType.FLOAT16,
     )  # fmt: skip
     environment = triton_rig.small_reservation().environment
-    environment = attrs.evolve(
-        environment, device=attrs.evolve(environment.device, multiprocessors=multiprocessors)
-    )
+    environment = attrs.evolve(environment, device=attrs.evolve(environment.device, multiprocessors=multiprocessors))
     splits = entry_geometry(attention, environment, triton_rig.small_reservation().entries[0]).splits
     assert (splits > 1) is (multiprocessors > 1)
     table = torch.tensor([[2, 1, 2]], dtype=torch.int32)
@@ -67,9 +65,7 @@ def test_kernels_take_offsets_past_32_bits(interpreted, axis, multiprocessors):
     )  # fmt: skip
     with triton_rig.interpreting():
         runs.attend(0, tensors["query"], tensors["out"], Scoring(scale=0.5), step)
-    key, value = (
-        tensors[name][table[0].long()].flatten(0, 1)[:length].float() for name in ("keys", "values")
-    )
+    key, value = (tensors[name][table[0].long()].flatten(0, 1)[:length].float() for name in ("keys", "values"))
     weights = (torch.einsum("thd,khd->htk", tensors["query"].float(), key) * 0.5).softmax(-1)
     expected = torch.einsum("htk,khd->thd", weights, value)
     torch.testing.assert_close(tensors["out"].float(), expected, atol=2e-3, rtol=2e-3)

@@ -51,8 +51,7 @@ def test_incomplete_results_of_transformers_are_rejected(
 ) -> None:
     """The library logs what breaks and returns what it has."""
     done: dict[str, Any] = {
-        str(index): SimpleNamespace(error=None, generated_tokens=[0] * length)
-        for index, length in enumerate(lengths)
+        str(index): SimpleNamespace(error=None, generated_tokens=[0] * length) for index, length in enumerate(lengths)
     }
     if breaks and done:
         done["0"].error = "out of blocks"
@@ -79,9 +78,7 @@ def test_errors_of_transformers_become_the_reason(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(batching, "copied", lambda target: Broken())
     # All but the comparison runs on the CPU; it alone asks which device this is.
     monkeypatch.setattr(
-        module,
-        "_transformers",
-        lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest),
+        module, "_transformers", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)
     )
     found = module.throughput(rig, Load(requests=2, prompt=3, output=4), lambda now: None, compare=True)
     assert found.tokens_per_second > 0

@@ -98,9 +98,7 @@ def test_decode_skips_steps_that_are_partly_eager() -> None:
 
 
 @settings(max_examples=20)
-@given(
-    st.sets(st.integers(1, MOST), min_size=1), st.sampled_from([0, 2, 4]), st.sampled_from(list(GraphMode))
-)
+@given(st.sets(st.integers(1, MOST), min_size=1), st.sampled_from([0, 2, 4]), st.sampled_from(list(GraphMode)))
 def test_trimmed_plan_serves_its_sizes_with_the_same_graphs(sizes: set[int], k: int, mode: GraphMode) -> None:
     """And is a sound plan: what it does not capture is waived, not forgotten."""
     whole = planned(k, mode)
@@ -192,9 +190,7 @@ def test_preparation_is_compared_with_a_stock_call() -> None:
     rig = rigged(planned(2), backends=backends)
     rows = preparation(rig, ignore)
     assert rig.absent == []
-    assert {(row.num_reqs, row.role) for row in rows} == {
-        (n, r.role) for n in (1, MOST) for r in rig.plan.roles
-    }
+    assert {(row.num_reqs, row.role) for row in rows} == {(n, r.role) for n in (1, MOST) for r in rig.plan.roles}
     for row in rows:
         assert row.steps == rig.effort.prepared
         assert 0 < row.prepare < row.stage
@@ -302,9 +298,7 @@ def test_measure_records_a_failure_and_continues() -> None:
 
 def test_measure_rejects_a_plan_without_decode_graphs() -> None:
     """There is nothing to measure, and the sentence says what to do."""
-    with pytest.raises(
-        RunError, match=r"no graph that serves a decode of 1 request .* name other --requests"
-    ):
+    with pytest.raises(RunError, match=r"no graph that serves a decode of 1 request .* name other --requests"):
         measure(planned(0, GraphMode.NONE), registry.load_backends(), Bench(quick=True, requests=(1,)), quiet)
 
 

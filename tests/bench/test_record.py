@@ -21,7 +21,10 @@ from rich.console import Console  # noqa: E402
 from capture_planner.bench import record, targets, verdicts  # noqa: E402
 from capture_planner.bench.record import BenchReport, TargetVerdict  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
-from capture_planner.report.bench import bench_data, bench_page, bench_tables  # noqa: E402
+from capture_planner.report.bench import bench_report  # noqa: E402
+from capture_planner.report.page import page  # noqa: E402
+from capture_planner.report.plain import plain  # noqa: E402
+from capture_planner.report.terminal import tables  # noqa: E402
 from capture_planner.runtime.ledger import Captured  # noqa: E402
 from support.tiny import planned  # noqa: E402
 
@@ -105,11 +108,7 @@ capturings = st.builds(
     captured=lists(captured),
 )
 pools = st.builds(
-    record.Pools,
-    shared=sizes,
-    per_role=sizes,
-    requests=counts,
-    differing=st.lists(words, max_size=3).map(tuple),
+    record.Pools, shared=sizes, per_role=sizes, requests=counts, differing=st.lists(words, max_size=3).map(tuple)
 )
 absences = st.builds(record.Absent, figure=st.sampled_from(record.FIGURES), says=words, failed=st.booleans())
 reports = st.builds(
@@ -161,7 +160,7 @@ def test_every_measured_target_has_a_verdict(report: BenchReport) -> None:
 @given(reports)
 def test_report_data_is_json_with_its_numbers(report: BenchReport) -> None:
     """Nothing in it is an object of ours."""
-    data = json.loads(json.dumps(bench_data(report), allow_nan=False))
+    data = json.loads(json.dumps(plain(report), allow_nan=False))
     assert [row["step"] for row in data["decode"]] == [row.step for row in report.decode]
     assert [row["overhead"] for row in data["decode"]] == [row.step / row.bare for row in report.decode]
     assert [row["fused"] for row in data["chain"]] == [row.fused for row in report.chain]
@@ -204,11 +203,11 @@ class Page(HTMLParser):
 @given(reports)
 def test_report_page_is_complete_and_self_contained(report: BenchReport) -> None:
     """Balanced, with no script and no other file, a picture for each figure that is drawn."""
-    text = bench_page(report)
-    page = Page(text)
-    assert page.open == []
-    assert not page.tags & {"script", "link", "img", "iframe", "object", "embed"}
-    assert max(page.ids.values()) == 1
+    text = page(bench_report(report))
+    parsed = Page(text)
+    assert parsed.open == []
+    assert not parsed.tags & {"script", "link", "img", "iframe", "object", "embed"}
+    assert max(parsed.ids.values()) == 1
     drawn = set(re.findall(r'<figure id="figure-(\w+)"', text))
     assert drawn == {
         name
@@ -232,7 +231,7 @@ def test_report_tables_can_be_printed(report: BenchReport) -> None:
     """Whatever names and sentences hold; each absence and each target is told."""
     console = Console(width=400, color_system=None, markup=False)
     with console.capture() as capture:
-        console.print(bench_tables(report))
+        console.print(tables(bench_report(report)))
     shown = capture.get()
     assert "\x1b" not in shown
     assert shown.count("missed by") == sum(not verdict.holds for verdict in verdicts(report))
@@ -240,7 +239,7 @@ def test_report_tables_can_be_printed(report: BenchReport) -> None:
     bounds = [row.host is not None and row.host < row.one for row in report.chain]
     assert shown.count("a chain saves only launches") == sum(bounds)
     slower = sum(row.host is not None for row in report.chain) - sum(bounds)
-    assert shown.count("a chain saves its time as well") == slower
+    assert shown.count("a chain saves host time too") == slower
     assert re.search(r"(?<!\d)1 (requests|draft decodes|windows|steps)\b", shown) is None
     for figure in {absent.figure for absent in report.failed}:
         assert f"{figure} broke: " in shown

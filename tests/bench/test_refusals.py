@@ -37,9 +37,7 @@ def test_sizes_are_those_stated_or_rejected(k: int, stated: set[int] | None) -> 
     """Only default sizes are cut to the plan's limit."""
     wanted = None if stated is None else tuple(sorted(stated))
     if stated is not None and max(stated) > MOST:
-        with pytest.raises(
-            RunError, match=f"--requests names {max(stated)}, but the plan is for at most {MOST} req"
-        ):
+        with pytest.raises(RunError, match=f"--requests names {max(stated)}, but the plan is for at most {MOST} req"):
             served_sizes(PLANS[k], wanted)
     else:
         assert served_sizes(PLANS[k], wanted) == (wanted or tuple(sorted({min(n, MOST) for n in REQUESTS})))
@@ -58,12 +56,7 @@ def test_sizes_without_a_graph_are_rejected() -> None:
         served_sizes(plan, (1, 3, 4))
 
 
-@given(
-    st.integers(2, 300),
-    st.integers(1, 500),
-    st.integers(1, 500),
-    st.sets(st.sampled_from(["prompt", "output"])),
-)
+@given(st.integers(2, 300), st.integers(1, 500), st.integers(1, 500), st.sets(st.sampled_from(["prompt", "output"])))
 def test_load_shortens_only_lengths_that_were_not_stated(
     longest: int, prompt: int, output: int, stated: set[str]
 ) -> None:
@@ -73,9 +66,7 @@ def test_load_shortens_only_lengths_that_were_not_stated(
     if least > longest:
         with pytest.raises(RunError, match="too long for a model of") as refused:
             load.within(longest)
-        assert all(
-            (f"--{name}-tokens" in str(refused.value)) == (name in stated) for name in ("prompt", "output")
-        )
+        assert all((f"--{name}-tokens" in str(refused.value)) == (name in stated) for name in ("prompt", "output"))
     else:
         found = load.within(longest)
         assert min(found.prompt, found.output) >= 1
@@ -112,11 +103,7 @@ def test_figures_run_with_the_pages_that_they_need(k: int, figure: str) -> None:
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(
     "chosen",
-    [
-        {"pages": 1},
-        {"requests": (300,)},
-        {"load": Load(prompt=95, output=2, stated=frozenset({"prompt", "output"}))},
-    ],
+    [{"pages": 1}, {"requests": (300,)}, {"load": Load(prompt=95, output=2, stated=frozenset({"prompt", "output"}))}],
 )
 def test_measure_rejects_bad_choices_before_a_model_is_loaded(chosen: Any) -> None:
     """It can be known from the plan."""
@@ -127,9 +114,7 @@ def test_measure_rejects_bad_choices_before_a_model_is_loaded(chosen: Any) -> No
 # Interruptions.
 
 
-@given(
-    st.permutations(FIGURES).flatmap(lambda names: st.tuples(st.just(names), st.integers(0, len(names) - 1)))
-)
+@given(st.permutations(FIGURES).flatmap(lambda names: st.tuples(st.just(names), st.integers(0, len(names) - 1))))
 @settings(max_examples=3)
 def test_interruption_keeps_earlier_figures(case: tuple[list[str], int]) -> None:
     """Whichever are measured and wherever it comes: the others are absent, and nothing broke."""
@@ -145,9 +130,7 @@ def test_interruption_keeps_earlier_figures(case: tuple[list[str], int]) -> None
 
         yield advance
 
-    bench = Bench(
-        quick=True, requests=(1,), load=Load(requests=1, prompt=3, output=3), only=only, page_size=8
-    )
+    bench = Bench(quick=True, requests=(1,), load=Load(requests=1, prompt=3, output=3), only=only, page_size=8)
     report = measure(PLANS[4], registry.load_backends(), bench, stopping)
     place = only.index(stopped)
     assert report.interrupted

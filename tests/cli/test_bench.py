@@ -36,15 +36,7 @@ def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
     ran = run("plan.yaml", "--quick", *LOAD, "--output", "bench.json", "--page", "bench.html")
     assert (ran.code, ran.err) == (0, "")
     titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)?)$", ran.out, re.M)
-    assert titles == [
-        "Targets",
-        "Decode",
-        "Preparation",
-        "Draft chain",
-        "Throughput",
-        "Capture",
-        "Pools",
-    ]
+    assert titles == ["Targets", "Decode", "Preparation", "Draft chain", "Throughput", "Capture", "Pools"]
     assert "3 requests of 5 + 6 tokens" in ran.out
     assert ran.out.endswith("written to bench.json\nwritten to bench.html\n")
     data = json.loads(Path("bench.json").read_text("utf-8"))
@@ -58,7 +50,7 @@ def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
 
 def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
     """docs/bench.md lists the keys; with ``--only`` the others are empty."""
-    text = (ROOT / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
+    text = (ROOT / "docs" / "bench.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     data = run("plan.yaml", "--only", "preparation", "--quick", "--format", "json").data
@@ -73,7 +65,7 @@ def test_every_figure_is_explained() -> None:
     from capture_planner.bench.record import FIGURES as MEASURED
 
     assert FIGURES == MEASURED
-    text = (ROOT / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
+    text = (ROOT / "docs" / "bench.md").read_text("utf-8")
     for name in FIGURES:
         assert f"| `{name}` |" in text
 
@@ -83,10 +75,8 @@ def test_a_spec_is_planned_for_this_machine(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only = ("--only", "decode", "--requests", "1", "--quick", "--format", "json")
     alone = run("spec.yaml", *only)
-    named = run(
-        "spec.yaml", *only, "--environment", "cpu", "--seed", "3", "--page-size", "4", "--pages", "40"
-    )
-    assert alone.err == "note: no --environment was named, so this is for cpu\n"
+    named = run("spec.yaml", *only, "--environment", "cpu", "--seed", "3", "--page-size", "4", "--pages", "40")
+    assert alone.err == "note: no --environment given; using cpu\n"
     assert named.err == ""
     assert alone.data["spec"] == named.data["spec"]
     assert [row["num_reqs"] for row in named.data["decode"]] == [1]
@@ -158,22 +148,19 @@ def test_an_interruption_ends_in_exit_code_130_and_a_whole_record(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("plan.yaml", "--only", "speed"), "'speed' is no figure; there are decode, preparation"),
-        (("plan.yaml", "--requests", "1,x"), "'1,x' is not whole numbers"),
-        (("plan.yaml", "--requests", "0"), "each is at least 1"),
-        (("plan.yaml", "--output", "nowhere/b.json"), "--output nowhere/b.json: there is no such folder"),
+        (("plan.yaml", "--only", "speed"), "'speed' is not a figure; choose from decode, preparation"),
+        (("plan.yaml", "--requests", "1,x"), "'1,x' is not a comma-separated list"),
+        (("plan.yaml", "--requests", "0"), "each number must be from 1"),
+        (("plan.yaml", "--output", "nowhere/b.json"), "--output nowhere/b.json: no such folder"),
         (("plan.yaml", "--page", "."), "--page . is a folder; name a file"),
         (("plan.yaml", "--output", "/proc/x"), "--output /proc/x cannot be written: "),
         (("plan.yaml", "--output", "dangling"), "--output dangling cannot be written: "),
         (("plan.yaml", "--page", "loop"), "--page loop cannot be written: "),
-        (("plan.yaml", "--output", "b", "--page", "./b"), "--page b is the file of --output too"),
-        (("plan.yaml", "--page", "plan.yaml"), "--page plan.yaml is the file of the plan too"),
+        (("plan.yaml", "--output", "b", "--page", "./b"), "--page b is also the file of --output"),
+        (("plan.yaml", "--page", "plan.yaml"), "--page plan.yaml is also the file of the plan"),
         (("plan.yaml", "--pages", "1"), "decode of 1 request needs 4 pages of 16 tokens, but --pages is 1"),
         (("plan.yaml", "--requests", "1,3"), "--requests names 3, but the plan is for at most 2 requests"),
-        (
-            ("plan.yaml", "--prompt-tokens", "64"),
-            "--prompt-tokens 64: too long for a model of 64 tokens",
-        ),
+        (("plan.yaml", "--prompt-tokens", "64"), "--prompt-tokens 64: too long for a model of 64 tokens"),
         (("plan.yaml", "--only", "decode", "--load-requests", "3"), "--load-requests goes with throughput"),
         (("plan.yaml", "--only", "decode", "--no-compare"), "--no-compare goes with throughput"),
         (("plan.yaml", "--environment", "cpu"), "--environment goes with a spec"),

@@ -106,8 +106,7 @@ def test_every_error_of_a_file_with_its_line_and_column(run: Run) -> None:
     ran = run("plan", wrong, "-e", "h100")
     assert ran.code == 1
     assert ran.err.splitlines() == [
-        f"error: wrong.yaml:{places['8.7'][0]}:{places['8.7'][1]}: limits.max_num_reqs: "
-        "expected an integer, got 8.7",
+        f"error: wrong.yaml:{places['8.7'][0]}:{places['8.7'][1]}: limits.max_num_reqs: expected an integer, got 8.7",
         f"error: wrong.yaml:{places['FULL_AND_PIECEWIZE'][0]}:{places['FULL_AND_PIECEWIZE'][1]}: mode: "
         "expected one of NONE, PIECEWISE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE, FULL, "
         "got 'FULL_AND_PIECEWIZE'; did you mean FULL_AND_PIECEWISE?",
@@ -139,9 +138,7 @@ def test_an_unknown_environment_names_a_near_one(run: Run) -> None:
 
 
 def test_a_spec_without_a_plan(run: Run) -> None:
-    wrong = edited(
-        "full.yaml", "plans/specs/llama-3.2-3b-eagle-t4.yaml", ("mode: FULL_AND_PIECEWISE", "mode: FULL")
-    )
+    wrong = edited("full.yaml", "plans/specs/llama-3.2-3b-eagle-t4.yaml", ("mode: FULL_AND_PIECEWISE", "mode: FULL"))
     ran = run("plan", wrong, "-e", "t4")
     assert ran.code == 1
     assert "mode: FULL is not possible" in ran.err
@@ -214,9 +211,7 @@ def test_schema(run: Run, kind: str) -> None:
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=60, **options
-    )
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=60, **options)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +232,7 @@ def test_exit_codes_reach_the_shell(folder: Path, arguments: list[str], code: in
 
 def test_it_runs_as_a_module(folder: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-I", "-m", "capture_planner.cli", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-I", "-m", "capture_planner.cli", "--version"], capture_output=True, text=True, check=True
     )
     assert ran.stdout.startswith("capture-planner, version ")
 
@@ -273,9 +265,7 @@ def test_no_torch_and_no_cli_libraries_at_import(folder: Path) -> None:
     assert ran.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "says"), [(click.exceptions.Abort(), "interrupted\n"), (BrokenPipeError(), "")]
-)
+@pytest.mark.parametrize(("error", "says"), [(click.exceptions.Abort(), "interrupted\n"), (BrokenPipeError(), "")])
 def test_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, says: str
 ) -> None:
@@ -307,9 +297,7 @@ _WORDS = st.sampled_from(
 @given(st.lists(_WORDS, max_size=7))
 def test_no_command_line_ends_in_a_traceback(arguments: list[str]) -> None:
     """``main`` ends by SystemExit with 0, 1 or 2, whatever it is given; nothing else gets out."""
-    streams = {
-        name: io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for name in ("stdin", "stdout", "stderr")
-    }
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for name in ("stdin", "stdout", "stderr")}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["capture-planner", *arguments])
@@ -318,3 +306,50 @@ def test_no_command_line_ends_in_a_traceback(arguments: list[str]) -> None:
         with pytest.raises(SystemExit) as end:
             cli.main()
     assert end.value.code in (0, 1, 2)
+
+
+# Standard input ----------------------------------------------------------------------------------
+
+
+def piped(arguments: str, text: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a shell, with the text in a pipe."""
+    command = f"{sys.executable} -m capture_planner.cli {arguments}"
+    return subprocess.run(["bash", "-c", command], input=text, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["plan - -e h100", "plan <(cat) -e h100", "plan /dev/stdin -e h100", "show - -e h100", "show /dev/stdin -e h100",
+     "check - -e h100", "explain - -e h100 --num-reqs 8 --query-len 4"],
+)  # fmt: skip
+def test_a_spec_is_read_from_a_pipe(arguments: str) -> None:
+    """It can be read once only, and the answer is that of the file."""
+    name = arguments.split()[1]
+    ran = piped(arguments, (ROOT / SPEC).read_text("utf-8"))
+    assert ran.returncode == 0, ran.stderr
+    expected = piped(arguments.replace(name + " ", f"{SPEC} ", 1).replace("<(cat) ", f"{SPEC} "), "")
+    assert ran.stdout.replace("<stdin>", SPEC) == expected.stdout
+
+
+def test_a_plan_is_read_from_a_pipe() -> None:
+    ran = piped(f"show - <(cat {PLAN}) ".replace("- ", "", 1), "")
+    assert (ran.returncode, ran.stdout) == (0, piped(f"show {PLAN}", "").stdout)
+
+
+def test_problems_of_standard_input_have_a_place_in_it() -> None:
+    text = (ROOT / SPEC).read_text("utf-8").replace("max_num_reqs: 256", "max_num_reqs: 8.7")
+    ran = piped("plan - -e h100", text)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: <stdin>:")
+    assert "limits.max_num_reqs: expected an integer, got 8.7" in ran.stderr
+    assert "error: <stdin>: standard input is empty" in piped("show -", "").stderr
+
+
+# The list of commands ----------------------------------------------------------------------------
+
+
+def test_the_command_list_has_whole_phrases(run: Run) -> None:
+    for command in cli.cli.commands.values():
+        text = command.get_short_help_str(200)
+        assert text.endswith("."), command.name
+        assert f"{text}\n" in run("--help").out

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from capture_planner import conformance
 from capture_planner.cli import cli
-from capture_planner.cli.conformance import DTYPES
-from capture_planner.cli.conforming import SHAPES, shapes_named
+from capture_planner.cli.conformance import DTYPES, SHAPES, shapes_named
 from capture_planner.conformance.audit import Attack
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.stage import TOLERANCE
@@ -105,7 +104,7 @@ class Brought:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run) -> Iterator[Run]:
     """Return a function that calls ``conformance`` in an empty folder, with the backends of this file."""
     load, before = registry.load_backends, torch.get_num_threads()
-    monkeypatch.setattr(registry, "load", lambda *plugins, **options: load(Brought(), *plugins, **options))
+    monkeypatch.setattr(registry, "load_backends", lambda *plugins, **options: load(Brought(), *plugins, **options))
     monkeypatch.chdir(tmp_path)
     yield partial(call, "conformance")
     torch.set_num_threads(before)
@@ -131,9 +130,7 @@ def test_a_healthy_backend_passes_and_the_report_says_what_was_tried(run: Run) -
 
 def test_the_same_seed_does_the_same(run: Run) -> None:
     """Nothing differs but the seconds; another seed does something else."""
-    first, again, other = (
-        run("reference", *FEW, "--seed", seed, "--format", "json").data for seed in ("5", "5", "6")
-    )
+    first, again, other = (run("reference", *FEW, "--seed", seed, "--format", "json").data for seed in ("5", "5", "6"))
     assert first.pop("seconds") > 0
     again.pop("seconds")
     assert first == again
@@ -156,9 +153,7 @@ def test_json_has_the_documented_keys(run: Run) -> None:
 
 def test_shapes_and_drafts_are_those_that_were_named(run: Run) -> None:
     """Each once, in the place of what would be tried; without drafts no drafter runs."""
-    data = run(
-        "reference", *FEW, *ONE, "--heads", "2:2", "--no-window", "--drafts", "0", "--format", "json"
-    ).data
+    data = run("reference", *FEW, *ONE, "--heads", "2:2", "--no-window", "--drafts", "0", "--format", "json").data
     assert [(shape["heads"], shape["kv_heads"]) for shape in data["shapes"]] == [(2, 1), (2, 2)]
     assert {shape["dtype"] for shape in data["shapes"]} == {"float32"}
     assert {each["role"] for each in data["forwards"]} == {"target"}
@@ -173,11 +168,7 @@ def test_shapes_and_drafts_are_those_that_were_named(run: Run) -> None:
     window=st.sampled_from([None, True, False]),
 )
 def test_what_is_named_holds_in_every_shape(
-    dtype: set[str],
-    heads: set[tuple[int, int]],
-    head_dim: set[int],
-    page_size: set[int],
-    window: bool | None,
+    dtype: set[str], heads: set[tuple[int, int]], head_dim: set[int], page_size: set[int], window: bool | None
 ) -> None:
     """All combinations of it, none twice; what was not named is as it was in some candidate."""
     named: dict[str, Any] = dict.fromkeys(SHAPES, ())
@@ -212,13 +203,8 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
         few = conformance.Profile(name="few", examples=1, steps=5)
         return healthy(on, attrs.evolve(choices, profile=few, audits=False), *progress)
 
-    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conforming"), "conform", conform)
-    for arguments in (
-        (),
-        ("--thorough",),
-        ("--profile", "thorough"),
-        ("--no-shrink", "--audits", "--shrink"),
-    ):
+    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "conform", conform)
+    for arguments in ((), ("--thorough",), ("--profile", "thorough"), ("--no-shrink", "--audits", "--shrink")):
         assert run("reference", *arguments).code == 0
     assert [choices.profile.name for choices in asked] == ["default", "thorough", "thorough", "default"]
     assert all(choices.audits and choices.shrink for choices in asked)
@@ -231,7 +217,7 @@ def test_a_broken_backend_is_found_and_its_command_shows_it_again(run: Run) -> N
     """Exit code 2 both times, from a text or a file; the healthy backend passes the same case."""
     ran = run("baked", *PLAIN, "-o", "kept.json", "--html", "page.html")
     assert ran.code == 2
-    assert "does not hold: real rows of a replay are what attention is defined as" in ran.out
+    assert "does not hold: a replay computes attention for real rows" in ran.out
     assert "  1. set up " in ran.out
     assert "  2. request 0 arrives: a prompt of " in ran.out
     (command,) = (line for line in ran.out.splitlines() if line.startswith("capture-planner "))
@@ -243,7 +229,7 @@ def test_a_broken_backend_is_found_and_its_command_shows_it_again(run: Run) -> N
     words = shlex.split(command)[2:]
     once = run(*words)
     assert once.code == 2
-    assert "does not hold: real rows of a replay" in once.out
+    assert "does not hold: a replay computes attention for real rows" in once.out
     assert command in once.out
     Path("case.json").write_text(words[-1] + "\n", "utf-8")
     assert run("reference", "--case", "@case.json").code == 0
@@ -296,17 +282,17 @@ def test_an_attack_is_done_again(run: Run) -> None:
 
 def test_an_interruption_ends_in_a_report_of_what_was_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 130, and nothing claims that it passed."""
-    stage = importlib.import_module("capture_planner.conformance.stage").Stage
+    machine = importlib.import_module("capture_planner.conformance.machine")
     done: list[object] = []
-    do = stage.do
+    run_step = machine.run_step
 
-    def interrupted(self: Any, step: object) -> None:
+    def interrupted(stage: Any, step: object) -> bool:
         done.append(step)
         if len(done) > 8:
             raise KeyboardInterrupt
-        do(self, step)
+        return bool(run_step(stage, step))
 
-    monkeypatch.setattr(stage, "do", interrupted)
+    monkeypatch.setattr(machine, "run_step", interrupted)
     ran = run("reference", *FEW, "--output", "kept.json")
     assert ran.code == 130
     assert "stopped before its end" in ran.out
@@ -342,12 +328,12 @@ def test_an_attack_says_whether_it_matters(run: Run, field: str, code: int) -> N
         (("referense",), "no backend named 'referense' is installed; did you mean 'reference'?"),
         (("reference", "--environment", "h200x"), "no environment is named 'h200x'"),
         (("reference", "--dtype", "int4"), "'int4'"),
-        (("reference", "--heads", "3:2"), "'3:2': Q is a multiple of KV"),
-        (("reference", "--heads", "1000000:1"), "'1000000:1': each is a number from 1 to 256"),
-        (("reference", "--heads", "4:0"), "'4:0': each is a number from 1 to 256"),
+        (("reference", "--heads", "3:2"), "'3:2': Q must be a multiple of KV"),
+        (("reference", "--heads", "1000000:1"), "'1000000:1': each number must be from 1 to 256"),
+        (("reference", "--heads", "4:0"), "'4:0': each number must be from 1 to 256"),
         (("reference", "--heads", "4"), "'4' is not two whole numbers"),
-        (("reference", "--drafts", "1,x"), "'1,x': give whole numbers of 0 to 8"),
-        (("reference", "--drafts", "9"), "'9': give whole numbers of 0 to 8"),
+        (("reference", "--drafts", "1,x"), "'1,x': give whole numbers from 0 to 8"),
+        (("reference", "--drafts", "9"), "'9': give whole numbers from 0 to 8"),
         (("reference", "--examples", "0"), "--examples"),
         (("reference", "--thorough", "--profile", "default"), "--thorough and --profile default: give one"),
         (("reference", "--strict", "--no-audits"), "--strict goes with audits"),
@@ -355,17 +341,17 @@ def test_an_attack_says_whether_it_matters(run: Run, field: str, code: int) -> N
         (("reference", "--case", CASE, "--seed", "1"), "--seed goes with a search, so without --case"),
         (("reference", "--case", CASE, "--head-dim", "8"), "--head-dim goes with a search"),
         (("reference", "--case", CASE, "--attack", "target x gone"), "--attack 'target x gone': give a role"),
-        (("reference", "--case", "{}"), "this is not a case of the conformance suite"),
-        (("reference", "--case", CASE.replace("[0,1,0]", "[0,1]")), "steps[1].rows: expected a list, each ["),
+        (("reference", "--case", "{}"), "not a case of the conformance suite"),
+        (("reference", "--case", CASE.replace("[0,1,0]", "[0,1]")), "steps[1].rows[0]: expected"),
         (("reference", "--case", CASE.replace("float32", "int4")), "'int4' is not a valid DataType"),
         (
             ("reference", "--case", CASE.replace('"prompt":3', '"prompt":"3"')),
-            "steps[0].prompt: expected a whole number, got '3'",
+            "steps[0].prompt: expected an integer, got '3'",
         ),
         (("reference", "--case", "@nowhere.json"), "--case @nowhere.json: No such file"),
-        (("reference", "-o", "nowhere/x.json"), "--output nowhere/x.json: there is no such folder"),
-        (("reference", "--html", "x", "-o", "x"), "--html x is the file of --output too"),
-        (("reference", "--case", "@case.json", "-o", "case.json"), "case.json is the file of the case too"),
+        (("reference", "-o", "nowhere/x.json"), "--output nowhere/x.json: no such folder"),
+        (("reference", "--html", "x", "-o", "x"), "--html x is also the file of --output"),
+        (("reference", "--case", "@case.json", "-o", "case.json"), "case.json is also the file of the case"),
     ],
 )
 def test_what_cannot_be_done_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:
@@ -388,9 +374,7 @@ def test_a_backend_that_runs_nothing_here_is_an_error_with_its_reasons(
     assert "It is tired of this processor." in ran.err
 
 
-def test_another_machine_is_planned_for_where_it_can_run_here(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machine_is_planned_for_where_it_can_run_here(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's plan needs a GPU; the command that shows a finding again names the environment."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused = run("reference", "-e", "h100", *FEW)
@@ -412,7 +396,7 @@ def test_without_hypothesis_the_error_says_what_to_install(run: Run, monkeypatch
         raise AssertionError("the suite ran")
 
     monkeypatch.setattr(importlib.util, "find_spec", found)
-    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conforming"), "report", imported)
+    monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "run_suite", imported)
     ran = run("reference")
     assert ran.code == 1
     assert "the suite needs hypothesis; install the extras `run` and `testing`" in ran.err

@@ -126,9 +126,7 @@ def test_the_own_variables_of_an_engine_decide() -> None:
 
 
 OWN = {"--format": True, "--flag": False}
-WORDS = st.sampled_from(
-    ["-e", "--x", "v", "-cc.mode=3", "--format", "--flag", "--format=a", "-O0", "--xy=--flag"]
-)
+WORDS = st.sampled_from(["-e", "--x", "v", "-cc.mode=3", "--format", "--flag", "--format=a", "-O0", "--xy=--flag"])
 
 
 @given(st.lists(WORDS), st.lists(WORDS))
@@ -183,8 +181,7 @@ TINY = str(ROOT / "plans" / "locked" / "tiny-reference-cpu.cpu.yaml")
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [("vllm", "it does not run on compute capability 7.5"), ("sglang", "needs SM80 to SM90")],
+    ("name", "reason"), [("vllm", "it does not run on compute capability 7.5"), ("sglang", "needs SM80 to SM90")]
 )
 def test_a_backend_that_the_machine_cannot_run_is_not_exported(call: Run, name: str, reason: str) -> None:
     """The flags are without it, are proved, and are those that the engine takes on that machine."""
@@ -219,7 +216,7 @@ def test_flags_are_written_where_nothing_can_be_proved(
     assert "nothing of the plan is lost" not in said.out
 
 
-CAN_BE = "a plan or spec file, or an engine's command line in quotes, beginning with one of sglang, tensorrt"
+CAN_BE = "a plan or spec file, or an engine's command line in quotes, starting with one of sglang, tensorrt"
 
 
 @pytest.mark.parametrize(
@@ -243,8 +240,7 @@ def test_a_side_that_is_none_is_named(call: Run, sides: tuple[str, str], which: 
 
 
 @pytest.mark.parametrize(
-    "command",
-    [("engine", "vllm"), ("check", "--engine", "sglang"), ("compare", "vllm", "vllm"), ("plan", SPEC)],
+    "command", [("engine", "vllm"), ("check", "--engine", "sglang"), ("compare", "vllm", "vllm"), ("plan", SPEC)]
 )
 def test_an_empty_environment_is_none(call: Run, command: tuple[str, ...]) -> None:
     """It is not the default one."""
@@ -266,10 +262,7 @@ def test_deployments_are_put_side_by_side(call: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (
-            ("engine", "lmdeploy"),
-            "no engine named 'lmdeploy' is installed; installed: sglang",
-        ),
+        (("engine", "lmdeploy"), "no engine named 'lmdeploy' is installed; installed: sglang"),
         (("engine", "vllm", "--max-num-sequences", "3"), "--max-num-sequences"),
         (("engine", "vllm", "--max-num-seqs", "many"), "--max-num-seqs"),
         (("engine", "vllm", "-cc.cudagraph_capture_sizes=[1,2]", "-cc.max_cudagraph_capture_size=8"), "8"),
@@ -278,25 +271,19 @@ def test_deployments_are_put_side_by_side(call: Run) -> None:
         (("engine", "vllm", "--environment", "h9000"), "no environment is named 'h9000'"),
         (("engine", "vllm", "--format"), "'--format' requires an argument"),
         (("engine", "vllm", "VLLM_NO=1"), "VLLM_NO: this variable is not emulated; leave it out"),
-        (
-            ("engine", "vllm", "--cudagraph-capture-sizes", "0", "8"),
-            "a graph of 0 tokens; give sizes from 1 on",
-        ),
-        (
-            ("engine", "sglang", "--cuda-graph-bs-decode", "0", "8"),
-            "every decode size to be positive, and has 0",
-        ),
+        (("engine", "vllm", "--cudagraph-capture-sizes", "0", "8"), "a graph of 0 tokens; give sizes from 1 on"),
+        (("engine", "sglang", "--cuda-graph-bs-decode", "0", "8"), "every decode size to be positive, and has 0"),
         (
             ("engine", "vllm", "--max-num-seqs", "100000", "--max-num-batched-tokens", "1000000"),
             "--max-num-seqs: vllm may accept it, but capture-planner does not: must be at most 65536",
         ),
-        (("check", "--engine", "vllm", "--format", "sarif"), "give text or json"),
+        (("check", "--engine", "vllm", "--format", "sarif"), "use text or json"),
         (("check", "--engine", "vllm", "--spec", SPEC), "--spec is for plans"),
         (("compare", PLAN, "vllm --nope"), "--nope"),
         (("compare", PLAN, "vllm 'open"), "quote it as a shell would"),
         (("compare", PLAN, "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         (("compare", PLAN, PLAN, "--traffic", "nowhere.csv"), "nowhere.csv"),
-        (("export", PLAN, "--to", "vllm", "-o", "nowhere/x.yaml"), "there is no such folder"),
+        (("export", PLAN, "--to", "vllm", "-o", "nowhere/x.yaml"), "no such folder"),
     ],
 )
 def test_what_cannot_be_done_is_refused(call: Run, arguments: tuple[str, ...], says: str) -> None:

@@ -77,7 +77,7 @@ def test_a_folder_that_is_there_is_left_alone(
     (folder / "README.md").write_text("mine", "utf-8")
     again = call(*command)
     assert again.code == 1
-    assert "is there already" in again.err
+    assert "already exists" in again.err
     assert (folder / "README.md").read_text("utf-8") == "mine"
 
 
@@ -90,7 +90,7 @@ def test_names_that_give_one_folder_are_told_apart(
     assert call("new-backend", first).code == 0
     again = call("new-backend", second)
     assert again.code == 1
-    assert f"is there already, for the backend {first!r}" in again.err
+    assert f"already exists, for the backend {first!r}" in again.err
     assert f"{second!r} gives the same folder" in again.err
 
 
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_made_is_refused(call: Run, tmp_path: Path) -> N
     """Folders above it are not invented."""
     said = call("new-backend", "acme", "--into", str(tmp_path / "no" / "such"))
     assert said.code == 1
-    assert "cannot be made" in said.err
+    assert "cannot be created" in said.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -26,7 +26,7 @@ def test_plan_prints_the_plan(run: Run) -> None:
 
 
 def test_plan_says_which_environment_it_took(run: Run) -> None:
-    assert "note: no --environment was named, so this is for h100" in run("plan", SPEC).err
+    assert "note: no --environment given; using h100" in run("plan", SPEC).err
 
 
 def test_plan_writes_a_file_and_a_summary(run: Run) -> None:
@@ -93,7 +93,7 @@ def test_only_a_plan_is_replaced(run: Run, taken: str) -> None:
     before = Path(target).read_text("utf-8")
     ran = run("plan", mine, "-e", "h100", "-o", target)
     assert ran.code == 1
-    assert ("the spec itself" if taken == "spec" else "no plan") in ran.err
+    assert ("the spec itself" if taken == "spec" else "not a plan") in ran.err
     assert Path(target).read_text("utf-8") == before
 
 
@@ -118,9 +118,7 @@ def test_a_full_standard_output_is_an_error_and_a_device_stays_one() -> None:
 
 
 def test_a_name_for_another_machine_is_noted(run: Run) -> None:
-    assert (
-        "named for a100, and this is for h100" in run("plan", SPEC, "-e", "h100", "-o", "mine.a100.yaml").err
-    )
+    assert "named for a100, but the plan is for h100" in run("plan", SPEC, "-e", "h100", "-o", "mine.a100.yaml").err
 
 
 def test_a_folder_that_is_not_there(run: Run) -> None:

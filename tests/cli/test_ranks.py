@@ -95,23 +95,19 @@ def test_an_idle_rank_can_be_without_graphs(run, written):
         ("{}", "expected a list with a batch, or null, for each rank"),
         ("[]", "expected a list with a batch, or null, for each rank"),
         ("null", "expected a list with a batch, or null, for each rank"),
-        ("[null, 3]", "[1]: expected an object"),
-        ("[null, {}]", "[1].role: is missing"),
+        ("[null, 3]", "[1]: expected a mapping"),
+        ('[null, {"role": "target", "num_reqs": 1}]', "[1].num_tokens: is missing"),
         ('[{"captured": 1}]', "[0].captured: expected true or false, got 1"),
         ('[{"captured": true, "captured": true}]', "captured: is given twice"),
         ([None, DECODES | {"num_reqs": 0}], "[1].num_reqs: a batch has at least one request"),
         ([None, DECODES | {"num_tokens": 4}], "[1].num_tokens: fewer tokens than requests"),
-        ([None, DECODES | {"active_loras": -1}], "[1].active_loras: expected a whole number from 0"),
+        ([None, DECODES | {"active_loras": -1}], "[1].active_loras: must be at least 0"),
         (
             [None, DECODES | {"rank": 1}],
             "[1].rank: unknown key; known are role, num_reqs, num_tokens, query_len, "
             "past_prompt, active_loras, captured, missing",
         ),
-        (
-            [3, None],
-            "[0]: expected an object with role, num_reqs, num_tokens, query_len, past_prompt, active_loras, "
-            "captured, missing, or null",
-        ),
+        ([3, None], "[0]: expected a mapping, got 3"),
         ([DECODES], "expected 2 to 16 ranks, got 1"),
         ([DECODES] * 17, "expected 2 to 16 ranks, got 17"),
         ([None, {"missing": 1}], "[1].missing: expected true or false, got 1"),
@@ -147,9 +143,7 @@ def test_a_rank_can_lose_the_graph_that_all_would_replay(run, written, own):
 def test_losing_a_graph_where_there_is_none_changes_nothing(run, written):
     """Ranks that run eager anyway have nothing to lose."""
     eager = PROMPT | {"num_tokens": 8192}
-    _, out, _ = run(
-        PLAN, "--vectors", written([eager, None], [eager, {"missing": True}], [None, {"missing": True}])
-    )
+    _, out, _ = run(PLAN, "--vectors", written([eager, None], [eager, {"missing": True}], [None, {"missing": True}]))
     whole, lost, idle = map(json.loads, out.splitlines())
     assert lost == whole
     assert idle["reason"] == "idle"
@@ -160,7 +154,7 @@ def test_another_number_of_ranks_than_the_plans_is_noted_once(run, written, plan
     """A plan of one rank has no number to differ from."""
     code, out, err = run(plan, "--vectors", written([None] * count, [None] * count))
     assert (code, len(out.splitlines())) == (0, 2)
-    assert err == (f"note: a line has {count} ranks, and the plan has 8\n" if noted else "")
+    assert err == (f"note: a line has {count} ranks, but the plan has 8\n" if noted else "")
 
 
 def test_every_wrong_rank_of_a_line_is_named(run, written):
@@ -178,12 +172,9 @@ def test_every_wrong_rank_of_a_line_is_named(run, written):
         ([PLAN, "--ranks", "1"], "1 is not in the range"),
         ([PLAN, "--ranks", "17"], "17 is not in the range"),
         ([PLAN, "--role", "drafter"], "'drafter' is not one of"),
-        ([PLAN, "--vectors", "pyproject.toml", "--ranks", "4"], "leave out --ranks and --role"),
-        ([PLAN, "--vectors", "pyproject.toml", "--role", "target"], "leave out --ranks and --role"),
-        (
-            ["plans/locked/llama-3.1-8b.h100.yaml", "--role", "draft_decode"],
-            "the plan has no role draft_decode",
-        ),
+        ([PLAN, "--vectors", "pyproject.toml", "--ranks", "4"], "omit --ranks and --role"),
+        ([PLAN, "--vectors", "pyproject.toml", "--role", "target"], "omit --ranks and --role"),
+        (["plans/locked/llama-3.1-8b.h100.yaml", "--role", "draft_decode"], "the plan has no role draft_decode"),
     ],
 )
 def test_what_is_asked_wrongly(run, arguments, says):
@@ -193,9 +184,7 @@ def test_what_is_asked_wrongly(run, arguments, says):
     assert says in err
 
 
-@pytest.mark.parametrize(
-    ("plan", "asked", "num_ranks"), [(PLAN, (), 4), (EIGHT, (), 8), (EIGHT, ("--ranks", 2), 2)]
-)
+@pytest.mark.parametrize(("plan", "asked", "num_ranks"), [(PLAN, (), 4), (EIGHT, (), 8), (EIGHT, ("--ranks", 2), 2)])
 def test_the_table_has_the_ranks_of_the_plan(run, plan, asked, num_ranks):
     """Four where the plan says nothing."""
     code, out, _ = run(plan, *asked)
@@ -203,7 +192,7 @@ def test_the_table_has_the_ranks_of_the_plan(run, plan, asked, num_ranks):
     assert f"\n  0 to {num_ranks - 1} " in out
     for told in (
         "one rank is idle -> FULL",
-        "one rank has no graphs -> NONE",
+        "one rank has no graphs -> eager",
         "all run eager: rank 0 has no graphs",
         "every rank is idle -> nothing",
     ):

@@ -87,17 +87,15 @@ def test_html_is_a_page_of_the_same_run(run: Run) -> None:
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("nowhere/run.html", "--html nowhere/run.html: there is no such folder"),
+        ("nowhere/run.html", "--html nowhere/run.html: no such folder"),
         (".", "--html . is a folder; name a file"),
         ("/proc/x", "--html /proc/x cannot be written: "),
         ("dangling", "--html dangling cannot be written: "),
         ("loop", "--html loop cannot be written: "),
-        ("plan.yaml", "--html plan.yaml is the file of the plan too; name another"),
+        ("plan.yaml", "--html plan.yaml is also the file of the plan; name another"),
     ],
 )
-def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(
-    run: Run, file: str, says: str
-) -> None:
+def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(run: Run, file: str, says: str) -> None:
     """What ran for an hour would else have nowhere to go; the plan itself is not overwritten."""
     Path("dangling").symlink_to("nowhere/run.html")
     Path("loop").symlink_to("loop")
@@ -120,7 +118,7 @@ def test_a_spec_is_planned_for_this_machine(run: Run) -> None:
     """Without ``--environment`` that is a CPU, and a note says so; with one nothing needs saying."""
     alone = run("spec.yaml", *FEW, "--format", "json")
     named = run("spec.yaml", *FEW, "--format", "json", "--environment", "cpu")
-    assert alone.err == "note: no --environment was named, so this is for cpu\n"
+    assert alone.err == "note: no --environment given; using cpu\n"
     assert named.err == ""
     assert alone.data["spec"] == named.data["spec"]
     assert alone.data["environment"] == named.data["environment"] == "cpu"
@@ -132,9 +130,7 @@ def test_a_spec_is_planned_for_this_machine(run: Run) -> None:
 def test_generated_requests_follow_their_options(run: Run) -> None:
     """Lengths are within their ranges, and a seed decides them and the answers."""
     options = ("--requests", "4", "--prompt-tokens", "2:5", "--output-tokens", "3", "--rate", "50")
-    first, again, other = (
-        run_json(run, *options, "--step-time", "0.5", "--seed", seed)["requests"] for seed in "778"
-    )
+    first, again, other = (run_json(run, *options, "--step-time", "0.5", "--seed", seed)["requests"] for seed in "778")
     assert [request["tokens"] for request in first] == [request["tokens"] for request in again]
     assert [request["tokens"] for request in first] != [request["tokens"] for request in other]
     for request in first + other:
@@ -157,9 +153,7 @@ def test_a_trace_is_played(run: Run, speed: str) -> None:
 def test_prompts_are_read_and_answered_as_text(run: Run) -> None:
     """Each answer is as long as was asked for, by the option or by the line."""
     words = [f"w{index}" for index in range(64)]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0")
-    )
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     Path("tokenizer").mkdir()
     made.save("tokenizer/tokenizer.json")
@@ -244,9 +238,7 @@ def test_a_graph_that_does_not_fit_is_left_out_and_listed(run: Run) -> None:
     data = run_json(run, *FEW, "--graph-memory", "1KiB")
     assert data["captured"]["graphs"] == 0
     assert data["captured"]["dropped"] == data["captured"]["planned"]
-    assert {(entry["reason"], bool(entry["says"])) for entry in data["captured"]["entries"]} == {
-        ("memory", True)
-    }
+    assert {(entry["reason"], bool(entry["says"])) for entry in data["captured"]["entries"]} == {("memory", True)}
     assert {fallback["reason"] for fallback in data["fallbacks"]} == {"memory"}
     assert data["throughput"]["finished"] == 3
     shown = run("plan.yaml", *FEW, "--graph-memory", "1KiB").out
@@ -268,9 +260,7 @@ def test_eager_captures_nothing(run: Run) -> None:
     assert eager["captured"]["entries"] == []
     assert {forward["reason"] for forward in eager["forwards"]} == {"mode"}
     assert {forward["reason"] for forward in captured["forwards"]} == {None}
-    assert {r["name"]: r["tokens"] for r in eager["requests"]} == {
-        r["name"]: r["tokens"] for r in captured["requests"]
-    }
+    assert {r["name"]: r["tokens"] for r in eager["requests"]} == {r["name"]: r["tokens"] for r in captured["requests"]}
 
 
 @pytest.mark.parametrize("options", [("--poison", "--debug"), ("--poison", "--trust"), ("--trust",)])
@@ -304,7 +294,7 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
         (("plan.yaml", "-e", "cpu"), "is a plan, for cpu; --environment goes with a spec"),
         (("plan.yaml", "--requests", "0"), "there are no requests to serve"),
         (("plan.yaml", "--requests", "-1"), "-1 is not in the range"),
-        (("plan.yaml", "--drafter", "coppy"), "copy, miss, chance, random or a folder"),
+        (("plan.yaml", "--drafter", "coppy"), "give a folder or one of copy, miss, chance, random"),
         (("plan.yaml", *FEW, "--drafter", "."), "no config.json here"),
         (("plan.yaml", "--model", "nowhere"), "nowhere: no config.json here"),
         (("plan.yaml", "--prompts", "prompts.txt"), "--prompts and --tokenizer go together"),
@@ -315,9 +305,9 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
         (("plan.yaml", "--trace", "nowhere.csv"), "nowhere.csv: cannot be read"),
         (("plan.yaml", "--trace", "spec.yaml"), "spec.yaml:1:1: no column of the"),
         (("plan.yaml", "--trace", "a", "--prompts", "b", "--tokenizer", "c"), "one of --trace and --prompts"),
-        (("plan.yaml", "--prompt-tokens", "many"), "neither a whole number nor LOW:HIGH"),
+        (("plan.yaml", "--prompt-tokens", "many"), "not a whole number or LOW:HIGH"),
         (("plan.yaml", "--prompt-tokens", "0"), "must be at least 1"),
-        (("plan.yaml", "--output-tokens", "5:2"), "LOW no more than HIGH"),
+        (("plan.yaml", "--output-tokens", "5:2"), "LOW must be at least 1 and at most HIGH"),
         (("plan.yaml", "--output-tokens", "9999999"), "output_tokens: expected a range within"),
         (("plan.yaml", "--graph-memory", "much"), "expected a size, got 'much'"),
         (("plan.yaml", "--page-size", "0"), "0 is not in the range"),

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from capture_planner.codec.entry_rows import Row, pack, unpack
+from capture_planner.codec.entry_rows import EntryRow, pack, unpack
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Entry
@@ -46,7 +46,7 @@ def test_planned_rows_are_compact(plan):
 def test_a_row_that_means_nothing_is_refused(row, message):
     """With the field to look at."""
     with pytest.raises(InvalidValue) as caught:
-        Row(**row)
+        EntryRow(**row)
     assert str(caught.value) == message
 
 
@@ -54,18 +54,16 @@ def test_a_row_that_means_nothing_is_refused(row, message):
 def test_an_empty_list_is_not_one_left_out(num_tokens, num_reqs):
     """Lists of different lengths are refused, an empty one included."""
     with pytest.raises(InvalidValue):
-        Row(mode=FULL, num_tokens=num_tokens, num_reqs=num_reqs)
+        EntryRow(mode=FULL, num_tokens=num_tokens, num_reqs=num_reqs)
 
 
 def test_tokens_follow_from_requests():
     """R * q, for each adapter count."""
-    row = Row(mode=FULL, query_len=3, num_reqs=(4, 2), active_loras=(1, 0))
+    row = EntryRow(mode=FULL, query_len=3, num_reqs=(4, 2), active_loras=(1, 0))
     assert {(e.num_tokens, e.active_loras) for e in row.entries()} == {(12, 0), (12, 1), (6, 0), (6, 1)}
 
 
 def test_shapes_of_different_adapter_counts_get_rows_of_their_own():
     """What differs is not merged."""
-    entries = tuple(
-        Entry(mode=PIECEWISE, num_tokens=t, active_loras=loras) for t, loras in ((8, 0), (8, 1), (4, 0))
-    )
+    entries = tuple(Entry(mode=PIECEWISE, num_tokens=t, active_loras=loras) for t, loras in ((8, 0), (8, 1), (4, 0)))
     assert [(row.num_tokens, row.active_loras) for row in pack(entries)] == [((8,), (1, 0)), ((4,), (0,))]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from ruamel.yaml import YAML
 
 from capture_planner import codec
-from capture_planner.codec.json_schema import SCHEMAS, json_schema, reference
+from capture_planner.codec.json_schema import SCHEMAS, json_schema
 from capture_planner.errors import InvalidDocument
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
@@ -147,10 +147,3 @@ def test_every_field_is_described_and_nothing_else_admitted(kind: str) -> None:
         assert found["description"]
         for name, field in found["properties"].items():
             assert field.get("description"), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_names_every_record(kind: str) -> None:
-    text = reference(KINDS[kind])
-    for name in SCHEMAS[kind]()["$defs"]:
-        assert f"### {name}\n" in text

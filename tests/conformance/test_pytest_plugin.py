@@ -20,12 +20,12 @@ pytest.importorskip("torch")
 import torch
 
 from capture_planner import conformance
-from capture_planner.conformance import DEFAULT, THOROUGH, Finding, Shape
+from capture_planner.conformance import DEFAULT, THOROUGH, Failure, Shape
 from capture_planner.conformance import pytest_plugin as plugin
-from capture_planner.conformance.finding import Check
-from capture_planner.conformance.pytest_plugin import ConformanceTests, choices, in_lines
-from capture_planner.conformance.scene import Arrive, Forward
-from capture_planner.conformance.words import case_in_words
+from capture_planner.conformance.case_text import describe_case
+from capture_planner.conformance.failure import Check
+from capture_planner.conformance.pytest_plugin import ConformanceTests, report, suite_options
+from capture_planner.conformance.scene import Arrive, RunBatch
 from capture_planner.errors import BackendError
 from capture_planner.modes import GraphSupport, Role
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Support, Workspace
@@ -62,7 +62,7 @@ class Broken(Reference):
 CASE = conformance.dumps(
     conformance.Case(
         scene=conformance.Scene(shape=SHAPE),
-        steps=(Arrive(prompt=3), Arrive(prompt=2, computed=2), Forward(rows=((1, 1, 0), (0, 3, 0)))),
+        steps=(Arrive(prompt=3), Arrive(prompt=2, computed=2), RunBatch(rows=((1, 1, 0), (0, 3, 0)))),
     )
 )
 
@@ -94,26 +94,22 @@ def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() ->
     """The command's case shows the same alone; with the fault mended it shows nothing."""
     broken = Broken(reserve=Stale)
     text = failed(
-        lambda: ConformanceTests().test_replays_are_what_attention_is_defined_as(
+        lambda: ConformanceTests().test_replays_compute_attention(
             conformance.under_test(broken), (SHAPE,), asked(examples="20")
         )
     )
     check = next(check for check in Check if text.startswith(f"{check.value}: "))
-    assert f"it does not hold that {check.law}" in text
+    assert f"violated: {check.law}" in text
     assert "  role: target" in text
     last = text.splitlines()[-1]
     assert "pytest -p capture_planner.conformance.pytest_plugin test_mine.py::TestMine::test_it" in last
     case = last.partition(" --conformance-case ")[2].strip("'")
     again = asked(case=case)
     same = failed(
-        lambda: ConformanceTests().test_replays_are_what_attention_is_defined_as(
-            conformance.under_test(broken), (SHAPE,), again
-        )
+        lambda: ConformanceTests().test_replays_compute_attention(conformance.under_test(broken), (SHAPE,), again)
     )
     assert same == text
-    ConformanceTests().test_replays_are_what_attention_is_defined_as(
-        conformance.under_test("reference"), (SHAPE,), again
-    )
+    ConformanceTests().test_replays_compute_attention(conformance.under_test("reference"), (SHAPE,), again)
 
 
 def test_an_impure_declaration_is_found_alone() -> None:
@@ -121,9 +117,7 @@ def test_an_impure_declaration_is_found_alone() -> None:
     answers = iter(range(1 << 20))
     broken = Broken(workspace=lambda *asked: Workspace(device=next(answers)))
     text = failed(
-        lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(
-            conformance.under_test(broken), (SHAPE,)
-        )
+        lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(conformance.under_test(broken), (SHAPE,))
     )
     assert "workspace is not pure" in text
 
@@ -131,7 +125,7 @@ def test_an_impure_declaration_is_found_alone() -> None:
 @pytest.mark.parametrize("read", [True, False])
 def test_a_declared_field_that_nothing_reads_is_named(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one that no attack makes matter; what an attack does is the audit's own business."""
-    record = conformance.Audited(
+    record = conformance.AuditResult(
         role=Role.TARGET,
         group="",
         field="splits",
@@ -151,9 +145,7 @@ def test_a_declared_field_that_nothing_reads_is_named(read: bool, monkeypatch: p
     broken = Broken(padding=lambda *asked: PaddingContract(fields=(splits,)))
 
     def audit() -> None:
-        ConformanceTests().test_every_declared_field_matters(
-            conformance.under_test(broken), (SHAPE,), asked()
-        )
+        ConformanceTests().test_every_declared_field_matters(conformance.under_test(broken), (SHAPE,), asked())
 
     if read:
         audit()
@@ -196,7 +188,7 @@ def test_a_backend_that_breaks_is_not_skipped() -> None:
 
     broken = Broken(reserve=reserve)
     text = failed(
-        lambda: ConformanceTests().test_replays_are_what_attention_is_defined_as(
+        lambda: ConformanceTests().test_replays_compute_attention(
             conformance.under_test(broken), shapes_of(broken), asked(examples="2")
         )
     )
@@ -220,7 +212,7 @@ def test_options_and_variables_say_the_same(
             patch.delenv(f"CONFORMANCE_{name.upper()}", raising=False)
         for name, text in named.items():
             patch.setenv(f"CONFORMANCE_{name.upper()}", "nonsense" if by_option else text)
-        found = choices(asked(**(named if by_option else {})).config)
+        found = suite_options(asked(**(named if by_option else {})).config)
     expected = THOROUGH if profile == "thorough" else DEFAULT
     if examples is not None:
         expected = attrs.evolve(expected, examples=examples)
@@ -232,8 +224,8 @@ def test_options_and_variables_say_the_same(
 )
 def test_what_is_no_choice_is_refused(name: str, text: str) -> None:
     """With what there is."""
-    with pytest.raises(pytest.UsageError, match=r"there are default, thorough|expected a whole number"):
-        choices(asked(**{name: text}).config)
+    with pytest.raises(pytest.UsageError, match=r"expected one of default, thorough|expected a whole number"):
+        suite_options(asked(**{name: text}).config)
 
 
 WRONG = [
@@ -276,9 +268,9 @@ def test_what_is_right_is_not_refused(case: str | None) -> None:
 
 @given(
     finding=st.builds(
-        Finding,
+        Failure,
         check=st.sampled_from(Check),
-        says=st.text(min_size=1),
+        message=st.text(min_size=1),
         batch=st.text(),
         field=st.text(),
         axis=st.text(),
@@ -287,18 +279,18 @@ def test_what_is_right_is_not_refused(case: str | None) -> None:
         command=st.text(),
     )
 )
-def test_nothing_that_a_finding_has_is_lost(finding: Finding) -> None:
+def test_nothing_that_a_finding_has_is_lost(finding: Failure) -> None:
     """Every part is in the text."""
-    text = in_lines(finding)
-    for part in (finding.says, finding.batch, finding.field, *finding.causes, finding.command):
+    text = report(finding)
+    for part in (finding.message, finding.batch, finding.field, *finding.causes, finding.command):
         assert part in text
     assert not finding.field or finding.axis in text
     if finding.case:
-        for number, step in enumerate(case_in_words(conformance.loads(finding.case)), 1):
+        for number, step in enumerate(describe_case(conformance.loads(finding.case)), 1):
             assert f"\n  {number}. {step}\n" in f"{text}\n"
 
 
-ALONE = """\
+MINE = """\
 import os
 from capture_planner.conformance.pytest_plugin import ConformanceTests
 
@@ -327,52 +319,54 @@ def _pytest(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
 
 def test_one_empty_subclass_runs_everything(tmp_path: Path) -> None:
     """By import alone, with a variable; nothing of the suite is loaded to collect it, and no warning comes."""
-    (tmp_path / "test_mine.py").write_text(ALONE, "utf-8")
-    done = _pytest(
-        tmp_path, CONFORMANCE_EXAMPLES="1", THREADS=str(torch.get_num_threads()), OMP_NUM_THREADS="1"
-    )
+    (tmp_path / "test_mine.py").write_text(MINE, "utf-8")
+    done = _pytest(tmp_path, CONFORMANCE_EXAMPLES="1", THREADS=str(torch.get_num_threads()), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
 
 
 PLUGGED = ("-p", "capture_planner.conformance.pytest_plugin")
+NO_BACKENDS = """\
+from capture_planner.conformance.pytest_plugin import ConformanceTests
+
+class TestNone(ConformanceTests):
+    pass
+
+class TestNumber(ConformanceTests):
+    backend = 3
+
+class TestUnknown(ConformanceTests):
+    backend = "nosuch"
+"""
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("pass", "TestMine needs `backend`: a name, or an object that is one"),
-        ("backend = 3", "TestMine: `backend` is 3, which is neither a name nor a backend"),
-        ("backend = 'nosuch'", "TestMine: no backend named 'nosuch' is installed"),
-    ],
-)
-def test_a_backend_that_is_none_is_told_so(tmp_path: Path, line: str, says: str) -> None:
-    """With all options taken; in the words of the author's class, and without a line of ours."""
-    (tmp_path / "test_mine.py").write_text(ALONE.replace('backend = "reference"', line), "utf-8")
+def test_a_class_without_a_backend_fails_with_a_sentence(tmp_path: Path) -> None:
+    """With all options accepted; the text names the author's class and no module of ours."""
+    (tmp_path / "test_mine.py").write_text(NO_BACKENDS, "utf-8")
     options = ["--conformance-profile=thorough", "--conformance-seed=1", "--conformance-examples=2"]
-    done = _pytest(tmp_path, *PLUGGED, *options, "--conformance-case", CASE, THREADS="1", OMP_NUM_THREADS="1")
+    done = _pytest(tmp_path, *PLUGGED, *options, "--conformance-case", CASE, OMP_NUM_THREADS="1")
     assert done.returncode == 1
-    assert says in done.stdout
+    assert "TestNone needs `backend`: a name or a backend object" in done.stdout
+    assert "TestNumber: `backend` is 3, expected a name or a backend object" in done.stdout
+    assert "TestUnknown: no backend named 'nosuch' is installed" in done.stdout
     assert "plugin.py" not in done.stdout
-    assert "here.py" not in done.stdout
+    assert "subject.py" not in done.stdout
     assert "During handling" not in done.stdout
 
 
-@pytest.mark.parametrize("plugged", [True, False])
-def test_a_wrong_choice_is_a_usage_error(tmp_path: Path, plugged: bool) -> None:
-    """Exit code 4, with a line and no test, whether pytest loads the plugin or only imports it."""
-    (tmp_path / "test_mine.py").write_text(ALONE, "utf-8")
-    arguments = (*PLUGGED, "--conformance-examples=x") if plugged else ()
-    done = _pytest(tmp_path, *arguments, CONFORMANCE_EXAMPLES="abc", THREADS="1", OMP_NUM_THREADS="1")
-    said = done.stdout + done.stderr
-    assert done.returncode == 4, said
-    assert "expected a whole number from 1, got " in said
-    assert "FAILED" not in said
-    assert "Traceback" not in said
+def test_a_wrong_option_is_a_usage_error_without_the_plugin(tmp_path: Path) -> None:
+    """Exit code 4, a line, and no test, if pytest only imports the module; with ``-p`` pytest configures it."""
+    (tmp_path / "test_mine.py").write_text(MINE, "utf-8")
+    done = _pytest(tmp_path, CONFORMANCE_EXAMPLES="abc", THREADS="1", OMP_NUM_THREADS="1")
+    output = done.stdout + done.stderr
+    assert done.returncode == 4, output
+    assert "expected a whole number from 1, got " in output
+    assert "FAILED" not in output
+    assert "Traceback" not in output
 
 
 def test_the_suite_needs_no_pytest() -> None:
     """Only this plugin does."""
-    script = "import sys; sys.modules['pytest'] = None\nfrom capture_planner.testing import conformance\n"
+    script = "import sys; sys.modules['pytest'] = None\nfrom capture_planner import conformance\n"
     paths = os.pathsep.join(path for path in sys.path if path)
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, check=True)

@@ -79,15 +79,12 @@ def test_the_copy_passes_the_suite_that_comes_with_it(copied: Path, installed: P
 def test_the_copy_is_found_by_its_name(installed: Path) -> None:
     """The planner asks it, and says from which distribution it is."""
     script = (
-        "from capture_planner.plugins.registry import load\n"
+        "from capture_planner import load_backends\n"
         f"found = load_backends()[{NAME!r}]\n"
         "print(found.distribution, found.version)\n"
         "import sys; assert 'torch' not in sys.modules\n"
     )
-    assert _python("-c", script, cwd=installed, path=installed).split() == [
-        "capture-planner-flash-mla-2",
-        "0.1.0",
-    ]
+    assert _python("-c", script, cwd=installed, path=installed).split() == ["capture-planner-flash-mla-2", "0.1.0"]
 
 
 def test_the_template_says_what_the_reference_says(
@@ -111,9 +108,7 @@ def test_the_template_says_what_the_reference_says(
         text = spec.replace("backend: reference", f"backend: {backend}")
         made = plan(codec.loads(text, Spec), environment, backends)
         assert made.role("target").groups[0].backend == backend
-        requests = generated(
-            4, seed=1, rate=None, prompt_tokens=(1, 40), output_tokens=(8, 16), vocab_size=256
-        )
+        requests = generated(4, seed=1, rate=None, prompt_tokens=(1, 40), output_tokens=(8, 16), vocab_size=256)
         outcome = launch(made, backends, lambda vocab_size: requests, Choices(drafter="copy"), quiet)
         return {served.name: served.tokens for served in outcome.report.served}
 
@@ -129,4 +124,4 @@ def test_wheel_and_sdist_have_the_template(tmp_path: Path) -> None:
             assert wheel.read(f"capture_planner/template/{name}").decode() == text
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
         packed = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {f"docs/template/{name}" for name in template_files()} <= packed
+    assert {f"backends/template/{name}" for name in template_files()} <= packed

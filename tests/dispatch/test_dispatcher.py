@@ -106,26 +106,14 @@ def test_uniform_graph_is_limited_by_its_tokens(hand_made):
     dispatcher = Dispatcher(hand_made(short))
     assert dispatcher.dispatch_counts("target", 5, 15, 3).entry == short
     assert dispatcher.dispatch_counts("target", 6, 18, 3).entry is None
-    assert (
-        Dispatcher(hand_made(uniform(4, 3, num_tokens=18))).dispatch_counts("target", 5, 15, 3).entry is None
-    )
+    assert Dispatcher(hand_made(uniform(4, 3, num_tokens=18))).dispatch_counts("target", 5, 15, 3).entry is None
 
 
 def test_answers_are_cached(hand_made):
     """The same batch has the same answer, not another like it."""
     entries = uniform(8), Entry(mode=PIECEWISE, num_tokens=8)
     dispatcher = Dispatcher(hand_made(*entries, lora=Lora(max_active=4)))
-    for batch in [
-        (4, 4, 1),
-        (9, 9, 1),
-        (1, 5),
-        (2, 5),
-        (5, 5),
-        (2, 60),
-        (20, 60),
-        (6, 5),
-        (2, 5, None, True, 1),
-    ]:
+    for batch in [(4, 4, 1), (9, 9, 1), (1, 5), (2, 5), (5, 5), (2, 60), (20, 60), (6, 5), (2, 5, None, True, 1)]:
         assert dispatcher.dispatch_counts("target", *batch) is dispatcher.dispatch_counts("target", *batch)
 
 
@@ -166,9 +154,7 @@ def test_waived_batch_has_the_waivers_reason(hand_made):
     decode = Waiver(kind=Kind.DECODE, query_len=1, first=1, last=4, reason=Reason.BUDGET, message="so")
     mixed = Waiver(kind=Kind.MIXED, first=1, last=64, reason=Reason.MODE, message="so")
     dispatcher = Dispatcher(hand_made(waivers=(decode, mixed)))
-    assert dispatcher.dispatch_counts("target", 4, 4, 1) == Dispatch(
-        None, reason=Reason.BUDGET, waiver=decode
-    )
+    assert dispatcher.dispatch_counts("target", 4, 4, 1) == Dispatch(None, reason=Reason.BUDGET, waiver=decode)
     assert dispatcher.dispatch_counts("target", 5, 5, 1).reason is Reason.UNCOVERED
     assert dispatcher.dispatch_counts("target", 5, 5, 1, past_prompt=False).waiver is mixed
     assert dispatcher.dispatch_counts("target", 5, 5, 1).mode is GraphMode.NONE
@@ -194,9 +180,7 @@ def test_drafter_ignores_loras(hand_made):
     plan = hand_made(uniform(4), lora=Lora(max_active=4))
     plan = attrs.evolve(plan, roles=(attrs.evolve(plan.roles[0], role=Role.DRAFT_PREFILL),))
     for loras in (0, 1, 3):
-        assert Dispatcher(plan).dispatch_counts(
-            "draft_prefill", 4, 4, 1, active_loras=loras
-        ).entry == uniform(4)
+        assert Dispatcher(plan).dispatch_counts("draft_prefill", 4, 4, 1, active_loras=loras).entry == uniform(4)
 
 
 def test_dispatch_rejects_unplanned_roles(hand_made):
@@ -246,11 +230,7 @@ def test_entry_costs_are_total(plan, data):
     for one in entries:
         for other in entries:
             if one != other and one.cost == other.cost:
-                differ = {
-                    n
-                    for n in ("num_reqs", "query_len", "draft_steps")
-                    if getattr(one, n) != getattr(other, n)
-                }
+                differ = {n for n in ("num_reqs", "query_len", "draft_steps") if getattr(one, n) != getattr(other, n)}
                 assert differ & {"query_len", "draft_steps"}
 
 

@@ -40,19 +40,11 @@ def emulation(schedule, sizes, *, seqs=SEQS, tokens=8192, most=512, mode=GraphMo
     tiers = normalized([*schedule]) if schedule else ()
     widths = query_lens(draft_tokens(tiers, max_num_reqs=seqs, num_speculative=k))
     manager = TableManager(
-        role=Role.TARGET,
-        mode=mode,
-        sizes=sizes,
-        max_size=most,
-        max_num_reqs=seqs,
-        query_len=1 + k,
-        query_lens=widths,
+        role=Role.TARGET, mode=mode, sizes=sizes, max_size=most, max_num_reqs=seqs, query_len=1 + k, query_lens=widths
     )
     speculative = None
     if schedule:
-        speculative = Speculative(
-            method=Method.EAGLE3, num_tokens=k, schedule=tuple(schedule), model=DraftModel()
-        )
+        speculative = Speculative(method=Method.EAGLE3, num_tokens=k, schedule=tuple(schedule), model=DraftModel())
     return Emulation(
         engine="vllm",
         version="test",
@@ -95,9 +87,7 @@ def test_fix_of_missed_graphs_works(schedule):
     """Given to the engine, no batch misses a graph any more, and no more full graphs are captured."""
     k = max(k for _, _, k in schedule)
     tiers = [(1 + tier, last) for _, last, tier in schedule]
-    sizes = vllm_tokens(
-        max_num_reqs=SEQS, max_num_tokens=8192, query_len=1 + k, platform_max=512, tiers=tiers
-    )
+    sizes = vllm_tokens(max_num_reqs=SEQS, max_num_tokens=8192, query_len=1 + k, platform_max=512, tiers=tiers)
     before = emulation(schedule, sizes, most=max(sizes))
     fix = by_code(check(before))["EN002"].fix
     assert fix.startswith("give --cudagraph-capture-sizes ")
@@ -154,9 +144,7 @@ def test_every_admissible_batch_is_asked_and_answered_by_the_engine(emulated):
         for reqs in range(1, limits.max_num_reqs + 1)
         if reqs * (1 + lookup[reqs]) <= limits.max_num_tokens
     }
-    decodes = [
-        (n, a.batch.query_len) for a in asked if a.kind is Kind.DECODE for n in range(a.extent, a.last + 1)
-    ]
+    decodes = [(n, a.batch.query_len) for a in asked if a.kind is Kind.DECODE for n in range(a.extent, a.last + 1)]
     assert sorted(decodes) == sorted(wanted)
     for each in asked:
         assert each.answer == emulated.dispatch(each.batch)
@@ -172,9 +160,7 @@ def test_what_stands_for_more_than_one_batch_is_answered_alike(emulated):
             last = attrs.evolve(
                 batch,
                 num_tokens=each.last * width if each.kind is Kind.DECODE else each.last,
-                num_reqs=each.last
-                if each.kind is Kind.DECODE
-                else min(each.last, emulated.limits.max_num_reqs),
+                num_reqs=each.last if each.kind is Kind.DECODE else min(each.last, emulated.limits.max_num_reqs),
             )
             assert emulated.dispatch(last).entry is None
             assert each.answer.entry is None
@@ -224,10 +210,7 @@ def test_runs_join_what_follows_each_other():
 
 ASKED = {
     "vllm": ("m --max-num-batched-tokens 256 --max-num-seqs 8 --cudagraph-capture-sizes", 257),
-    "sglang": (
-        "--model-path m --tp-size 8 --attn-dp-size 4 --max-running-requests 64 --cuda-graph-bs-decode",
-        3,
-    ),
+    "sglang": ("--model-path m --tp-size 8 --attn-dp-size 4 --max-running-requests 64 --cuda-graph-bs-decode", 3),
     "tensorrt-llm": ("m --max_batch_size 16 --max_num_tokens 64 --config", 17),
 }
 """Flags with room for some sizes, and one that is dropped."""
@@ -249,9 +232,7 @@ def test_a_size_that_is_asked_for_and_not_captured_is_named(engine, sizes, beyon
     lost = set(asked) - set(emulated.sizes)
     assert (dropped in lost) == beyond
     found = [
-        f.diagnosis.count
-        for f in check(emulated)
-        if f.rule.code == "EN004" and "listed sizes" in f.diagnosis.message
+        f.diagnosis.count for f in check(emulated) if f.rule.code == "EN004" and "listed sizes" in f.diagnosis.message
     ]
     assert found == ([len(lost)] if lost and emulated.sizes else [])
 

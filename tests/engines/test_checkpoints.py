@@ -233,9 +233,7 @@ def test_sglang_runs_attention_sinks_on_what_has_them(machine, chosen):
 
 
 @pytest.mark.parametrize("engine", sorted(MODEL))
-@pytest.mark.parametrize(
-    "text", [None, "{", "[]", '{"num_attention_heads": {}, "max_position_embeddings": []}']
-)
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"num_attention_heads": {}, "max_position_embeddings": []}'])
 def test_a_broken_folder_is_refused(tmp_path, engine, text):
     """Nothing falls back to an assumption where a folder is named."""
     if text is not None:

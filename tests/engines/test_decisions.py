@@ -14,9 +14,7 @@ def test_steps_are_kept_in_order(steps):
     """With their values as text, of the target unless another role is named."""
     decisions = Decisions()
     for number, (before, after) in enumerate(steps):
-        decisions.note(
-            f"rule-{number}", before, after, "why", Role.DRAFT_DECODE if number % 2 else Role.TARGET
-        )
+        decisions.note(f"rule-{number}", before, after, "why", Role.DRAFT_DECODE if number % 2 else Role.TARGET)
     assert [decision.rule for decision in decisions] == [f"rule-{number}" for number in range(len(steps))]
     for number, (decision, (before, after)) in enumerate(zip(decisions, steps, strict=True)):
         assert (decision.before, decision.after) == (written(before), written(after))

@@ -18,6 +18,7 @@ from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import decode_families, decode_tiers, is_admissible
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
+from capture_planner.report.plain import plain
 from capture_planner.testing import batches, plans
 from support.export_plans import SCHEDULES, made
 from support.small_engines import EMULATORS, Searched, vllm_table
@@ -145,7 +146,7 @@ def test_graphs_are_counted_once(engine, planned):
     assert len(proof.same) + len(proof.lacks) == planned.num_graphs
     assert len(proof.same) + len(proof.adds) == len(emulation.graphs)
     assert all(loss.cost == proof.cost(loss.scope) for loss in proven.losses)
-    assert proven.data()["proof"]["exact"] is proof.exact
+    assert plain(proven)["proof"]["exact"] is proof.exact
 
 
 @given(NAMES, PLANS)
@@ -319,7 +320,7 @@ def test_flags_that_the_engine_refuses_are_not_proved(engine):
     found = prove(export, planned, refusing(engine, export.flags[0]))
     assert found == attrs.evolve(export, unproved=found.unproved)
     assert "it has no such kernel; buy another" in found.unproved
-    assert (found.data()["proof"], found.data()["unproved"]) == (None, found.unproved)
+    assert (plain(found)["proof"], plain(found)["unproved"]) == (None, found.unproved)
 
 
 def test_a_refused_file_has_the_name_it_is_written_under():

@@ -181,10 +181,7 @@ def test_the_command_line_is_not_said_to_be_in_the_file(tmp_path):
         assert problem.file is None
 
 
-@given(
-    st.sampled_from(sorted((e, f) for e in engines() for f in find_engine(e).flags if f[:2] == "--")),
-    st.data(),
-)
+@given(st.sampled_from(sorted((e, f) for e in engines() for f in find_engine(e).flags if f[:2] == "--")), st.data())
 def test_a_slip_is_understood(drawn, data):
     """Of a flag with a letter too few, twice, or two swapped, or the other dashes, a real one is named."""
     engine, flag = drawn

@@ -101,9 +101,7 @@ def test_it_is_what_the_limits_do_not_admit(emulation, role, reqs, tokens, width
     """As for a plan, and a width that does not fit besides; one said to be impossible is not admissible."""
     if fits and width is not None:
         tokens = reqs * width
-    batch = Batch(
-        role=role, num_reqs=reqs, num_tokens=tokens, query_len=width, past_prompt=past, active_loras=loras
-    )
+    batch = Batch(role=role, num_reqs=reqs, num_tokens=tokens, query_len=width, past_prompt=past, active_loras=loras)
     never = why_inadmissible(batch, emulation)
     admissible = is_admissible(batch, emulation, emulation.families(role))
     contradicts = width is not None and reqs * width != tokens

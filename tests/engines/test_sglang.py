@@ -21,20 +21,8 @@ from engines.generators import sglang as drawing
 
 H100 = drawing.environment("h100")
 BASE = ["--model-path", "a-model"]
-EAGLE = [
-    *BASE,
-    "--speculative-algorithm",
-    "EAGLE",
-    "--speculative-num-steps",
-    "3",
-    "--speculative-eagle-topk",
-    "1",
-]
-VALUES: dict[str, list[str]] = {
-    "switch": [],
-    "one": ["x"],
-    "list": ["1"],
-}
+EAGLE = [*BASE, "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
+VALUES: dict[str, list[str]] = {"switch": [], "one": ["x"], "list": ["1"]}
 
 
 def drawn(seed: int, folder: Path) -> tuple[Emulation, list[Batch]]:
@@ -89,12 +77,7 @@ NULL = '{"decode": {"bs": null, "max_bs": null}, "prefill": {"bs": null, "max_bs
         (["--max-total-tokens", "300"], f"{PHASES}.prefill.max_bs", 300, "prefill-max-by-pool"),
         (["--pp-size", "2"], f"{PHASES}.prefill.backend", "disabled", "pipeline-prefill"),
         (["--disable-cuda-graph"], f"{PHASES}.prefill.backend", "disabled", "flag"),
-        (
-            ["--tp-size", "2", "--attn-dp-size", "2"],
-            f"{PHASES}.prefill.max_bs",
-            4096,
-            "prefill-max-per-rank",
-        ),
+        (["--tp-size", "2", "--attn-dp-size", "2"], f"{PHASES}.prefill.max_bs", 4096, "prefill-max-per-rank"),
         (["--max-total-tokens", "300"], "request_pool", 150, "requests-by-pool"),
         (["--max-running-requests", "9"], "request_pool", 9, "flag"),
         ([], "request_pool", 2048, "default"),
@@ -256,10 +239,7 @@ def test_flags_are_those_of_the_parser() -> None:
         (["--dp-size", "2", "--attn-dp-size", "2", "--tp-size", "2"], "--dp-size"),
         (["--page-size", "64", "--chunked-prefill-size", "1000"], "--chunked-prefill-size"),
         (["--attention-backend", "flashmla"], "--attention-backend"),
-        (
-            ["--cuda-graph-backend-prefill", "full", "--attention-backend", "triton"],
-            "--cuda-graph-backend-prefill",
-        ),
+        (["--cuda-graph-backend-prefill", "full", "--attention-backend", "triton"], "--cuda-graph-backend-prefill"),
         (["--speculative-algorithm", "DFLASH"], "--speculative-algorithm"),
         (["--speculative-algorithm", "EAGLE"], "--speculative-num-steps"),
         (["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"], "--speculative-eagle-topk"),

@@ -15,9 +15,7 @@ from capture_planner_sglang.resolution import architectures
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
 
-_GOLDEN: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "golden" / "sglang_architectures.json").read_text()
-)
+_GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "sglang_architectures.json").read_text())
 _RECORDED: dict[str, list[int]] = _GOLDEN["architectures"]
 H100 = drawing.environment("h100")
 
@@ -49,13 +47,7 @@ def test_sglang_answers_or_we_refuse(tmp_path: Path, probe: int) -> None:
 def test_a_probe_tells_architectures_apart() -> None:
     """Were none refused, there would be wrong answers: SGLang answers otherwise than for an ordinary decoder."""
     plain = _RECORDED["MistralForCausalLM"]
-    for name in (
-        "Olmo2ForCausalLM",
-        "Qwen3Model",
-        "LlavaLlamaForCausalLM",
-        "OPTForCausalLM",
-        "Llama4ForCausalLM",
-    ):
+    for name in ("Olmo2ForCausalLM", "Qwen3Model", "LlavaLlamaForCausalLM", "OPTForCausalLM", "Llama4ForCausalLM"):
         assert _RECORDED[name] != plain
 
 

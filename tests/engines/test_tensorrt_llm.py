@@ -147,9 +147,7 @@ def test_a_schedule_pads_and_captures_its_thresholds(emulate):
 def test_ngram_above_its_concurrency_has_graphs_without_drafts(emulate):
     """Each size twice; a schedule changes nothing but padding and sizes."""
     ngram = {"decoding_type": "NGram", "max_draft_len": 2}
-    emulation = emulate(
-        cuda_graph_config={"batch_sizes": [8]}, speculative_config=ngram | {"max_concurrency": 4}
-    )
+    emulation = emulate(cuda_graph_config={"batch_sizes": [8]}, speculative_config=ngram | {"max_concurrency": 4})
     assert [(graph.entry.num_reqs, graph.entry.query_len) for graph in emulation.graphs] == [(8, 3), (8, 1)]
     assert emulation.speculative.schedule == ((1, 4, 2), (5, 2048, 0))
     emulation = emulate(speculative_config=ngram | {"draft_len_schedule": {4: 2, 8: 1}})
@@ -262,10 +260,7 @@ def test_wrong_files(refused, config, path, says):
     assert problem.message.startswith("TensorRT-LLM ")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("[1, 2]", "expected a mapping"), ("a: [", "is not YAML")],
-)
+@pytest.mark.parametrize(("text", "says"), [("[1, 2]", "expected a mapping"), ("a: [", "is not YAML")])
 def test_wrong_yaml(refused, text, says):
     """A file that is no configuration at all."""
     assert says in refused(text=text).message
@@ -290,8 +285,7 @@ def test_all_problems_at_once(emulate):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--tp_size 4 --ep_size 3", "--max_seq_len many", "--pp_size 0", "--host", "--port -1 --tokenizer x"],
+    "flags", ["--tp_size 4 --ep_size 3", "--max_seq_len many", "--pp_size 0", "--host", "--port -1 --tokenizer x"]
 )
 def test_ignored_flags_change_nothing(emulate, flags):
     """Whatever their values: they decide nothing about graphs."""

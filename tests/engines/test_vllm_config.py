@@ -90,10 +90,7 @@ def test_spec_flags_are_parts_of_the_speculative_config(tmp_path):
     assert "JSON object" in str(refused("-sc", "3", "--spec-method", "ngram"))
 
 
-@pytest.mark.parametrize(
-    ("number", "read_as"),
-    [(True, 1), (2.0, 2), (" 2 ", 2), ("2.0", 2)],
-)
+@pytest.mark.parametrize(("number", "read_as"), [(True, 1), (2.0, 2), (" 2 ", 2), ("2.0", 2)])
 def test_schedule_numbers_are_read_as_vllms_types_do(number, read_as):
     """True, whole floats and text count as numbers; the emulation has integers only."""
     config = {"method": "ngram", "num_speculative_tokens": 3}
@@ -202,9 +199,7 @@ def test_mode_decisions_form_a_chain(tmp_path):
         except FlagError:
             continue
         modes = {mode.value for mode in GraphMode}
-        steps = [
-            decision for decision in configuration.decisions if {decision.before, decision.after} <= modes
-        ]
+        steps = [decision for decision in configuration.decisions if {decision.before, decision.after} <= modes]
         at = found.requested_mode.value
         for step in steps:
             assert step.before == at
@@ -309,9 +304,7 @@ def test_tokens_bound_requests(tokens, reqs):
     bounded = [each for each in found.decisions if each.rule == "requests-by-tokens"]
     source = "flag" if reqs else "requests-by-tokens" if tokens < 1024 else "default"
     assert (shown["max_num_seqs"].value, shown["max_num_seqs"].source) == (reqs or min(1024, tokens), source)
-    assert [(each.before, each.after) for each in bounded] == [("1024", str(tokens))] * (
-        source == "requests-by-tokens"
-    )
+    assert [(each.before, each.after) for each in bounded] == [("1024", str(tokens))] * (source == "requests-by-tokens")
 
 
 def test_fewer_tokens_than_requests_are_refused():

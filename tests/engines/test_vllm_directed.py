@@ -58,11 +58,7 @@ def test_ignored_flag_changes_nothing(case, models):
 def test_without_removes_every_spelling_of_a_flag():
     """Flags and parts go with their values, as JSON or dotted; everything else stays as it is."""
     line = ["m", "--max_logprobs", "-2", "-sc", '{"method": "ngram", "moe_backend": "x"}', "-cc.custom_ops=3"]
-    assert list(present(line)) == [
-        "max_logprobs",
-        "compilation_config.custom_ops",
-        "speculative_config.moe_backend",
-    ]
+    assert list(present(line)) == ["max_logprobs", "compilation_config.custom_ops", "speculative_config.moe_backend"]
     assert without(line, list(present(line))) == ["m", "-sc", '{"method": "ngram"}']
     assert all(IGNORED_FLAGS.values())
 

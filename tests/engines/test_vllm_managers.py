@@ -24,9 +24,7 @@ PUBLISHED = [
     (((1, 16, 5), (17, 64, 3), (65, 256, 1)), 44, 150, 69),
     (((1, 16, 4), (17, 64, 2), (65, 256, 0)), 80, 141, 54),
 ]
-SIZES = st.sets(st.integers(1, 8) | st.integers(1, 80), min_size=1, max_size=10).map(
-    lambda found: tuple(sorted(found))
-)
+SIZES = st.sets(st.integers(1, 8) | st.integers(1, 80), min_size=1, max_size=10).map(lambda found: tuple(sorted(found)))
 SEEDS = st.integers(0, 10_000)
 
 
@@ -108,13 +106,7 @@ def test_published_ceiling() -> None:
     assert {answer.reason for answer in answers[128:]} == {Reason.SIZES}
 
 
-@given(
-    SIZES,
-    st.sets(st.integers(1, 5), min_size=1),
-    st.integers(1, 20),
-    st.booleans(),
-    st.sampled_from(GraphMode),
-)
+@given(SIZES, st.sets(st.integers(1, 5), min_size=1), st.integers(1, 20), st.booleans(), st.sampled_from(GraphMode))
 def test_table_is_the_rule_in_words(
     sizes: tuple[int, ...], widths: set[int], reqs: int, varlen: bool, mode: GraphMode
 ) -> None:
@@ -198,9 +190,7 @@ def test_empty_batch_has_no_graph() -> None:
     """No table leads from a batch without tokens, or without requests, to its smallest graph."""
     empty = Batch(role=Role.TARGET, num_reqs=0, num_tokens=0)
     target, _ = of_schedule(((1, 256, 0),), GraphMode.PIECEWISE)
-    old = legacy.PaddedManager(
-        role=Role.TARGET, mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8, query_len=1
-    )
+    old = legacy.PaddedManager(role=Role.TARGET, mode=GraphMode.PIECEWISE, sizes=(1, 2), max_num_reqs=8, query_len=1)
     for manager in (target, old):
         assert manager.dispatch(empty).reason is Reason.NOT_ADMISSIBLE
 
@@ -289,8 +279,7 @@ def test_ranks_agree(seed: int) -> None:
     assume(isinstance(target, TableManager))
     for step in case.steps:
         batches = [
-            cases.as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target)
-            for rows, loras in step
+            cases.as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target) for rows, loras in step
         ]
         alone = [target.dispatch(batch) for batch in batches]
         answers, agreement = vllm_ranks.agree(target, batches)
@@ -358,9 +347,7 @@ def test_invalid_schedule_is_refused(seed: int) -> None:
 
 
 @given(st.sampled_from(GraphMode), st.sampled_from(DrafterKind), st.booleans(), st.sampled_from(GraphSupport))
-def test_modes_of_drafters(
-    mode: GraphMode, drafter: DrafterKind, breakable: bool, support: GraphSupport
-) -> None:
+def test_modes_of_drafters(mode: GraphMode, drafter: DrafterKind, breakable: bool, support: GraphSupport) -> None:
     """A drafter captures no more than its target, pieces in its first pass only, and eager drafts nothing."""
     first_, later = draft_modes(mode, drafter, RunnerVersion.V2, breakable=breakable, support=support)
     assert (first_ is None) == (drafter in (DrafterKind.NONE, DrafterKind.PARALLEL))

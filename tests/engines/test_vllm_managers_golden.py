@@ -47,10 +47,5 @@ def test_golden_managers_cover_every_kind() -> None:
     assert len(golden()["answers"]) == 400
     for kind in ("F", "P", "N", "F chain", "no pass", "refused", "schedule"):
         assert seen[kind] > 100, kind
-    for roles in (
-        "target",
-        "target draft_prefill",
-        "target draft_decode",
-        "target draft_prefill draft_decode",
-    ):
+    for roles in ("target", "target draft_prefill", "target draft_decode", "target draft_prefill draft_decode"):
         assert seen[f"roles {roles}"] > 15, roles

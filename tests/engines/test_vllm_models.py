@@ -171,9 +171,7 @@ def test_unemulated_flags_are_refused(flag):
     """Each such flag is vLLM's, takes its plain value, and is refused with another."""
     entry = flag_table()[flag]
     name = entry["names"][0]
-    odd = {"runner": "draft", "prefill_context_parallel_size": "2"}.get(
-        flag, "{}" if "json" in entry["kind"] else "x"
-    )
+    odd = {"runner": "draft", "prefill_context_parallel_size": "2"}.get(flag, "{}" if "json" in entry["kind"] else "x")
     words = [name] if entry["kind"] == "switch" else [name, '{"a": 1}' if "object" in entry["kind"] else odd]
     with pytest.raises(NotEmulated):
         resolved(*words)

@@ -38,9 +38,7 @@ def config_of(plan):
         )
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=sizes,
-            max_cudagraph_capture_size=max(sizes, default=0),
-            cudagraph_mode=Mode.NONE,
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0), cudagraph_mode=Mode.NONE
         ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=plan.limits.max_num_reqs, max_num_batched_tokens=plan.limits.max_num_tokens
@@ -253,9 +251,7 @@ def test_speculation_differences(plan):
     config.speculative_config = None
     assert said(plan, config) == ["speculative_config: the plan speculates, vLLM does not"]
     config = config_of(plan)
-    assert said(replace(plan, speculative=None), config) == [
-        "speculative_config: vLLM speculates, the plan does not"
-    ]
+    assert said(replace(plan, speculative=None), config) == ["speculative_config: vLLM speculates, the plan does not"]
     config.speculative_config.method = "deepseek_mtp"
     assert said(plan, config) == ["speculative_config.method: the plan has eagle3, vLLM has deepseek_mtp"]
     mtp = attrs.evolve(plan.speculative, method=Method.MTP)
@@ -319,10 +315,7 @@ def test_schedules_differ_by_draft_tokens(ranges, random):
         first = start + length
     plan = LOCKED
     most, tokens = plan.limits.max_num_reqs, plan.speculative.num_tokens
-    drafted = [
-        min([k for start, _, k in schedule if start <= num_reqs][-1], tokens)
-        for num_reqs in range(1, most + 1)
-    ]
+    drafted = [min([k for start, _, k in schedule if start <= num_reqs][-1], tokens) for num_reqs in range(1, most + 1)]
     wrong = [n for n, k in enumerate(drafted, 1) if k != plan.speculative.draft_tokens(n)]
     config = config_of(plan)
     random.shuffle(schedule)

@@ -32,13 +32,8 @@ def test_legacy_ranks_agree(seed):
             ]
             alone = [manager.dispatch(batch) for batch in batches]
             answers = vllm_ranks.legacy(manager, batches)
-            rows = [
-                batch.num_tokens + answer.padded_tokens
-                for batch, answer in zip(batches, answers, strict=True)
-            ]
-            own = [
-                batch.num_tokens + answer.padded_tokens for batch, answer in zip(batches, alone, strict=True)
-            ]
+            rows = [batch.num_tokens + answer.padded_tokens for batch, answer in zip(batches, answers, strict=True)]
+            own = [batch.num_tokens + answer.padded_tokens for batch, answer in zip(batches, alone, strict=True)]
             assert {answer.mode for answer in answers} == {min((one.mode for one in alone), key=_rank)}
             assert rows == (own if answers[0].entry is None else [max(own)] * len(own))
             assert vllm_ranks.legacy(manager, batches[:1]) == (alone[0],)

@@ -60,9 +60,7 @@ def searched(sizes, query_lens, max_num_reqs):
     table = vllm_table(Role.TARGET, GraphMode.FULL_DECODE_ONLY, sizes, query_lens, max_num_reqs)
 
     def answer(num_reqs, query_len):
-        batch = Batch(
-            role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_reqs * query_len, query_len=query_len
-        )
+        batch = Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_reqs * query_len, query_len=query_len)
         entry = table.dispatch(batch).entry
         return None if entry is None else entry.num_tokens
 
@@ -74,9 +72,7 @@ def small_schedules(draw):
     """Return decodes of a few tiers that can be searched by force, and their requests."""
     ends = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True).map(sorted))
     widths = draw(st.permutations((1, 2, 3)))[: len(ends)]
-    tiers = [
-        family(q, ((first + 1, last),)) for first, last, q in zip((0, *ends), ends, widths, strict=False)
-    ]
+    tiers = [family(q, ((first + 1, last),)) for first, last, q in zip((0, *ends), ends, widths, strict=False)]
     return tuple(tiers), ends[-1]
 
 
@@ -85,9 +81,7 @@ def any_schedules(draw):
     """Return decodes of up to four tiers, in any order of widths."""
     ends = draw(st.lists(st.integers(1, 48), min_size=1, max_size=4, unique=True).map(sorted))
     widths = draw(st.lists(st.integers(1, 8), min_size=len(ends), max_size=len(ends), unique=True))
-    tiers = [
-        family(q, ((first + 1, last),)) for first, last, q in zip((0, *ends), ends, widths, strict=False)
-    ]
+    tiers = [family(q, ((first + 1, last),)) for first, last, q in zip((0, *ends), ends, widths, strict=False)]
     return tuple(tiers), ends[-1]
 
 

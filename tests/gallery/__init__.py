@@ -1,11 +1,11 @@
-"""The gallery: public bugs of serving engines, each planted once, and each found by the suite or the lint.
+"""The gallery: public bugs of serving engines, each planted once, and found by the suite or the lint.
 
     import gallery
     mutant = gallery.named("doubling-sizes")
-    print(gallery.catch(mutant))
+    print(gallery.detect(mutant))
 
-``capture-planner gallery`` is the same from the command line. A mutant has exactly the bug of its threads
-and is healthy otherwise; no check exists for one mutant alone.
+``PYTHONPATH=tests python -m gallery`` does the same from the command line. A mutant has exactly the bug of its
+threads and is healthy otherwise; no check exists for one mutant alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import difflib
 
 from capture_planner.errors import RunError
 from gallery import backends, plans, ranks, runners
-from gallery.core import Caught, Mutant, catch
+from gallery.core import Detection, Mutant, detect
 from gallery.plans import HEALTHY
 
-__all__ = ["HEALTHY", "MUTANTS", "Caught", "Mutant", "catch", "named"]
+__all__ = ["HEALTHY", "MUTANTS", "Detection", "Mutant", "detect", "named"]
 
 
 MUTANTS: tuple[Mutant, ...] = tuple(
@@ -26,7 +26,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         key=lambda mutant: (mutant.bug_class.name, mutant.kind, mutant.name),
     )
 )
-"""All of them: by class, by where they are planted, by name."""
+"""All mutants, sorted by class, place and name."""
 
 
 def named(name: str) -> Mutant:
@@ -35,5 +35,5 @@ def named(name: str) -> Mutant:
         if mutant.name == name:
             return mutant
     near = difflib.get_close_matches(name, [mutant.name for mutant in MUTANTS], n=1)
-    hint = f"did you mean {near[0]}?" if near else "`capture-planner gallery` lists them"
+    hint = f"did you mean {near[0]}?" if near else "`python -m gallery` lists them"
     raise RunError(f"no mutant is named {name!r}; {hint}")

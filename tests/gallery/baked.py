@@ -45,9 +45,7 @@ class LengthsNotRefreshed(ReferenceExecutor):
         if metadata.is_full and metadata.entry is not None and metadata.entry not in self._lengths:
             self._lengths[metadata.entry] = metadata.fields["seq_lens"].clone()
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with the copy."""
         fields = dict(metadata.fields)
         if metadata.is_full and metadata.entry is not None:
@@ -63,9 +61,7 @@ class FreshLengths(ReferenceExecutor):
         super().prepare(metadata)
         self._lengths = metadata.fields["seq_lens"].clone()
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with it."""
         fields = {**metadata.fields, "seq_lens": self._lengths}
         super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
@@ -122,9 +118,7 @@ class CopiesAtLaunch(PagedExecutor):
         super().stage(work)
         self.ints = device
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Copy what is in the pinned memory by now."""
         self.ints.copy_(self.staging)
         super().attend(layer, query, out, scoring, metadata)
@@ -238,9 +232,7 @@ class LongestOfBatch(PagedExecutor):
 class ReadsLengths(ReferenceExecutor):
     """Asks the device for the longest sequence while it attends."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Leave out what nobody has."""
         if int(metadata.fields["seq_lens"].max()):
             super().attend(layer, query, out, scoring, metadata)

@@ -1,4 +1,4 @@
-"""What a mutant is, and how it is caught: by the very suite and lint that everybody runs."""
+"""What a mutant is, and how it is found: by the same suite and lint that users run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance import DEFAULT, Choices, Finding, Profile, conform, under_test
+from capture_planner.conformance import DEFAULT, Failure, Profile, SuiteOptions, conform, under_test
 from capture_planner.records.backend import Backend
 from capture_planner.records.plan import Plan
 
@@ -48,41 +48,56 @@ class Mutant:
         return next(kind for kind, given in kinds.items() if given is not None)
 
 
+LATE = {
+    "eager-steps-not-counted",
+    "eager-without-a-reason",
+    "keeps-mask",
+    "large-small-large",
+    "planned-once-a-chain",
+    "prompt-taken-for-a-decode",
+    "query-starts-fall-back",
+    "shares-staging",
+    "stale-tile-counts",
+    "weights-replaced",
+}
+"""Mutants that take the suite half of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
+
+
 @attrs.frozen(kw_only=True)
-class Caught:
+class Detection:
     """How a mutant was found."""
 
     mutant: Mutant
     by: str
-    """The check of the suite, or the code of the lint's rule."""
+    """The check of the suite, or the code of the lint rule."""
     says: str
     case: str = ""
     """The smallest case, as it is printed; empty for what the lint found."""
-    finding: Finding | None = None
+    finding: Failure | None = None
 
 
-def catch(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, small: bool = True) -> Caught | None:
+def detect(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, minimize: bool = True) -> Detection | None:
     """Let the suite, or the lint, look for the mutant; None where nothing is found.
 
-    ``small``: make the failing case small, and say which garbage it needs.
+    ``minimize``: minimize the failing case, and say which garbage it needs.
     """
     if mutant.plan is not None:
         wrong = [found for found in lint(mutant.plan()) if found.rule.severity is not Severity.NOTE]
-        return Caught(mutant=mutant, by=wrong[0].rule.code, says=str(wrong[0])) if wrong else None
+        return Detection(mutant=mutant, by=wrong[0].rule.code, says=str(wrong[0])) if wrong else None
     if mutant.agreement is not None:
         says = mutant.agreement(seed)
-        return Caught(mutant=mutant, by="agreed", says=says) if says else None
+        return Detection(mutant=mutant, by="agreed", says=says) if says else None
     patch = mutant.patch() if mutant.patch is not None else nullcontext()
     with patch:
         brought = mutant.backend or mutant.base
         outcome = conform(
             under_test("reference" if brought is None else brought()),
-            Choices(profile=profile, seed=seed, shrink=small, blame=small, audits=False),
+            SuiteOptions(profile=profile, seed=seed, shrink=minimize, blame=minimize, audits=False),
         )
     if outcome.passed:
         return None
-    found = outcome.findings[0]
-    return Caught(mutant=mutant, by=found.check.value, says=str(found), case=found.case, finding=found)
+    found = outcome.failures[0]
+    return Detection(mutant=mutant, by=found.check.value, says=str(found), case=found.case, finding=found)
 
 
 @contextmanager

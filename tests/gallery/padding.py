@@ -10,15 +10,7 @@ import torch
 
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import Refresh, Role
-from capture_planner.records.backend import (
-    Attention,
-    Axis,
-    Bound,
-    Fill,
-    MetadataField,
-    PaddingContract,
-    Workspace,
-)
+from capture_planner.records.backend import Attention, Axis, Bound, Fill, MetadataField, PaddingContract, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
@@ -73,9 +65,7 @@ class StalePageIndices(ReferenceExecutor):
         real = int((metadata.host["idx_mapping"] >= 0).sum())
         self._table[:real] = metadata.fields["block_table"][:real]
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend over the copy."""
         fields = {**metadata.fields, "block_table": self._table[: metadata.num_reqs]}
         super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
@@ -124,9 +114,7 @@ class MergesUnwritten(PagedExecutor):
 class EachBlockWrites(PagedExecutor):
     """In a graph every block writes the output, and a late one overwrites what the last one merged."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Merge; then the block of the first part comes late."""
         super().attend(layer, query, out, scoring, metadata)
         if metadata.is_full:
@@ -164,11 +152,7 @@ class ZeroFilledOffsets(Renamed):
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
         """The offsets, wrongly."""
         wrong = MetadataField(
-            name="query_start_loc",
-            axis=Axis.REQUEST_PLUS_ONE,
-            fill=Fill.CONSTANT,
-            value=0,
-            indexes=Bound.TOKENS,
+            name="query_start_loc", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.CONSTANT, value=0, indexes=Bound.TOKENS
         )
         return PaddingContract(fields=(wrong,))
 
@@ -176,9 +160,7 @@ class ZeroFilledOffsets(Renamed):
 class ClearsPadding(ReferenceExecutor):
     """Clears the rows behind the last of the offsets, which is the real total where they are padded so."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend, and clear."""
         super().attend(layer, query, out, scoring, metadata)
         rows = torch.arange(len(out), device=out.device)
@@ -188,9 +170,7 @@ class ClearsPadding(ReferenceExecutor):
 class PaddedRowsUnwritten(PagedExecutor):
     """Writes the rows of real requests alone."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Leave what is in the memory of the others."""
         whole = torch.empty_like(out)
         super().attend(layer, query, whole, scoring, metadata)

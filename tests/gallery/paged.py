@@ -44,28 +44,14 @@ TILE = 2
 """Tokens of a query tile; 1 where every request has one token."""
 
 FIELDS = (
-    MetadataField(
-        name="paged_kv_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REPEAT_LAST, where=Where.BOTH
-    ),
+    MetadataField(name="paged_kv_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REPEAT_LAST, where=Where.BOTH),
     MetadataField(name="paged_kv_indices", axis=Axis.PAGE, fill=Fill.CONSTANT, value=0, indexes=Bound.PAGES),
+    MetadataField(name="paged_kv_last_page_len", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH),
     MetadataField(
-        name="paged_kv_last_page_len", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH
-    ),
-    MetadataField(
-        name="qo_indptr",
-        axis=Axis.REQUEST_PLUS_ONE,
-        fill=Fill.REAL_TOTAL,
-        indexes=Bound.TOKENS,
-        where=Where.BOTH,
+        name="qo_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REAL_TOTAL, indexes=Bound.TOKENS, where=Where.BOTH
     ),
     *(
-        MetadataField(
-            name=name,
-            axis=Axis.SCALAR,
-            fill=Fill.WORST_CASE,
-            lifetime=Lifetime.FROZEN,
-            where=Where.HOST,
-        )
+        MetadataField(name=name, axis=Axis.SCALAR, fill=Fill.WORST_CASE, lifetime=Lifetime.FROZEN, where=Where.HOST)
         for name in ("max_query_len", "max_seq_len")
     ),
 )
@@ -246,9 +232,7 @@ class PagedExecutor:
 
     # On the device.
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Run all items and merge; rows that no request owns become zero.
 
         Raises ``BackendError`` for sinks and for a softcap.
@@ -312,9 +296,7 @@ class PagedExecutor:
         seen = self.masked(seen, tokens, keys)
         rows = torch.where(real, tokens, 0)
         value, total = self.weighed(layer, query, rows, numbers, seen, scoring)
-        to = torch.where(
-            real, work.merge.index_select(0, rows.flatten()).view_as(rows) + work.column[:, None], -1
-        )
+        to = torch.where(real, work.merge.index_select(0, rows.flatten()).view_as(rows) + work.column[:, None], -1)
         to = torch.where(to < 0, len(values) - 1, to).flatten().long()
         values.index_copy_(0, to, value.flatten(0, 1))
         sums.index_copy_(0, to, total.flatten(0, 1))
@@ -362,9 +344,7 @@ class PagedExecutor:
         weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True)
         values = values.masked_fill(~seen.any(1)[..., None, None], 0)
-        mean = torch.einsum("nqhgs,nshd->nqhgd", weights, values) / total.clamp(
-            min=torch.finfo(self.dtype).tiny
-        )
+        mean = torch.einsum("nqhgs,nshd->nqhgd", weights, values) / total.clamp(min=torch.finfo(self.dtype).tiny)
         return mean.flatten(2, 3), (top + total.log()).flatten(2, 4)
 
     def merged(self, merge: torch.Tensor, values: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
@@ -375,9 +355,7 @@ class PagedExecutor:
         return self.weighed_sum(values, sums, at, held)
 
     @staticmethod
-    def weighed_sum(
-        values: torch.Tensor, sums: torch.Tensor, at: torch.Tensor, held: torch.Tensor
-    ) -> torch.Tensor:
+    def weighed_sum(values: torch.Tensor, sums: torch.Tensor, at: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         """Return the merge of the partial results ``at int[tokens, SPLITS]``, of those that are held."""
         parts = values.index_select(0, at.flatten()).view(*at.shape, *values.shape[1:])
         weights = sums.index_select(0, at.flatten()).view(*at.shape, sums.shape[1])

@@ -37,9 +37,7 @@ def _piecewise_draft_decode() -> Plan:
             role=role.role,
             message="as the target's mixed batches",
         )
-        return replace(
-            role, mode=GraphMode.PIECEWISE, entries=tuple(set(graphs)), decisions=(*role.decisions, step)
-        )
+        return replace(role, mode=GraphMode.PIECEWISE, entries=tuple(set(graphs)), decisions=(*role.decisions, step))
 
     return on_role(_DRAFTED.plan(), Role.DRAFT_DECODE, piecewise)
 
@@ -49,9 +47,7 @@ _FIVE_LAYERS = deployed(reqs=32, tokens=512, drafts=3, roles=Roles(draft_prefill
 
 def _weakest_of_all_models(told: bool) -> Plan:
     """The mode is resolved over every attention group there is, those of the drafter with the target's."""
-    drafter = ask_backends(
-        _FIVE_LAYERS.spec, Role.DRAFT_PREFILL, _FIVE_LAYERS.environment, _FIVE_LAYERS.registry
-    )
+    drafter = ask_backends(_FIVE_LAYERS.spec, Role.DRAFT_PREFILL, _FIVE_LAYERS.environment, _FIVE_LAYERS.registry)
 
     def over_all(resolve: Callable[..., tuple[GraphMode, ResolvedMode]]) -> Callable[..., object]:
         def resolved(
@@ -109,9 +105,7 @@ def _budgeted(bounded: Deployed, allowed: Callable[[Budget], int]) -> Plan:
 
 def _two_samples() -> Plan:
     """The first graph is measured, and each further one counts as the second, which shares its pool."""
-    return _budgeted(
-        _MEMORY, lambda budget: 1 + ((budget.memory or 0) - budget.memory_per_graph) // (1 << 20)
-    )
+    return _budgeted(_MEMORY, lambda budget: 1 + ((budget.memory or 0) - budget.memory_per_graph) // (1 << 20))
 
 
 def _time_not_counted() -> Plan:

@@ -51,8 +51,7 @@ def deployed(
     registry = Registry(
         Registered(
             backend=FakeBackend(
-                name=name,
-                supports=dict.fromkeys(Role, Support(level=level, reason="told", max_graphs=max_graphs)),
+                name=name, supports=dict.fromkeys(Role, Support(level=level, reason="told", max_graphs=max_graphs))
             ),
             distribution=name,
             version="1",

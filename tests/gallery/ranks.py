@@ -12,7 +12,7 @@ import attrs
 
 from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance.agreeing import Agree, check_agreement
+from capture_planner.conformance.rank_agreement import Agree, check_agreement
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch
@@ -106,12 +106,8 @@ def _own_batch(submitted: Submission, answer: Answer) -> Answer:
 
 def _padded(answer: Answer) -> Answer:
     entry, batch = answer.dispatch.entry, answer.batch
-    tokens, reqs = (
-        (0, 0) if entry is None or batch is None else _beyond(entry.num_tokens, entry.num_reqs, batch)
-    )
-    return attrs.evolve(
-        answer, dispatch=attrs.evolve(answer.dispatch, padded_tokens=tokens, padded_reqs=reqs)
-    )
+    tokens, reqs = (0, 0) if entry is None or batch is None else _beyond(entry.num_tokens, entry.num_reqs, batch)
+    return attrs.evolve(answer, dispatch=attrs.evolve(answer.dispatch, padded_tokens=tokens, padded_reqs=reqs))
 
 
 def _beyond(tokens: int, reqs: int | None, batch: Batch) -> tuple[int, int]:
@@ -120,11 +116,7 @@ def _beyond(tokens: int, reqs: int | None, batch: Batch) -> tuple[int, int]:
 
 def _mutant(name: str, *threads: str, says: str, agreed: Agree) -> Mutant:
     return Mutant(
-        name=name,
-        threads=threads,
-        bug_class=BugClass.H,
-        says=says,
-        agreement=partial(check_agreement, agreed),
+        name=name, threads=threads, bug_class=BugClass.H, says=says, agreement=partial(check_agreement, agreed)
     )
 
 

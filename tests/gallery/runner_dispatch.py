@@ -108,9 +108,7 @@ def _nearest_of_any_mode(dispatcher: Dispatcher, batch: Batch, serving: list[Ent
 
 
 def _nearest_of_any_tier(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]) -> Entry | None:
-    uniform = [
-        e for e in _entries(dispatcher, batch) if e.query_len is not None and e.num_tokens >= batch.num_tokens
-    ]
+    uniform = [e for e in _entries(dispatcher, batch) if e.query_len is not None and e.num_tokens >= batch.num_tokens]
     nearest = min(uniform, key=lambda entry: entry.num_tokens, default=None)
     if nearest is None or nearest in serving:
         return _cheapest(serving)
@@ -135,12 +133,7 @@ def _never_for_drafts(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]
 
 def _graphs_noted(original: Callable[..., None]) -> Callable[..., None]:
     def note(
-        launcher: StepLauncher,
-        index: int,
-        batch: Batch,
-        dispatch: Dispatch,
-        times: ForwardTimes,
-        repeats: int = 1,
+        launcher: StepLauncher, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1
     ) -> None:
         if dispatch.entry is not None:
             original(launcher, index, batch, dispatch, times, repeats)

@@ -19,12 +19,7 @@ from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import (
-    DraftState,
-    TokenFields,
-    TorchUpdates,
-    VerificationInputs,
-)
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, TorchUpdates, VerificationInputs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving import serving as serving_module
 from capture_planner.runtime.serving.launching import StepLauncher
@@ -157,9 +152,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.G,
         says="Draft decodes are captured PIECEWISE, which pads tokens and not requests, so that a graph reads "
         "what stands past the batch's own requests",
-        patch=patched(
-            (Runner, "__init__", _piecewise_drafts), (role_module, "refuse_unpadded_requests", nothing)
-        ),
+        patch=patched((Runner, "__init__", _piecewise_drafts), (role_module, "refuse_unpadded_requests", nothing)),
     ),
     Mutant(
         name="requests-not-padded",
@@ -195,8 +188,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         name="skip-clamped-to-zero",
         threads=("tokenspeed#700",),
         bug_class=BugClass.D,
-        says="The -1 of a padded row is clamped to 0 where it is used, and the row writes a live request's "
-        "draft state",
+        says="The -1 of a padded row is clamped to 0 where it is used, and the row writes a live request's draft state",
         patch=patched((updates_module, "_state_rows", _clamped)),
     ),
     Mutant(

@@ -82,9 +82,7 @@ class _Planned:
         )
         self.beneath.prepare(metadata)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend to as many keys as were planned."""
         fields = {**metadata.fields, "seq_lens": self.lengths[: metadata.num_reqs]}
         self.beneath.attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
@@ -101,9 +99,7 @@ class _Planned:
 # E: capacity.
 
 
-def _one_long_request(
-    original: Callable[[RoleRun, Entry], StepInputs],
-) -> Callable[[RoleRun, Entry], StepInputs]:
+def _one_long_request(original: Callable[[RoleRun, Entry], StepInputs]) -> Callable[[RoleRun, Entry], StepInputs]:
     """Capture any batch's graph with one request of all its tokens, whatever the model's longest is."""
 
     def warm_up_inputs(run: RoleRun, entry: Entry) -> StepInputs:
@@ -211,8 +207,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         name="drafts-past-the-model",
         threads=("vllm#48894", "vllm#32628"),
         bug_class=BugClass.E,
-        says="Draft positions are not held at max_model_len, and go on past the last row of what is read by "
-        "position",
+        says="Draft positions are not held at max_model_len, and go on past the last row of what is read by position",
         patch=patched((TorchUpdates, "advance", _unclamped)),
     ),
     Mutant(

@@ -13,15 +13,7 @@ import attrs
 import torch
 
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records.backend import (
-    Attention,
-    Axis,
-    Fill,
-    MetadataField,
-    PaddingContract,
-    Support,
-    Workspace,
-)
+from capture_planner.records.backend import Attention, Axis, Fill, MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
@@ -29,13 +21,7 @@ from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
 
 METADATA = MetadataField(
-    name="scheduler_metadata",
-    axis=Axis.REQUEST,
-    fill=Fill.CONSTANT,
-    value=0,
-    offset=1,
-    scale=4,
-    align=4,
+    name="scheduler_metadata", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, offset=1, scale=4, align=4
 )
 """A semaphore, then four numbers a request, requests rounded up to four; the first is the tile count."""
 

@@ -1,120 +1,146 @@
-"""The command gallery: lists mutants, looks for them, and fails where one is not found."""
+"""``python -m gallery``: lists mutants, searches for them, and fails if one is missed."""
 
-import importlib.util
 import json
 
 import attrs
 import pytest
 
+pytest.importorskip("torch")
+
 import gallery
 from capture_planner.analysis.lint.core import link
-from gallery import MUTANTS, named
+from gallery import MUTANTS, campaign, named
+from gallery.__main__ import main
 
 QUICK = ("prefill-sizes-far-apart", "idle-rank-submits-nothing")
 
 
-@pytest.fixture(autouse=True)
-def same_threads(monkeypatch):
-    """What the command does to torch is undone, as ``executing`` does for others."""
-    torch = pytest.importorskip("torch")
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture
+def command(capsys):
+    """Run the command in this process; returns its exit code and what it printed."""
+
+    def run(*arguments):
+        try:
+            code = main([*arguments, "--jobs", "1"])
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
 
 
-def test_all_are_listed(call):
-    """In the order of the gallery, with threads that can be opened; nothing is run."""
-    listed = call("gallery", "--format", "json").data["mutants"]
-    assert [made["name"] for made in listed] == [mutant.name for mutant in MUTANTS]
-    for made, mutant in zip(listed, MUTANTS, strict=True):
-        assert (made["class"], made["planted"], made["says"]) == (
-            mutant.bug_class.name,
-            mutant.kind,
-            mutant.says,
-        )
-        assert made["threads"] == {thread: link(thread) for thread in mutant.threads}
-    text = " ".join(call("gallery").out.split())
+def test_list_has_every_mutant_in_order(command):
+    """With threads that can be opened; nothing is searched."""
+    _, out, _ = command("--format", "json")
+    listed = json.loads(out)["mutants"]
+    assert [entry["name"] for entry in listed] == [mutant.name for mutant in MUTANTS]
+    for entry, mutant in zip(listed, MUTANTS, strict=True):
+        assert entry["threads"] == {thread: link(thread) for thread in mutant.threads}
+        assert entry == campaign.mutant_data(mutant)
+    _, text, _ = command()
     for mutant in MUTANTS:
-        assert f"{mutant.name} {mutant.bug_class.name} {mutant.kind} " in text
+        assert f"{mutant.name} ({mutant.bug_class.name}, {mutant.kind}): {mutant.says}\n" in text
+    assert text.endswith(f"\n{len(MUTANTS)} mutants\n")
 
 
-def test_some_are_listed_once_each(call):
-    """As named, in that order."""
-    listed = call("gallery", *QUICK, QUICK[0], "--format", "json").data["mutants"]
-    assert [made["name"] for made in listed] == list(QUICK)
+def test_list_takes_each_name_once(command):
+    """In the order of the command line."""
+    _, out, _ = command(*QUICK, QUICK[0], "--format", "json")
+    assert [entry["name"] for entry in json.loads(out)["mutants"]] == list(QUICK)
 
 
-def test_what_is_caught_is_shown_with_what_found_it(call):
-    """The check or rule, what it says, and a command that shows it again."""
-    found = call("gallery", "--catch", "--seed", "5", *QUICK, "--format", "json").data
-    assert (found["seed"], found["profile"]) == (5, "default")
-    plan, ranks = (made["caught"] for made in found["mutants"])
-    assert (plan["by"], ranks["by"]) == ("CP023", "agreed")
-    assert plan["command"] == f"capture-planner gallery {QUICK[0]} --catch"
-    assert ranks["command"] == f"capture-planner gallery {QUICK[1]} --catch --seed 5"
-    again = call(*ranks["command"].split()[1:], "--format", "json").data
-    assert again["mutants"][0]["caught"] == ranks
-    text = call("gallery", "--catch", *QUICK).out
-    assert "caught by CP023" in text
-    assert text.endswith("2 of 2 caught\n")
+def test_catch_shows_what_found_a_mutant(command):
+    """The check or rule, its finding, and a command that finds it again."""
+    code, out, _ = command("--catch", "--seed", "5", *QUICK)
+    assert code == 0
+    assert "prefill-sizes-far-apart (C, plan): found with 1 of 1 seed by CP023\n  CP023 heavy-padding" in out
+    assert f"  again: python -m gallery {QUICK[0]} --catch\n" in out
+    assert f"  again: python -m gallery {QUICK[1]} --catch --seed 5\n" in out
+    assert out.endswith("2 of 2 mutants found with every seed\n")
+    _, first, _ = command(QUICK[1], "--catch", "--seed", "5", "--format", "json")
+    _, again, _ = command(QUICK[1], "--catch", "--seed", "5", "--format", "json")
+    found = [json.loads(text)["mutants"][0] for text in (first, again)]
+    assert found[0]["found"] == found[1]["found"]
+    assert found[0]["by"] == {"agreed": 1}
 
 
-def test_one_that_is_missed_ends_in_exit_code_1(call, monkeypatch):
-    """And is named, beside those that were found."""
+def test_catch_fails_if_a_mutant_is_missed(command, monkeypatch):
+    """The report names it, next to those that were found."""
     healthy = attrs.evolve(named(QUICK[0]), name="no-bug", plan=gallery.HEALTHY[QUICK[0]])
     monkeypatch.setattr(gallery, "MUTANTS", (*MUTANTS, healthy))
-    ran = call("gallery", "--catch", "no-bug", QUICK[0])
-    assert ran.code == 1
-    assert "no-bug (C, plan): not caught" in ran.out
-    assert ran.out.endswith("1 of 2 caught\n")
-    document = call("gallery", "--catch", "no-bug", "--format", "json").document(1)
-    assert document["mutants"][0]["caught"] is None
+    code, out, err = command("--catch", "no-bug", QUICK[0], "--seeds", "2")
+    assert code == 1
+    assert "no-bug (C, plan): found with 0 of 2 seeds\n" in out
+    assert out.endswith("1 of 2 mutants found with every seed\n")
+    assert "no-bug, seed 0: missed" in err
+    code, out, _ = command("--catch", "no-bug", "--format", "json")
+    data = json.loads(out)
+    assert code == 1
+    assert data["mutants"][0]["missed"] == [0]
+    assert data["targets"]["every mutant is found with every seed"] is False
 
 
-def test_the_case_of_a_backend_is_shown(call, monkeypatch):
-    """Profile and seed go to the suite; its smallest case is printed whole, and the command has both."""
+def test_catch_without_names_searches_what_is_healthy(command, monkeypatch):
+    """A fault there fails the campaign, with its name and seed; an error of a search does as well."""
+    finds = {"backend a": lambda search: None, "plan b": lambda search: "bad"}
+    monkeypatch.setattr(campaign, "healthy", lambda: finds)
+    monkeypatch.setattr(gallery, "MUTANTS", (named(QUICK[0]),))
+    code, out, _ = command("--catch", "--seeds", "2", "--format", "json")
+    data = json.loads(out)
+    assert code == 1
+    assert data["healthy"]["searched"] == {"backend a": 2, "plan b": 1}
+    assert data["healthy"]["faults"] == [{"name": "plan b", "seed": 0, "says": "bad"}]
+    finds["plan b"] = lambda search: 1 // 0
+    code, out, _ = command("--catch")
+    assert code == 1
+    assert "plan b, seed 0: ZeroDivisionError" in out
+    del finds["plan b"]
+    assert command("--catch")[0] == 0
+
+
+def test_catch_passes_profile_and_seed_to_the_suite(command, monkeypatch):
+    """The case is printed whole, and the command has both."""
     seen = []
     mutant = attrs.evolve(named(QUICK[0]), name="planted", plan=None, backend=lambda: None)
 
-    def catch(mutant, *, seed, profile):
-        seen.append((seed, profile.name))
-        return gallery.Caught(mutant=mutant, by="rows", says="row 0 differs", case='{"scene": {}}')
+    def detect(mutant, *, seed, profile, minimize):
+        seen.append((seed, profile.name, profile.examples, minimize))
+        return gallery.Detection(mutant=mutant, by="rows", says="row 0 differs", case="")
 
     monkeypatch.setattr(gallery, "MUTANTS", (mutant,))
-    monkeypatch.setattr(gallery, "catch", catch)
-    ran = call("gallery", "--catch", "--seed", "7", "--profile", "thorough")
-    assert seen == [(7, "thorough")]
-    assert ran.out.splitlines() == [
-        "planted (C, backend): caught by rows",
+    monkeypatch.setattr(gallery, "detect", detect)
+    _, out, _ = command("--catch", "planted", "--seed", "7", "--seeds", "2", "--profile", "thorough")
+    assert seen == [(7, "thorough", 2000, True), (8, "thorough", 2000, False)]
+    assert out.splitlines() == [
+        "planted (C, backend): found with 2 of 2 seeds by rows",
         "  row 0 differs",
-        '  case: {"scene": {}}',
-        "  again: capture-planner gallery planted --catch --seed 7 --profile thorough",
-        "1 of 1 caught",
+        "  again: python -m gallery planted --catch --seed 7 --profile thorough",
+        "1 of 1 mutant found with every seed",
     ]
+    command("--catch", "planted", "--examples", "3")
+    assert seen[-1] == (0, "3 scenes", 3, True)
 
 
-@pytest.mark.parametrize("option", [("--seed", "3"), ("--seed", "0"), ("--profile", "thorough")])
-def test_what_only_a_search_has_is_refused_without_one(call, option):
-    """Nothing is drawn for a list; what somebody gave is not left aside in silence."""
-    ran = call("gallery", *option)
-    assert (ran.code, ran.out) == (1, "")
-    assert f"{option[0]} goes with --catch" in ran.err
+def test_output_writes_the_results(command, tmp_path):
+    """With where and how they were measured."""
+    assert command("--catch", QUICK[0], "--output", str(tmp_path))[0] == 0
+    (path,) = tmp_path.glob("gallery-*.json")
+    written = json.loads(path.read_text("utf-8"))
+    assert written["provenance"]["python"]
+    assert written["mutants"][0]["hits"] == 1
 
 
-def test_a_name_that_no_mutant_has_is_an_error(call):
-    """With the nearest one."""
-    ran = call("gallery", "doubling-size")
-    assert ran.code == 1
-    assert "no mutant is named 'doubling-size'; did you mean doubling-sizes?" in ran.err
+@pytest.mark.parametrize("option", [("--seed", "3"), ("--seeds", "2"), ("--profile", "thorough")])
+def test_search_options_need_catch(command, option):
+    """A list draws nothing: the option would be ignored."""
+    code, out, err = command(*option)
+    assert (code, out) == (2, "")
+    assert f"{option[0]} needs --catch" in err
 
 
-def test_without_hypothesis_it_says_what_to_install(call, monkeypatch):
-    """No traceback of an import."""
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "hypothesis" else real(name)
-    )
-    ran = call("gallery", "--format", "json")
-    assert ran.code == 1
-    assert "needs hypothesis" in ran.err
-    assert "testing" in json.loads(ran.out)["errors"][0]["message"]
+def test_unknown_names_are_refused_with_the_nearest(command):
+    """Before anything is searched."""
+    code, _, err = command("doubling-size", "--catch")
+    assert code == 2
+    assert "no mutant is named 'doubling-size'; did you mean doubling-sizes?" in err

@@ -9,13 +9,13 @@ from capture_planner import conformance
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.records.backend import Backend
 from gallery.backends import MUTANTS
-from gallery.core import Mutant, catch
+from gallery.core import LATE, Mutant, detect
 from gallery.padding import CopiesTable, Renamed
 from gallery.paged import Paged
 from gallery.scheduled import Scheduled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = conformance.Profile(name="few", examples=6, steps=12)
+FEW = conformance.Profile(name="few", examples=4, steps=12)
 
 
 @pytest.mark.parametrize("brought", [Paged, Scheduled, Renamed, CopiesTable])
@@ -23,16 +23,22 @@ def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     """What a mutant does wrong is its own: without its one change nothing is found."""
     outcome = conformance.conform(
         conformance.under_test(brought()),
-        conformance.Choices(profile=FEW, shrink=False, blame=False, audits=False),
+        conformance.SuiteOptions(profile=FEW, shrink=False, blame=False, audits=False),
     )
-    assert outcome.passed, outcome.findings
+    assert outcome.passed, outcome.failures
     assert outcome.log.forwards["target FULL"], "nothing was replayed"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name, marks=[pytest.mark.thorough] if mutant.name in LATE else [])
+        for mutant in MUTANTS
+    ],
+)
 def test_each_mutant_is_caught(mutant: Mutant) -> None:
     """The default profile finds it."""
-    caught = catch(mutant, small=False)
+    caught = detect(mutant, minimize=False)
     assert caught is not None
     assert caught.case
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.analysis.lint import RULES, Severity, lint
-from capture_planner.conformance.agreeing import broken, check_agreement, plans
+from capture_planner.conformance.rank_agreement import check_agreement, disagreements, plans
 from capture_planner.records.batch import Batch
 from capture_planner.testing import vectors
 from gallery import plans as planned
@@ -92,7 +92,7 @@ def test_the_check_of_ranks_holds_and_says_each_thing_apart(data):
     plan = data.draw(st.sampled_from(plans()))
     vector = data.draw(vectors(plan))
     order = tuple(range(len(vector.ranks)))
-    assert not list(broken(agree, plan, vector, order))
+    assert not list(disagreements(agree, plan, vector, order))
     rank = data.draw(st.sampled_from(order))
     field = data.draw(st.sampled_from(["entry", "reason", "batch"]))
     some = Batch(role=vector.role, num_reqs=1, num_tokens=1, query_len=1)
@@ -109,4 +109,4 @@ def test_the_check_of_ranks_holds_and_says_each_thing_apart(data):
         answers = (*agreement.answers[:rank], changed, *agreement.answers[rank + 1 :])
         return attrs.evolve(agreement, answers=answers)
 
-    assert list(broken(spoilt, plan, vector, order))
+    assert list(disagreements(spoilt, plan, vector, order))

@@ -9,20 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from capture_planner.conformance import (
-    Case,
-    Choices,
-    Profile,
-    Scene,
-    Shape,
-    conform,
-    play,
-    under_test,
-)
-from capture_planner.conformance.scene import Arrive, Forward, Serve, Step
+from capture_planner.conformance import Case, Profile, Scene, Shape, SuiteOptions, conform, play, under_test
+from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
-from gallery.core import Mutant, catch
+from gallery.core import LATE, Mutant, detect
 from gallery.runner_state import Planning
 from gallery.runners import MUTANTS
 
@@ -37,24 +28,16 @@ def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
     return Case(scene=Scene(shape=SHAPE, **scene), steps=(*(PAST,) * requests, *steps))  # type: ignore[arg-type]
 
 
-ALONE = Forward(rows=((0, 4, 0),))
+ALONE = RunBatch(rows=((0, 4, 0),))
 CASES = {
     # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
     "targets-formula-for-the-drafter": case(
-        Forward(rows=((0, 3, 0), (1, 3, 0))),
-        requests=2,
-        num_reqs=2,
-        drafts=3,
-        schedule=((1, 1, 3), (2, 2, 2)),
+        RunBatch(rows=((0, 3, 0), (1, 3, 0))), requests=2, num_reqs=2, drafts=3, schedule=((1, 1, 3), (2, 2, 2))
     ),
     # 4 tokens fit 2 requests of 4, and 3 requests of 2 are nearer.
-    "tiers-shadow-each-other": case(
-        ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))
-    ),
+    "tiers-shadow-each-other": case(ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))),
     # A PIECEWISE graph of 5 tokens is nearer than the FULL one of 12.
-    "full-shadowed-by-piecewise": case(
-        ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3
-    ),
+    "full-shadowed-by-piecewise": case(ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3),
     # Two draft decodes of one request, one after the other, in graphs for three.
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
     "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),
@@ -70,10 +53,18 @@ def name_of(mutant: Mutant) -> str:
     return mutant.name
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in CASES], ids=name_of)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, marks=[pytest.mark.thorough] if mutant.name in LATE else [])
+        for mutant in MUTANTS
+        if mutant.name not in CASES
+    ],
+    ids=name_of,
+)
 def test_it_is_caught(mutant: Mutant) -> None:
     """The suite, which knows nothing of mutants, finds it with its default profile."""
-    assert catch(mutant, small=False) is not None
+    assert detect(mutant, minimize=False) is not None
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name in CASES], ids=name_of)
@@ -82,8 +73,8 @@ def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
     assert mutant.patch is not None
     there = under_test("reference")
     with mutant.patch():
-        assert play(there, CASES[mutant.name]) is not None
-    assert play(there, CASES[mutant.name]) is None
+        assert play(there, CASES[mutant.name]).failure is not None
+    assert play(there, CASES[mutant.name]).failure is None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
@@ -114,7 +105,7 @@ def test_names_are_unique_and_each_says_what_it_does() -> None:
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:
     """Nothing is found in it, and its draft decodes are single steps: what is caught above is the runner's."""
     outcome = conform(
-        under_test(Planning()), Choices(profile=Profile(name="x", examples=8, steps=12), audits=False)
+        under_test(Planning()), SuiteOptions(profile=Profile(name="x", examples=6, steps=12), audits=False)
     )
     assert outcome.passed
     assert {mode.value for mode in (GraphMode.FULL, GraphMode.PIECEWISE)} <= {

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def run(monkeypatch, tmp_path, *arguments):
     """Run the script; return its exit code and what it wrote."""
     output = tmp_path / "found.json"
-    monkeypatch.setattr(
-        sys, "argv", ["gpu_equality.py", "--device", "cpu", *arguments, "--output", str(output)]
-    )
+    monkeypatch.setattr(sys, "argv", ["gpu_equality.py", "--device", "cpu", *arguments, "--output", str(output)])
     code = gpu_equality.main()
     return code, json.loads(output.read_text(encoding="utf-8"))
 

@@ -76,9 +76,7 @@ pytestmark = [
 ]
 
 
-property_of = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+property_of = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 def on_gpu(forward: Callable[[], None]) -> Callable[[], None]:
@@ -125,9 +123,7 @@ def test_pages_may_hold_nan_after_the_sequence(setting: Setting, steps: Steps) -
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @property_of
 @given(requests=checks.mixed, seed=checks.seeds)
-def test_eager_steps_equal_dense_attention(
-    setting: Setting, requests: list[tuple[int, int]], seed: int
-) -> None:
+def test_eager_steps_equal_dense_attention(setting: Setting, requests: list[tuple[int, int]], seed: int) -> None:
     """Mixed batches run without a graph, and leave the graphs as they were."""
     checks.check_eager(rig_of(setting), requests, seed)
 

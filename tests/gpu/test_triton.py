@@ -78,12 +78,7 @@ class Setup:
 
     @property
     def entry(self) -> Entry:
-        return Entry(
-            mode=GraphMode.FULL,
-            num_tokens=self.num_tokens,
-            num_reqs=self.num_reqs,
-            query_len=self.query_len,
-        )
+        return Entry(mode=GraphMode.FULL, num_tokens=self.num_tokens, num_reqs=self.num_reqs, query_len=self.query_len)
 
 
 @st.composite
@@ -250,9 +245,7 @@ class Rig:
         """Compare the output with what is expected; padded rows are zeros."""
         real = sum(queries)
         got = self.out[:real].float()
-        torch.testing.assert_close(
-            got, self.expected(queries, lengths), rtol=self.tolerance, atol=self.tolerance
-        )
+        torch.testing.assert_close(got, self.expected(queries, lengths), rtol=self.tolerance, atol=self.tolerance)
         assert not self.out[real:].any()
 
 
@@ -333,9 +326,7 @@ def microseconds(num_reqs: int, length: int = 700, layers: int = 8, page_size: i
     Layers have caches of their own, as in a model, so that the last one's keys are not at hand.
     """
     pages = num_reqs * -(-length // page_size)
-    setup = Setup(
-        num_reqs=num_reqs, num_tokens=num_reqs, query_len=1, page_size=page_size, max_len=4096, window=None
-    )
+    setup = Setup(num_reqs=num_reqs, num_tokens=num_reqs, query_len=1, page_size=page_size, max_len=4096, window=None)
     rig = Rig(setup, layers=layers, pages=pages)
     rig.load([1] * num_reqs, [length] * num_reqs, 0)
     graph = rig.captured()

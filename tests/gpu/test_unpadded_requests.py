@@ -39,14 +39,7 @@ def made(request):
         pytest.skip(why)
     device = torch.device(place)
     return deployment(
-        case,
-        small(case, 3),
-        device,
-        grapher_once(device),
-        seed=0,
-        requests=4,
-        prompts=(1, 12),
-        outputs=(2, 6),
+        case, small(case, 3), device, grapher_once(device), seed=0, requests=4, prompts=(1, 12), outputs=(2, 6)
     )
 
 

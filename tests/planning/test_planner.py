@@ -14,18 +14,7 @@ from capture_planner.records.backend import Support
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DraftModel, Method, Model, Speculative
-from capture_planner.records.spec import (
-    Budget,
-    GroupSpec,
-    Limits,
-    Lora,
-    Parallel,
-    Policy,
-    Roles,
-    RoleSpec,
-    Sizes,
-    Spec,
-)
+from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
 from capture_planner.testing import FakeBackend, deployments
 
 GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)
@@ -56,9 +45,7 @@ def test_plan_has_the_digest_of_its_spec():
 
 def test_plan_rejects_unknown_backend():
     """At its place in the spec, with the names there are."""
-    with pytest.raises(
-        PlanningError, match="backend: no backend named 'alhpa' is installed; did you mean 'alpha'"
-    ):
+    with pytest.raises(PlanningError, match="backend: no backend named 'alhpa' is installed; did you mean 'alpha'"):
         made(backend="alhpa")
 
 
@@ -82,10 +69,7 @@ def test_chain_single_plans_single_draft_steps(refresh):
 
 @pytest.mark.parametrize(
     ("chain", "phrase"),
-    [
-        (Chain.FUSED, "which holds all 2 draft steps"),
-        (Chain.SINGLE, "which is replayed for each of 2 draft steps"),
-    ],
+    [(Chain.FUSED, "which holds all 2 draft steps"), (Chain.SINGLE, "which is replayed for each of 2 draft steps")],
 )
 def test_explanation_names_the_draft_chain(chain, phrase):
     """One graph that holds them, or one that is replayed; other roles have no word of it."""

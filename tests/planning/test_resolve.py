@@ -4,13 +4,7 @@ import pytest
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.planning.resolve import (
-    GroupSupport,
-    resolve,
-    resolve_draft_decode,
-    resolve_draft_prefill,
-    weakest,
-)
+from capture_planner.planning.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill, weakest
 from capture_planner.records.backend import Support
 from capture_planner.records.spec import Piecewise
 
@@ -23,9 +17,7 @@ def group(level, name="all"):
 def test_resolve_rejects_full_without_full_graph_support():
     """As in vLLM."""
     with pytest.raises(PlanningError) as caught:
-        resolve(
-            Role.TARGET, GraphMode.FULL, [group(GraphSupport.NEVER)], max_query_len=1, piecewise=Piecewise()
-        )
+        resolve(Role.TARGET, GraphMode.FULL, [group(GraphSupport.NEVER)], max_query_len=1, piecewise=Piecewise())
     assert str(caught.value) == (
         "mode: FULL is not possible: alpha declares NEVER: SM75; "
         "request PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
@@ -48,11 +40,7 @@ def test_weakest_returns_the_first_of_equals():
 def test_drafter_mode_other_than_the_targets_is_a_decision(wanted, rule, after, why):
     """Less holds, more does not; both are decisions."""
     found = resolve_draft_prefill(
-        GraphMode.FULL_AND_PIECEWISE,
-        wanted,
-        [group(GraphSupport.ALWAYS)],
-        max_query_len=4,
-        piecewise=Piecewise(),
+        GraphMode.FULL_AND_PIECEWISE, wanted, [group(GraphSupport.ALWAYS)], max_query_len=4, piecewise=Piecewise()
     )
     assert [(d.rule, d.after) for d in found.decisions] == [(rule, after)]
     assert why in found.decisions[0].message
@@ -81,13 +69,7 @@ def test_decisions_without_a_backend_name_none():
 def test_decodes_of_two_tokens_need_uniform_batch(query_len, mode):
     """K = 1 is speculation: a backend for single tokens cannot run it in a full graph."""
     groups = [group(GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)]
-    found = resolve(
-        Role.TARGET,
-        GraphMode.FULL_DECODE_ONLY,
-        groups,
-        max_query_len=query_len,
-        piecewise=Piecewise(),
-    )
+    found = resolve(Role.TARGET, GraphMode.FULL_DECODE_ONLY, groups, max_query_len=query_len, piecewise=Piecewise())
     assert found.mode is mode
 
 

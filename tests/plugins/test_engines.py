@@ -128,12 +128,8 @@ except SystemExit:
     pass
 print(*(name for name in sys.modules if name.startswith("capture_planner_")), file=sys.stderr)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=True
-    )
-    loaded = {
-        name for name in ran.stderr.split() if re.match("capture_planner_(vllm|sglang|tensorrt_llm)", name)
-    }
+    ran = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    loaded = {name for name in ran.stderr.split() if re.match("capture_planner_(vllm|sglang|tensorrt_llm)", name)}
     assert loaded <= {"capture_planner_sglang", "capture_planner_tensorrt_llm", "capture_planner_vllm"}
 
 

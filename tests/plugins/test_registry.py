@@ -45,9 +45,7 @@ def plugin(*backends, name="plugin"):
 
 def test_backends_are_found_by_name_in_the_order_of_names():
     """Whoever brings them."""
-    found = load_backends(
-        plugin(fake("b"), name="one"), plugin(fake("a"), fake("c"), name="two"), installed=False
-    )
+    found = load_backends(plugin(fake("b"), name="one"), plugin(fake("a"), fake("c"), name="two"), installed=False)
     assert list(found) == ["a", "b", "c"]
     assert len(found) == 3
     assert found["b"].distribution == "one"
@@ -73,10 +71,7 @@ def test_what_is_no_backend_is_an_error():
         load_backends(plugin(object()), installed=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("alhpa", "did you mean 'alpha'"), ("zzz", "installed: alpha, beta")],
-)
+@pytest.mark.parametrize(("name", "says"), [("alhpa", "did you mean 'alpha'"), ("zzz", "installed: alpha, beta")])
 def test_an_unknown_name_is_answered_with_near_ones(name, says):
     """Or with all there are."""
     with pytest.raises(BackendError, match=says):
@@ -101,12 +96,9 @@ class Broken:
 
 def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch):
     """With the cause, and what to do."""
-    monkeypatch.setattr(
-        metadata, "entry_points", lambda group: [Broken()] if group == hookspecs.PROJECT else []
-    )
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [Broken()] if group == hookspecs.PROJECT else [])
     with pytest.raises(
-        BackendError,
-        match="ModuleNotFoundError: No module named 'kernels'; report it to its authors, or uninstall it",
+        BackendError, match="ModuleNotFoundError: No module named 'kernels'; report it to its authors, or uninstall it"
     ):
         load_backends()
 
@@ -158,9 +150,7 @@ def test_an_error_of_ours_that_a_backend_raises_is_still_the_backends():
 
 def _plan_with(method, behaviour):
     kind = type("Odd", (FakeBackend,), {method: lambda self, *args: behaviour(*args)})
-    registry = Registry(
-        [Registered(backend=kind(name="alpha", supports=TOLD), distribution="dist", version="1")]
-    )
+    registry = Registry([Registered(backend=kind(name="alpha", supports=TOLD), distribution="dist", version="1")])
     return plan(replace(SPEC), CPU, registry)
 
 

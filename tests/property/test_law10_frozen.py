@@ -30,9 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SCALARS = ("max_query_len", "max_seq_len")
 FROZEN = PaddingContract(
     fields=tuple(
-        MetadataField(
-            name=name, axis=Axis.SCALAR, fill=Fill.WORST_CASE, lifetime=Lifetime.FROZEN, where=Where.HOST
-        )
+        MetadataField(name=name, axis=Axis.SCALAR, fill=Fill.WORST_CASE, lifetime=Lifetime.FROZEN, where=Where.HOST)
         for name in SCALARS
     )
 )
@@ -140,8 +138,7 @@ def test_a_tensor_that_moved_is_refused_by_name(guarded, data, how):
     now = {"resized": ([shape[0] - 1, *shape[1:]], strides), "restrided": (shape, [0] * len(shape))}
     if how in now:
         assert says == (
-            f"{held[0]} has shape {now[how][0]} and strides {now[how][1]}, at capture it had {shape} and "
-            f"{strides}"
+            f"{held[0]} has shape {now[how][0]} and strides {now[how][1]}, at capture it had {shape} and {strides}"
         )
     else:
         assert says.startswith(f"{held[0]} is not where it was at capture")

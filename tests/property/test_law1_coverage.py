@@ -56,9 +56,7 @@ def test_each_batch_lies_in_a_cell_with_its_answer(plan):
 
 def _scheduled(plan, role, cell, batch):
     """Whether a decode cell and a batch are of one chain length, where two overlap in request counts."""
-    return reference.chain_length(plan, role.role, cell.last) == reference.chain_length(
-        plan, role.role, batch.num_reqs
-    )
+    return reference.chain_length(plan, role.role, cell.last) == reference.chain_length(plan, role.role, batch.num_reqs)
 
 
 @given(plans(max_reqs=64))

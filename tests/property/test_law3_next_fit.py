@@ -22,8 +22,10 @@ def test_dispatch_equals_a_scan_over_all_entries(plan, data):
         assert answer.entry == best
         assert (answer.reason is None) == (best is not None)
         if best is not None:
-            assert answer.padded_tokens == best.num_tokens - batch.num_tokens
-            assert answer.padded_reqs == (0 if best.num_reqs is None else best.num_reqs - batch.num_reqs)
+            # Padded is never less than real, on both axes.
+            assert answer.padded_tokens == best.num_tokens - batch.num_tokens >= 0
+            padded_reqs = 0 if best.num_reqs is None else best.num_reqs - batch.num_reqs
+            assert answer.padded_reqs == padded_reqs >= 0
 
 
 @given(ANY_PLAN, st.data())
@@ -83,11 +85,6 @@ def test_dispatch_counts_takes_role_names(plan, data):
     """Law 3: asking by the role's name changes nothing."""
     batch, dispatcher = data.draw(batches(plan)), Dispatcher(plan)
     by_name = dispatcher.dispatch_counts(
-        batch.role.value,
-        batch.num_reqs,
-        batch.num_tokens,
-        batch.query_len,
-        batch.past_prompt,
-        batch.active_loras,
+        batch.role.value, batch.num_reqs, batch.num_tokens, batch.query_len, batch.past_prompt, batch.active_loras
     )
     assert by_name == dispatcher.dispatch(batch)

@@ -4,17 +4,12 @@ import itertools
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.planning.resolve import (
-    GroupSupport,
-    resolve,
-    resolve_draft_decode,
-    resolve_draft_prefill,
-)
+from capture_planner.planning.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.records.backend import Support
 from capture_planner.records.spec import Piecewise
 from capture_planner.testing import deployments
@@ -52,9 +47,7 @@ TABLE = {
 }
 LETTERS = {"N": N, "P": P, "D": D, "S": S, "F": F}
 DROPPED = {P: N, S: D}
-CASES = list(
-    itertools.product(GraphMode, GraphSupport, (False, True), (False, True), (False, True), (False, True))
-)
+CASES = list(itertools.product(GraphMode, GraphSupport, (False, True), (False, True), (False, True), (False, True)))
 
 
 def expected(requested, level, long, split, capturable, drafter):
@@ -96,9 +89,7 @@ def test_resolution_agrees_with_the_table(requested, level, long, split, captura
 
 
 @pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
-def test_resolution_is_idempotent_and_never_above_the_request(
-    requested, level, long, split, capturable, drafter
-):
+def test_resolution_is_idempotent_and_never_above_the_request(requested, level, long, split, capturable, drafter):
     """Law 6: a resolved mode resolves to itself without a decision, and is at most what was wanted."""
     found = result(requested, level, long, split, capturable, drafter)
     if found is not None:
@@ -195,7 +186,7 @@ def test_planned_modes_obey_the_rules_of_their_role(deployment):
         plan = deployment.plan()
     except PlanningError:
         assert deployment.spec.roles.target.mode is F or deployment.spec.mode is F
-        return
+        reject()
     target = plan.role(Role.TARGET).mode
     for role in plan.roles:
         assert role.mode <= role.requested

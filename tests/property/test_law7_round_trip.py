@@ -16,7 +16,7 @@ from capture_planner.records._base import digest
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Spec
 from capture_planner.testing import (
-    Deployment,
+    PlanInputs,
     arbitrary_plans,
     backends,
     deployments,
@@ -68,7 +68,7 @@ def test_planning_is_deterministic(deployment):
 @given(deployments())
 def test_a_written_spec_gives_the_same_plan(deployment):
     """Law 7: nothing that planning needs is lost in a file."""
-    again = Deployment(
+    again = PlanInputs(
         spec=codec.loads(codec.dumps(deployment.spec), Spec),
         environment=codec.loads(codec.dumps(deployment.environment), Environment),
         registry=deployment.registry,
@@ -95,8 +95,7 @@ def test_the_order_of_registration_changes_nothing(deployment, data):
     assert list(made[0]) == list(made[1])
     assert dict(made[0]) == dict(made[1])
     one, other = (
-        _plan_of(Deployment(spec=deployment.spec, environment=deployment.environment, registry=r))
-        for r in made
+        _plan_of(PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=r)) for r in made
     )
     assert one == other
 
@@ -106,7 +105,7 @@ def test_unused_backend_changes_nothing(deployment, stranger):
     """Law 7: a backend is chosen by name, whatever else is installed."""
     item = registry.Registered(backend=stranger, distribution="stranger", version="1")
     larger = registry.Registry([item, *deployment.registry.values()])
-    more = Deployment(spec=deployment.spec, environment=deployment.environment, registry=larger)
+    more = PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=larger)
     assert _plan_of(more) == _plan_of(deployment)
 
 

@@ -37,8 +37,7 @@ def _best(plan, vector, held):
     able = [
         entry
         for entry in plan.role(vector.role).entries
-        if all(reference.serves(entry, batch, chain) for batch in working)
-        and (not held or _held_by_all(vector, entry))
+        if all(reference.serves(entry, batch, chain) for batch in working) and (not held or _held_by_all(vector, entry))
     ]
     return min(able, key=lambda entry: entry.cost, default=None)
 
@@ -154,9 +153,7 @@ def test_lost_entries_are_as_if_never_planned(plan, data):
     poorer = replace(
         plan,
         roles=tuple(
-            replace(role, entries=tuple(e for e in role.entries if e not in lost))
-            if role.role is vector.role
-            else role
+            replace(role, entries=tuple(e for e in role.entries if e not in lost)) if role.role is vector.role else role
             for role in plan.roles
         ),
     )

@@ -14,18 +14,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from support.worlds import (
-    LONGEST,
-    VOCABULARY,
-    bits,
-    caches_of,
-    requests_of,
-    serve,
-    spec_of,
-    watched,
-    world_of,
-    worlds,
-)
+from support.worlds import LONGEST, VOCABULARY, bits, caches_of, requests_of, serve, spec_of, watched, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
@@ -246,9 +235,7 @@ def test_every_kind_of_graph_is_padded_above(backend):
     with world.runner() as runner:
         runner.capture()
         serve(runner, requests, answers_of(world, requests))
-        padded = {
-            (f.role, f.mode) for f in runner.session.forwards if f.padded_tokens and f.entry is not None
-        }
+        padded = {(f.role, f.mode) for f in runner.session.forwards if f.padded_tokens and f.entry is not None}
     assert padded == {
         (Role.TARGET, GraphMode.FULL),
         (Role.TARGET, GraphMode.PIECEWISE),

@@ -52,9 +52,7 @@ def test_vllm_39773_piecewise_draft_decode_is_found():
     """vllm#39773: a draft decode that somebody planned PIECEWISE is an error of the lint."""
     made = planned(num_tokens=3)
     decode = made.role(Role.DRAFT_DECODE)
-    wrong = replace(
-        decode, mode=GraphMode.PIECEWISE, entries=(Entry(mode=GraphMode.PIECEWISE, num_tokens=8),)
-    )
+    wrong = replace(decode, mode=GraphMode.PIECEWISE, entries=(Entry(mode=GraphMode.PIECEWISE, num_tokens=8),))
     assert "CP030" not in {finding.rule.code for finding in lint(made)}
     broken = replace(made, roles=(*made.roles[:2], wrong))
     assert "CP030" in {finding.rule.code for finding in lint(broken)}

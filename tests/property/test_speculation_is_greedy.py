@@ -158,12 +158,7 @@ class Serving(RuleBasedStateMachine):
         self.expected = {}
         self.serving = None
 
-    @initialize(
-        data=st.data(),
-        kind=st.sampled_from(("random", "chance")),
-        seed=st.integers(0, 50),
-        options=OPTIONS,
-    )
+    @initialize(data=st.data(), kind=st.sampled_from(("random", "chance")), seed=st.integers(0, 50), options=OPTIONS)
     def begin(self, data, kind, seed, options):
         """Capture a random plan of a random model."""
         self.spec = data.draw(runnable_specs())
@@ -194,10 +189,7 @@ class Serving(RuleBasedStateMachine):
         length = min(length, longest - 1)
         prompt = tuple(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=length, max_size=length)))
         request = Request(
-            name=f"r{self.count}",
-            arrival=0.0,
-            prompt=prompt,
-            max_new_tokens=min(output, longest - length),
+            name=f"r{self.count}", arrival=0.0, prompt=prompt, max_new_tokens=min(output, longest - length)
         )
         self.count += 1
         self.expected[request.name] = request

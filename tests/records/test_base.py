@@ -81,11 +81,7 @@ def test_records_are_frozen_and_keyword_only():
 def test_canonical_form_omits_defaults():
     """A field that comes later with a default changes no digest."""
     assert canonical(Sample()) == {}
-    assert canonical(Sample(count=2, names={"b": 1}, many=(1, 2))) == {
-        "count": 2,
-        "names": {"b": 1},
-        "many": [1, 2],
-    }
+    assert canonical(Sample(count=2, names={"b": 1}, many=(1, 2))) == {"count": 2, "names": {"b": 1}, "many": [1, 2]}
     assert default_of(attrs.fields(Sample).names) == {}
     assert canonical((Colour.RED,)) == ["RED"]
 

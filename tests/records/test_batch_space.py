@@ -117,9 +117,7 @@ def test_limits_decide_what_is_admissible(spec, num_reqs, num_tokens, loras):
 def test_batches_have_no_more_loras_than_requests():
     """Where more adapters can be active than requests can run, as with max_loras 5 and max_num_seqs 4."""
     limits = Limits(max_num_reqs=4, max_num_tokens=8)
-    deployment = SimpleNamespace(
-        limits=limits, speculative=None, lora=Lora(max_active=5), parallel=Parallel()
-    )
+    deployment = SimpleNamespace(limits=limits, speculative=None, lora=Lora(max_active=5), parallel=Parallel())
     families = decode_families(Role.TARGET, deployment)
     listed = [batch for batch, _ in batches(Role.TARGET, deployment)]
     assert all(is_admissible(batch, deployment, families) for batch in listed)

@@ -30,9 +30,7 @@ def test_capability_is_parsed_into_two_numbers(text, numbers):
     assert CPU.sm == (0, 0)
 
 
-@given(
-    st.lists(st.integers(0, 999), min_size=1, max_size=4), st.sampled_from(["", ".post1", "rc1", "+cu130"])
-)
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=4), st.sampled_from(["", ".post1", "rc1", "+cu130"]))
 def test_package_version_is_its_leading_numbers(numbers, suffix):
     """What follows them does not count."""
     text = ".".join(map(str, numbers)) + suffix

@@ -42,16 +42,7 @@ def test_role_plan_sorts_entries(plan, data):
 COUNT = st.integers(1, 6)
 
 
-@given(
-    st.sampled_from(Kind),
-    st.none() | COUNT,
-    COUNT,
-    COUNT,
-    COUNT,
-    COUNT,
-    st.integers(0, 3),
-    st.sampled_from(Kind),
-)
+@given(st.sampled_from(Kind), st.none() | COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(0, 3), st.sampled_from(Kind))
 def test_waiver_covers_its_kind_and_extent(kind, query_len, first, last, num_reqs, each, loras, asked):
     """Requests of decodes, tokens of mixed batches, and adapters in between."""
     waiver = Waiver(
@@ -64,9 +55,7 @@ def test_waiver_covers_its_kind_and_extent(kind, query_len, first, last, num_req
         reason=Reason.MODE,
         message="s",
     )
-    batch = Batch(
-        role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_reqs * each, query_len=each, active_loras=loras
-    )
+    batch = Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_reqs * each, query_len=each, active_loras=loras)
     extent = num_reqs if asked is Kind.DECODE else num_reqs * each
     inside = first <= extent <= last and loras in (1, 2) and query_len in (None, each)
     assert waiver.covers(batch, asked) == (inside and kind is asked)

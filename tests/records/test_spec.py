@@ -10,18 +10,7 @@ from capture_planner.errors import InvalidValue
 from capture_planner.modes import Role
 from capture_planner.records._base import replace
 from capture_planner.records.model import Method, Model, Speculative
-from capture_planner.records.spec import (
-    Budget,
-    GroupSpec,
-    Limits,
-    Lora,
-    Parallel,
-    Policy,
-    Roles,
-    RoleSpec,
-    Sizes,
-    Spec,
-)
+from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
 from capture_planner.testing import specs
 
 MODEL = Model(name="m", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=1024)
@@ -45,11 +34,7 @@ def groups(*layers):
         (lambda: replace(MODEL, num_heads=3), "num_heads", "3 query heads do not divide into 2 KV heads"),
         (lambda: eagle(3, ((4, 2, 1),)), "schedule[0]", "the range 4 to 2 is empty"),
         (lambda: eagle(3, ((2, 4, 1),)), "schedule[0]", "the first range must start at 1, got 2"),
-        (
-            lambda: eagle(3, ((1, 4, 1), (4, 6, 1))),
-            "schedule[1]",
-            "starts at 4, but the range before it ends at 4",
-        ),
+        (lambda: eagle(3, ((1, 4, 1), (4, 6, 1))), "schedule[1]", "starts at 4, but the range before it ends at 4"),
         (lambda: Sizes(graphs=3), "graphs", "the policy default takes no graphs"),
         (lambda: Sizes(policy=Policy.MINIMAX), "graphs", "the policy minimax needs a number of graphs"),
         (lambda: Sizes(policy=Policy.EXPLICIT), "", "the policy explicit needs sizes"),
@@ -70,11 +55,7 @@ def groups(*layers):
             "roles.draft_decode",
             "the spec has no speculative decoding, so this role never runs",
         ),
-        (
-            lambda: replace(SPEC, roles=groups(1, 2)),
-            "roles.target.groups",
-            "the groups have 3 layers, the model 4",
-        ),
+        (lambda: replace(SPEC, roles=groups(1, 2)), "roles.target.groups", "the groups have 3 layers, the model 4"),
     ],
 )
 def test_spec_rejects_contradictions_with_path(make, path, message):

@@ -18,27 +18,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from capture_planner import conformance as suite
-from capture_planner.conformance.audit import Attack, Audited, Verdict, verdicts
-from capture_planner.conformance.scene import (
-    Arrive,
-    Depart,
-    Forward,
-    Move,
-    Reload,
-    Serve,
-)
-from capture_planner.conformance.shapes import CANDIDATES, Refused
-from capture_planner.conformance.words import case_in_words
+from capture_planner.conformance.audit import Attack, AuditResult, Verdict, verdicts
+from capture_planner.conformance.case_text import describe_case
+from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve
+from capture_planner.conformance.shapes import CANDIDATES, RefusedShape
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.report.conformance import (
-    Conformance,
-    conformance_data,
-    conformance_page,
-    conformance_tables,
-    tried,
-)
+from capture_planner.report.conformance import conformance_report, tried
+from capture_planner.report.conformance_record import Conformance
+from capture_planner.report.page import page
+from capture_planner.report.plain import plain
+from capture_planner.report.terminal import tables
 
 SHAPES = [shape for shapes in CANDIDATES for shape in shapes]
 WORDS = st.text("abc '\"$`\\<&[]", max_size=8)
@@ -49,15 +40,15 @@ STEPS = st.one_of(
     st.builds(Depart, request=NUMBERS),
     st.builds(Move, request=NUMBERS),
     st.builds(Reload, seed=NUMBERS),
-    st.builds(Forward, rows=ROWS),
+    st.builds(RunBatch, rows=ROWS),
     st.builds(Serve, requests=ROWS),
 )
 CASES = st.builds(suite.Case, scene=suite.scenes(SHAPES), steps=st.lists(STEPS, max_size=5).map(tuple))
 ENTRY = Entry(mode=GraphMode.FULL, num_tokens=4, num_reqs=4, query_len=1)
 FINDINGS = st.builds(
-    suite.Finding,
+    suite.Failure,
     check=st.sampled_from(suite.Check),
-    says=WORDS,
+    message=WORDS,
     role=st.none() | st.sampled_from(Role),
     entry=st.none() | st.just(ENTRY),
     batch=WORDS,
@@ -67,7 +58,7 @@ FINDINGS = st.builds(
     case=st.just("") | CASES.map(suite.dumps),
 )
 AUDITED = st.builds(
-    Audited,
+    AuditResult,
     role=st.sampled_from(Role),
     group=st.just(""),
     field=st.sampled_from(["seq_lens", "layers.mine"]),
@@ -92,9 +83,7 @@ REPORTS = st.builds(
     backend=st.just("acme"),
     distribution=st.just("acme-planner"),
     version=st.just("1.2"),
-    environment=st.just(
-        Environment(name="here", device=Device(kind=DeviceKind.CPU, name="x86_64", memory=1 << 30))
-    ),
+    environment=st.just(Environment(name="here", device=Device(kind=DeviceKind.CPU, name="x86_64", memory=1 << 30))),
     differences=st.lists(WORDS, max_size=1).map(tuple),
     host=st.just({"device": "x86_64", "torch": "2.13"}),
     seed=COUNTS,
@@ -103,11 +92,11 @@ REPORTS = st.builds(
     base=st.just(("capture-planner", "conformance", "acme", "-e", "it's here.yaml")),
     named=st.just(("--head-dim", "8")),
     outcome=st.builds(
-        suite.Outcome,
+        suite.SuiteResult,
         shapes=st.lists(st.sampled_from(SHAPES), max_size=2).map(tuple),
-        refused=st.lists(st.builds(Refused, st.sampled_from(SHAPES), WORDS), max_size=2).map(tuple),
+        refused=st.lists(st.builds(RefusedShape, st.sampled_from(SHAPES), WORDS), max_size=2).map(tuple),
         log=LOGS,
-        findings=st.lists(FINDINGS, max_size=2).map(tuple),
+        failures=st.lists(FINDINGS, max_size=2).map(tuple),
         audited=st.lists(AUDITED, max_size=4).map(tuple),
         seconds=st.floats(0, 1000),
     ),
@@ -119,7 +108,7 @@ def text(report: Conformance) -> str:
     """Return the tables at a width that folds nothing."""
     console = Console(width=2000, color_system=None, markup=False)
     with console.capture() as capture:
-        console.print(conformance_tables(report))
+        console.print(tables(conformance_report(report)))
     return capture.get()
 
 
@@ -127,35 +116,35 @@ def text(report: Conformance) -> str:
 @given(report=REPORTS)
 def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> None:
     """Every finding with its law and steps, every count, every verdict; the page is of bounded size."""
-    shown, page = text(report), unescape(conformance_page(report))
-    assert len(page) < 2_000_000
-    for number, finding in enumerate(report.outcome.findings, 1):
+    shown, html = text(report), unescape(page(conformance_report(report, commands=True)))
+    assert len(html) < 2_000_000
+    for number, finding in enumerate(report.outcome.failures, 1):
         for said in (f"Finding {number}: {finding.check.value}", finding.check.law, *finding.causes):
             assert said.strip() in shown
-            assert said in page
+            assert said in html
         if finding.case:
-            for index, step in enumerate(case_in_words(suite.loads(finding.case)), 1):
+            for index, step in enumerate(describe_case(suite.loads(finding.case)), 1):
                 assert f"{index}. {step}" in shown
-        assert report.command(finding.case) in page
+        assert report.command(finding.case) in html
     for key, count in report.log.forwards.items():
         if report.profile is not None and count:
             role, mode = key.split()
-            assert re.search(rf"^ *{role} +{mode} +{count:,} *$", shown, re.M)
+            assert re.search(rf"^ *{role} +{'eager' if mode == 'NONE' else mode} +{count:,} *$", shown, re.M)
     for (role, field), verdict in verdicts(report.outcome.audited).items():
         assert re.search(rf"^ *{role.value} +{re.escape(field)} .*{verdict.value}", shown, re.M)
         over = verdict is Verdict.OVER_DECLARED
         assert (f"over-declared: {role.value} {field}" in shown) == over
-    assert ("passed" in shown.splitlines()[0]) == (not report.outcome.findings and not report.interrupted)
+    assert ("passed" in shown.splitlines()[0]) == (not report.outcome.failures and not report.interrupted)
 
 
 @given(report=REPORTS, other=st.floats(0, 1000))
 def test_data_is_json_and_only_the_seconds_differ(report: Conformance, other: float) -> None:
     """A report is what was done, not when; each command is that of its case, whatever has to be quoted."""
-    data = json.loads(json.dumps(conformance_data(report)))
+    data = json.loads(json.dumps(plain(report)))
     later = attrs.evolve(report, outcome=attrs.evolve(report.outcome, seconds=other))
-    assert {**conformance_data(later), "seconds": 0} == {**conformance_data(report), "seconds": 0}
+    assert {**plain(later), "seconds": 0} == {**plain(report), "seconds": 0}
     assert data["passed"] == (not data["findings"] and not data["interrupted"])
-    for given_, kept in zip(report.outcome.findings, data["findings"], strict=True):
+    for given_, kept in zip(report.outcome.failures, data["findings"], strict=True):
         words = shlex.split(kept["command"])
         assert words[: len(report.base)] == list(report.base)
         if given_.case:
@@ -172,7 +161,7 @@ def test_data_is_json_and_only_the_seconds_differ(report: Conformance, other: fl
 @given(case=CASES)
 def test_a_case_is_told_step_by_step(case: suite.Case) -> None:
     """A line each, the scene first; requests have the number of their arrival, which steps name."""
-    told = case_in_words(case)
+    told = describe_case(case)
     assert len(told) == 1 + len(case.steps)
     assert str(case.scene.shape) in told[0]
     assert case.scene.mode.value in told[0]
@@ -183,7 +172,7 @@ def test_a_case_is_told_step_by_step(case: suite.Case) -> None:
         match step:
             case Depart(request=request) | Move(request=request):
                 assert numbers == {request}
-            case Forward(rows=rows):
+            case RunBatch(rows=rows):
                 assert {number for request, count, _ in rows for number in (request, count)} <= numbers
             case Serve(requests=requests):
                 assert {number for prompt, output, _ in requests for number in (prompt, output)} <= numbers
@@ -196,13 +185,19 @@ def test_a_case_is_read_as_it_was_written(case: suite.Case) -> None:
 
 
 @given(log=LOGS)
-def test_nothing_is_said_to_hold_that_was_not_tried(log: suite.Log) -> None:
-    """A check of nothing has not held."""
+def test_a_check_counts_what_it_was_tried_on(log: suite.Log) -> None:
+    """A check without forwards, scenes, loads or steps of its own has not held."""
+    counts = {
+        "forward": sum(log.forwards.values()),
+        "scene": log.examples,
+        "load": log.steps["serve"],
+        "step": log.steps["forward"],
+        "shape": 1,
+    }
     for check in suite.Check:
-        count, what = tried(check, log, 1)
-        assert count >= 0
-        if not log.forwards and what == "forward":
-            assert count == 0
+        count, unit = tried(check, log, 1)
+        drafts = sum(n for name, n in log.forwards.items() if name.startswith("draft_"))
+        assert count == (drafts if check is suite.Check.STATE else counts[unit]), check
 
 
 def _result(case: str, date: str, folder: Path, **changed: Any) -> None:
@@ -239,10 +234,7 @@ def test_the_table_of_the_docs_has_the_newest_result_of_each_and_says_what_is_mi
     _result("reference", "2026-11-22T07:00:00+00:00", tmp_path, broke="RunError: no")
     _result("other", "2026-11-22T07:00:00+00:00", tmp_path, skipped="no device")
     shown = tables.kept(tmp_path)
-    assert (
-        "| triton | 2026-11-22 | a GPU | torch 2.13.0, driver 580.1 | passed | 2,000 | 1,200 | 7 | 0 |"
-        in shown
-    )
+    assert "| triton | 2026-11-22 | a GPU | torch 2.13.0, driver 580.1 | passed | 2,000 | 1,200 | 7 | 0 |" in shown
     assert "| flash_attention | - | - | - | not measured |" in shown
     assert "- flashinfer: rows: a row is off" in shown
     assert "- reference broke: RunError: no" in shown

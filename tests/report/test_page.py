@@ -15,10 +15,11 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.report.drawing import MAX_POINTS, Buckets, cumulative, thinned
-from capture_planner.report.page import run_page
+from capture_planner.report.page import page
+from capture_planner.report.run import run_report
 from capture_planner.report.sections import sections
 from capture_planner.report.summary import summary
-from capture_planner.report.writing import printable
+from capture_planner.report.writing import printable, ran
 from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
 from support import ledgers
 
@@ -157,7 +158,7 @@ def check(report, page):
             assert not printable(text).strip() or printable(text).strip() in shown
         for row in section.grid.rows if section.grid else ():
             for cell in row:
-                text = cell.value if isinstance(cell, GraphMode) else printable(cell).strip()
+                text = ran(cell) if isinstance(cell, GraphMode) else printable(cell).strip()
                 assert not text or text in shown
     assert report.plan.spec_digest in page
 
@@ -166,9 +167,9 @@ def check(report, page):
 def test_the_page_of_every_kind_of_run_is_whole(name):
     """Also where there is nothing to draw; a picture is there where there is something to show."""
     report = RUNS[name]()
-    page = run_page(report)
-    check(report, page)
-    drawn = set(re.findall(r'<figure id="figure-(\w+)"', page))
+    html = page(run_report(report))
+    check(report, html)
+    drawn = set(re.findall(r'<figure id="figure-(\w+)"', html))
     wanted = {
         "memory": bool(report.captured),
         "batches": bool(report.forwards),
@@ -184,17 +185,17 @@ def test_the_page_of_every_kind_of_run_is_whole(name):
 @given(ledgers.reports())
 def test_the_page_of_any_report_is_whole(report):
     """Balanced, self-contained, and with every number of the tables."""
-    check(report, run_page(report))
+    check(report, page(run_report(report)))
 
 
 @pytest.mark.parametrize("hostile", ledgers.HOSTILE)
 def test_names_are_escaped(hostile):
     """Wherever they come from: model, machine, backend."""
     report = run_of(TINY, model=hostile, backends={hostile: hostile}, host={hostile: hostile}, captured=False)
-    page = run_page(report)
-    check(report, page)
-    assert hostile.isalnum() or "<" not in hostile or hostile not in page
-    assert unescape(page).count(printable(hostile)) == 6
+    html = page(run_report(report))
+    check(report, html)
+    assert hostile.isalnum() or "<" not in hostile or hostile not in html
+    assert unescape(html).count(printable(hostile)) == 6
 
 
 def test_the_page_of_a_long_run_stays_small():
@@ -202,24 +203,20 @@ def test_the_page_of_a_long_run_stays_small():
     short = run_of(EAGLE, steps=2_000, requests=400)
     copies = 200_000 // len(short.forwards) + 1
     forwards = tuple(
-        attrs.evolve(forward, step=forward.step + 2_000 * copy)
-        for copy in range(copies)
-        for forward in short.forwards
+        attrs.evolve(forward, step=forward.step + 2_000 * copy) for copy in range(copies) for forward in short.forwards
     )
-    steps = tuple(
-        attrs.evolve(step, index=step.index + 2_000 * copy) for copy in range(copies) for step in short.steps
-    )
+    steps = tuple(attrs.evolve(step, index=step.index + 2_000 * copy) for copy in range(copies) for step in short.steps)
     report = attrs.evolve(short, forwards=forwards, steps=steps, served=short.served * 50)
     assert len(report.forwards) > 200_000
-    page = run_page(report)
-    assert len(page.encode()) < 2_000_000
-    assert f"{len(steps):,} steps of" in page
+    html = page(run_report(report))
+    assert len(html.encode()) < 2_000_000
+    assert f"{len(steps):,} steps of" in html
 
 
 def test_the_same_run_gives_the_same_page():
     """To the byte: pages can be compared."""
     report = run_of(TINY, steps=3, requests=2)
-    assert run_page(report) == run_page(report)
+    assert page(run_report(report)) == page(run_report(report))
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
@@ -228,8 +225,8 @@ def test_a_missing_library_is_named_with_its_remedy(missing, monkeypatch):
     for module in ("charts", "drawing"):
         monkeypatch.delitem(sys.modules, f"capture_planner.report.{module}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(CapturePlannerError, match=rf"needs {missing}.*pip install capture-planner\[run\]"):
-        run_page(run_of(TINY, captured=False))
+    with pytest.raises(CapturePlannerError, match=rf"needs {missing}.*pip install '\.\[run\]'"):
+        page(run_report(run_of(TINY, captured=False)))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=3 * MAX_POINTS))

@@ -114,14 +114,7 @@ def put_together(spec, *backends, planned_with=None, target=None):
     target = target or load_target(None, made.model, device=CPU, dtype=dtype_of(made.model.dtype))
     drafter = load_drafter(None, made.speculative, target) if made.speculative else None
     parts = assemble(
-        made,
-        target,
-        drafter,
-        registry_of(*backends),
-        RecordedGraphs(),
-        pages=PAGES,
-        device=CPU,
-        options=Options(),
+        made, target, drafter, registry_of(*backends), RecordedGraphs(), pages=PAGES, device=CPU, options=Options()
     )
     return made, parts
 
@@ -151,9 +144,7 @@ def role_of(groups):
         )
         for index, (layers, window) in enumerate(groups)
     ]
-    return RolePlan(
-        role=Role.TARGET, requested=GraphMode.FULL, mode=GraphMode.FULL, groups=tuple(planned), inputs=()
-    )
+    return RolePlan(role=Role.TARGET, requested=GraphMode.FULL, mode=GraphMode.FULL, groups=tuple(planned), inputs=())
 
 
 @st.composite
@@ -214,10 +205,7 @@ def test_each_group_gets_the_caches_of_its_layers(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(HYBRID))
     model = replace(MODEL, hidden_size=32)
-    groups = (
-        GroupSpec(name="windowed", layers=2, window=8, backend="other"),
-        GroupSpec(name="full", layers=1),
-    )
+    groups = (GroupSpec(name="windowed", layers=2, window=8, backend="other"), GroupSpec(name="full", layers=1))
     spec = replace(SPEC, model=model, roles=Roles(target=RoleSpec(groups=groups)))
     target = load_target(config, model, device=CPU, dtype=torch.float64)
     full, windowed = Watched(), Watched("other")
@@ -280,9 +268,7 @@ def test_a_backend_that_cannot_run_is_refused():
 
 def tiles(**changes):
     """A field that a backend declares."""
-    return MetadataField(
-        **{"name": "tiles", "axis": Axis.REQUEST, "fill": Fill.CONSTANT, "value": 0} | changes
-    )
+    return MetadataField(**{"name": "tiles", "axis": Axis.REQUEST, "fill": Fill.CONSTANT, "value": 0} | changes)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +294,7 @@ def test_a_field_that_did_not_change_is_not_named():
     """Of two fields one is new; the other is as it was."""
     with pytest.raises(RunError) as caught:
         put_together(
-            SPEC,
-            Watched(declares=(tiles(), tiles(name="blocks"))),
-            planned_with=[Watched(declares=(tiles(),))],
+            SPEC, Watched(declares=(tiles(), tiles(name="blocks"))), planned_with=[Watched(declares=(tiles(),))]
         )
     assert "(blocks)" in str(caught.value)
 
@@ -328,9 +312,7 @@ def test_a_backend_that_breaks_in_reserve_is_named():
         def reserve(self, reservation):
             raise KeyError("no such kernel")
 
-    with pytest.raises(
-        BackendError, match=r"'reference' \(of-a-test 1\.2\) broke in reserve \(target, group"
-    ):
+    with pytest.raises(BackendError, match=r"'reference' \(of-a-test 1\.2\) broke in reserve \(target, group"):
         put_together(SPEC, Breaks())
 
 

@@ -71,8 +71,7 @@ def test_each_forward_runs_twice_with_metadata_made_anew(world, refresh):
         world_of(replace(world.spec, backend="probe"), registry=registry.load_backends(probe), page_size=4)
     )
     layers = {
-        role: world.drafter.num_layers if role.is_drafter else world.target.num_layers
-        for role in runner.parts.roles
+        role: world.drafter.num_layers if role.is_drafter else world.target.num_layers for role in runner.parts.roles
     }
     work = {(role.role, entry) for role in runner.plan.roles for entry in role.entries}
     assert set(heard) == work
@@ -80,9 +79,7 @@ def test_each_forward_runs_twice_with_metadata_made_anew(world, refresh):
         once = ["prepare"] + ["attend"] * layers[role] * (entry.draft_steps or 1)
         assert [call for call, _ in calls] == once * 2
         warm, again = calls[: len(once)], calls[len(once) :]
-        assert (
-            len({id(metadata) for _, metadata in warm}) == len({id(metadata) for _, metadata in again}) == 1
-        )
+        assert len({id(metadata) for _, metadata in warm}) == len({id(metadata) for _, metadata in again}) == 1
         assert warm[0][1] is not again[0][1]
         fields = [{name: t.data_ptr() for name, t in part[0][1].fields.items()} for part in (warm, again)]
         assert fields[0] == fields[1]
@@ -152,9 +149,7 @@ class Device(RecordedGraphs):
         self.turns += 1
         for name in names:
             self.lost[name].append(self.random.randint(-20, 400) if self.random.random() < 0.5 else 0)
-        held = sum(sum(self.lost[name]) for name in ("warm-up", "freed")) + sum(
-            pool.memory for pool in self.pools
-        )
+        held = sum(sum(self.lost[name]) for name in ("warm-up", "freed")) + sum(pool.memory for pool in self.pools)
         beside = sum(sum(self.lost[name]) for name in ("others", "modules", "driver"))
         return Reading(used=(1 << 30) + held + beside, held=held)
 
@@ -278,9 +273,7 @@ def test_batches_of_a_lost_graph_take_the_next():
     (role,) = captured(world).plan.roles
     largest, middle, _ = (entry for entry in role.entries if entry.query_len is None)
     for lost, answer in ((middle, largest), (largest, None)):
-        plan = replace(
-            world.plan, roles=(replace(role, entries=tuple(e for e in role.entries if e != lost)),)
-        )
+        plan = replace(world.plan, roles=(replace(role, entries=tuple(e for e in role.entries if e != lost)),))
         assert Dispatcher(plan).dispatch_counts("target", 2, lost.num_tokens, None, False).entry == answer
 
 

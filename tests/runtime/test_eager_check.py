@@ -87,13 +87,9 @@ def runner_of(spec, options, seed):
     drafter = None
     if plan.speculative is not None:
         length += plan.speculative.num_tokens + 1
-        drafter = choose_drafter(
-            "random", plan.speculative, target, num_states=places, length=length, seed=seed
-        )
+        drafter = choose_drafter("random", plan.speculative, target, num_states=places, length=length, seed=seed)
     pages = PageFormat(page_size=4, num_pages=1 + places * -(-length // 4))
-    return Runner(
-        plan, target, drafter, registry.load_backends(), RecordedGraphs(), pages=pages, options=options
-    )
+    return Runner(plan, target, drafter, registry.load_backends(), RecordedGraphs(), pages=pages, options=options)
 
 
 @settings(FEW, max_examples=FEW.max_examples * 2)
@@ -176,10 +172,7 @@ def found(made, plant=lambda runner: None, armed=lambda runner: None, **options)
         seen.append((graph, eager))
         inner(role, forward, graph, eager, *rest)
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        made.runner(options=Options(compare=True, **options)) as runner,
-    ):
+    with pytest.MonkeyPatch.context() as patch, made.runner(options=Options(compare=True, **options)) as runner:
         patch.setattr(EagerCheck, "_compare_tensors", kept)
         plant(runner)
         runner.capture()
@@ -456,9 +449,7 @@ class Unmoved:
         """Nothing."""
 
 
-@pytest.mark.parametrize(
-    ("backend", "layer", "tensor"), [(None, 0, "queries"), (Probe(), None, "field positions")]
-)
+@pytest.mark.parametrize(("backend", "layer", "tensor"), [(None, 0, "queries"), (Probe(), None, "field positions")])
 def test_a_chain_that_does_not_move_on_is_found_at_its_second_step(backend, layer, tensor):
     """In a fused chain the queries turn by the wrong position; in a chain of graphs the field says so."""
 
@@ -545,9 +536,7 @@ def test_row_errors_are_norms_relative_to_the_eager_row(rows):
     graph, eager = table[:, :2], table[:, 2:]
     for error, (a, b, c, d) in zip(agreement.row_errors(graph, eager).tolist(), rows, strict=True):
         apart, norm = math.hypot(a - c, b - d), math.hypot(c, d)
-        wanted = (
-            math.inf if not math.isfinite(apart) else 0 if not apart else apart / norm if norm else math.inf
-        )
+        wanted = math.inf if not math.isfinite(apart) else 0 if not apart else apart / norm if norm else math.inf
         if math.isnan(a + b + c + d) or math.isinf(abs(a) + abs(b) + abs(c) + abs(d)):
             assert error > max(agreement.TOLERANCES.values()) or (a, b) == (c, d)
         else:
@@ -556,9 +545,7 @@ def test_row_errors_are_norms_relative_to_the_eager_row(rows):
     assert agreement.row_errors(finite, finite).max() == 0
 
 
-@given(
-    st.lists(st.integers(-5, 5), min_size=1, max_size=6), st.lists(st.integers(-5, 5), min_size=6, max_size=6)
-)
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=6), st.lists(st.integers(-5, 5), min_size=6, max_size=6))
 def test_whole_numbers_are_equal_or_not(first, second):
     """No tolerance: infinite where one differs."""
     graph, eager = torch.tensor(first), torch.tensor(second[: len(first)])
@@ -617,6 +604,6 @@ def test_a_role_that_is_not_compared_is_the_plain_one():
         assert {role._observer for role in plain.parts.roles.values()} == {None}
         assert plain.parts.comparison is None
         assert {type(role._observer) for role in runner.parts.roles.values()} == {EagerCheck}
-        assert runner.policy.poison
+        assert runner.policy.options.poison
         assert not runner.policy.run_ahead
         assert not runner.policy.drafts_on_device

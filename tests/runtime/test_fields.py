@@ -31,9 +31,7 @@ def group_of(name, *declared):
 
 def fields_of(capacity, *inputs, groups=()):
     """The buffers of a role with these fields and groups."""
-    role = RolePlan(
-        role=Role.TARGET, requested=GraphMode.FULL, mode=GraphMode.FULL, groups=groups, inputs=inputs
-    )
+    role = RolePlan(role=Role.TARGET, requested=GraphMode.FULL, mode=GraphMode.FULL, groups=groups, inputs=inputs)
     return Fields(role, capacity, CPU)
 
 
@@ -71,14 +69,7 @@ def test_a_table_has_a_row_for_each_extent_and_a_column_for_each_inner_one(capac
     for axis in Axis:
         for inner in (None, *Axis):
             field = MetadataField(
-                name="f",
-                axis=axis,
-                inner=inner,
-                fill=Fill.CONSTANT,
-                value=0,
-                offset=offset,
-                scale=scale,
-                align=align,
+                name="f", axis=axis, inner=inner, fill=Fill.CONSTANT, value=0, offset=offset, scale=scale, align=align
             )
             rows = offset + scale * math.ceil(capacity.along(axis) / align) * align
             columns = capacity.pages if inner is Axis.PAGE else inner and capacity.along(inner)
@@ -94,12 +85,7 @@ def test_groups_share_a_field_that_all_declare_alike_and_no_other():
     host = MetadataField(name="host", axis=Axis.TOKEN, fill=Fill.CONSTANT, value=0, where=Where.HOST)
     groups = (group_of("same", common, own), group_of("other", other, own, host))
     held = fields_of(Extents(tokens=4, reqs=2, pages=1), common, groups=groups)
-    assert [buffer.key for buffer in held] == [
-        common.name,
-        "same.own",
-        f"other.{common.name}",
-        "other.own",
-    ]
+    assert [buffer.key for buffer in held] == [common.name, "same.own", f"other.{common.name}", "other.own"]
     assert held.by_group["same"][common.name].tensor is held[common.name]
     assert held.by_group["other"][common.name].tensor is held[f"other.{common.name}"]
     assert held[f"other.{common.name}"].tolist() == [7, 7]

@@ -50,9 +50,7 @@ def test_the_kernel_leaves_the_bytes_that_torch_leaves(fused, roles, run):
     """All roles of a step in one launch; large, small, poisoned, with fields of all types."""
     one = [Fields(role, laws.CAPACITY, CPU) for role in roles]
     other = [Fields(role, laws.CAPACITY, CPU) for role in roles]
-    everything = fused.FusedPadding(
-        CPU, sum(held.memory for held in one), sum(len(list(held)) for held in one)
-    )
+    everything = fused.FusedPadding(CPU, sum(held.memory for held in one), sum(len(list(held)) for held in one))
     for step in run:
         ours, theirs = [], []
         for role, mine, yours in zip(roles, one, other, strict=True):
@@ -95,10 +93,7 @@ def test_steps_take_turns_with_the_host_memory_and_reuse_that_of_the_device(fuse
         before = [staging.bytes.copy() for staging in everything._staged]
         everything.apply(table(held, {"seq_lens": np.full(3, number, "int32")}, 3))
         turns.append(
-            [
-                not np.array_equal(old, staging.bytes)
-                for old, staging in zip(before, everything._staged, strict=True)
-            ]
+            [not np.array_equal(old, staging.bytes) for old, staging in zip(before, everything._staged, strict=True)]
         )
         addresses.add(everything._device.data_ptr())
     assert [sum(turn) for turn in turns] == [1, 1, 1, 1]
@@ -134,9 +129,7 @@ def test_a_step_that_has_no_room_is_refused_with_both_numbers(fused, rows, room,
 def test_the_packed_table_says_where_everything_is(fused, role, run):
     """Read back from the bytes alone: addresses, extents, fills, and each value at its aligned offset."""
     held = Fields(role, laws.CAPACITY, CPU)
-    staging = fused.Staging(
-        torch.full(((held.memory + 200 * len(role.inputs)) // 8 * 8,), 0xEE, dtype=torch.uint8)
-    )
+    staging = fused.Staging(torch.full(((held.memory + 200 * len(role.inputs)) // 8 * 8,), 0xEE, dtype=torch.uint8))
     most, most_written = len(role.inputs), []
     for step in run:
         values = laws.values_of(role, step)

@@ -125,7 +125,5 @@ def test_the_first_that_moved_is_named_and_buffers_come_first(buffers, weights, 
         with pytest.raises(GuardError, match=rf"^who: (the weight )?{moved[0]} ") as caught:
             guard.check("who")
         shape = moved[0].startswith("buffer") and buffers[int(moved[0][6:])] == "wider"
-        assert (
-            "has shape [4, 5] and strides [5, 1], at capture it had [4, 3] and" in str(caught.value)
-        ) == shape
+        assert ("has shape [4, 5] and strides [5, 1], at capture it had [4, 3] and" in str(caught.value)) == shape
     assert len(kept) == len(buffers) + len(weights)

@@ -78,16 +78,11 @@ def nvml(monkeypatch):
     return give
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from((*VERSIONS, "no-such-package")), st.sampled_from(("here", "here+cu130", "1.0"))
-    )
-)
+@given(st.dictionaries(st.sampled_from((*VERSIONS, "no-such-package")), st.sampled_from(("here", "here+cu130", "1.0"))))
 def test_each_package_that_differs_is_named_once(chosen):
     """Local labels do not count; what is planned for and missing does."""
     planned = {
-        name: version.replace("here", VERSIONS.get(name, "1.0").partition("+")[0])
-        for name, version in chosen.items()
+        name: version.replace("here", VERSIONS.get(name, "1.0").partition("+")[0]) for name, version in chosen.items()
     }
     environment = Environment(name="e", device=CPU, packages=planned)
     wrong = []
@@ -186,8 +181,7 @@ def test_a_name_that_no_file_holds_is_written_without_what_is_odd(cuda, nvml):
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
-    [(None, "pip install nvidia-ml-py"), (NVMLError("no driver"), "does not answer: no driver")],
+    ("answer", "says"), [(None, "pip install nvidia-ml-py"), (NVMLError("no driver"), "does not answer: no driver")]
 )
 def test_a_driver_that_is_not_known_is_noted(cuda, nvml, answer, says):
     """Why, and what to do; everything else is there."""

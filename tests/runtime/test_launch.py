@@ -19,7 +19,9 @@ from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataF
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Sizes, Spec
-from capture_planner.report.run import run_data, run_tables
+from capture_planner.report.plain import plain as json_of_report
+from capture_planner.report.run import run_report
+from capture_planner.report.terminal import tables
 from capture_planner.runtime.launch import Choices, launch
 from capture_planner.runtime.serving.workload import Request, generated
 from capture_planner_reference import Reference
@@ -119,14 +121,7 @@ def registry_of(backend):
 
 def requests_of(vocab_size, count=7, output_tokens=(3, 12)):
     """Requests that come faster than they are served, so that places and tokens run out."""
-    return generated(
-        count,
-        seed=5,
-        rate=40,
-        prompt_tokens=(1, 14),
-        output_tokens=output_tokens,
-        vocab_size=vocab_size,
-    )
+    return generated(count, seed=5, rate=40, prompt_tokens=(1, 14), output_tokens=output_tokens, vocab_size=vocab_size)
 
 
 def started(spec=SPEC, backend=None, workload=requests_of, shown=None, environment=HERE, **choices):
@@ -168,10 +163,7 @@ REFUSED_PLANS = {
         "no-such-package 3 was planned for and is not installed; torch 1.0 was planned for and",
     ),
     "tensor": ({"spec": replace(SPEC, parallel=Parallel(tensor=2))}, "parallel.tensor is 2"),
-    "decode context": (
-        {"spec": replace(SPEC, parallel=Parallel(decode_context=2))},
-        "parallel.decode_context is 2",
-    ),
+    "decode context": ({"spec": replace(SPEC, parallel=Parallel(decode_context=2))}, "parallel.decode_context is 2"),
     "fp8": ({"spec": changed_model(dtype=DataType.FP8)}, "in fp8; the runner computes in"),
     "fp8 cache": ({"spec": changed_model(kv_dtype=DataType.FP8)}, "in fp8; the runner computes in"),
 }
@@ -247,9 +239,7 @@ def test_a_plan_with_errors_is_refused_unless_it_is_wanted():
     with pytest.raises(RunError, match=r"the plan has errors: .*CP\d{3}"):
         launch(made, registry_of(backend), requests_of, Choices(page_size=4), Shown())
     assert backend.reserved == 0
-    outcome = launch(
-        made, registry_of(backend), requests_of, Choices(page_size=4, any_plan=True, verify=True), Shown()
-    )
+    outcome = launch(made, registry_of(backend), requests_of, Choices(page_size=4, any_plan=True, verify=True), Shown())
     assert outcome.differing == ()
 
 
@@ -402,8 +392,8 @@ def check_report(report):
         assert done.output_tokens == len(done.tokens)
         if done.finished is not None:
             assert 0 <= done.first_token <= done.finished
-    assert run_data(report)["interrupted"] is report.interrupted
-    assert run_tables(report)
+    assert json_of_report(report)["interrupted"] is report.interrupted
+    assert tables(run_report(report))
 
 
 @pytest.mark.parametrize("choices", [{}, {"eager": True}])
@@ -435,9 +425,7 @@ def test_a_report_is_complete(choices):
 def test_text_is_given_where_a_tokenizer_is():
     """``decode`` is asked about the output of each request."""
     registry = registry_of(Counting())
-    outcome = launch(
-        plan(SPEC, HERE, registry), registry, requests_of, Choices(page_size=4), Shown(), decode=repr
-    )
+    outcome = launch(plan(SPEC, HERE, registry), registry, requests_of, Choices(page_size=4), Shown(), decode=repr)
     assert all(done.text == repr(done.tokens) for done in outcome.report.served)
 
 
@@ -461,8 +449,7 @@ def outcome_of_rounds(drafter, k, chance=0.5):
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(
-    ("drafter", "chance", "share"),
-    [("copy", 0.5, 1), ("chance", 1.0, 1), ("miss", 0.5, 0), ("chance", 0.0, 0)],
+    ("drafter", "chance", "share"), [("copy", 0.5, 1), ("chance", 1.0, 1), ("miss", 0.5, 0), ("chance", 0.0, 0)]
 )
 def test_drafts_are_accepted_always_or_never(drafter, chance, share, k):
     """``copy`` is right to the last token, ``miss`` never is, and the chances 1 and 0 are the same."""
@@ -484,8 +471,7 @@ def test_only_what_a_drafter_proposed_counts_as_drafted():
     """Where k rises as a request leaves, rows are filled up with what nobody proposed."""
     schedule = ((1, 1, 4), (2, 2, 1))
     requests = [
-        Request(name=name, arrival=0.0, prompt=(1, 2), max_new_tokens=new)
-        for name, new in (("a", 5), ("b", 30))
+        Request(name=name, arrival=0.0, prompt=(1, 2), max_new_tokens=new) for name, new in (("a", 5), ("b", 30))
     ]
     spec = replace(SPEC, speculative=Speculative(method=Method.EAGLE, num_tokens=4, schedule=schedule))
     steps = started(spec, workload=lambda _: requests, drafter="miss").report.steps
@@ -570,13 +556,9 @@ class ReadsPages(Counting):
     """A backend that plans on the host from page lists, as FlashInfer does, and looks at each of them."""
 
     FIELDS = (
-        MetadataField(
-            name="paged_kv_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REPEAT_LAST, where=Where.BOTH
-        ),
+        MetadataField(name="paged_kv_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REPEAT_LAST, where=Where.BOTH),
         MetadataField(name="paged_kv_indices", axis=Axis.PAGE, fill=Fill.CONSTANT, value=0, where=Where.BOTH),
-        MetadataField(
-            name="paged_kv_last_page_len", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH
-        ),
+        MetadataField(name="paged_kv_last_page_len", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH),
         MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH),
         next(field for field in COMMON_FIELDS if field.name == "seq_lens"),
     )

@@ -90,9 +90,7 @@ def roles(draw):
 
 def role_of(*inputs, groups=()):
     """A plan for a role with these fields."""
-    return RolePlan(
-        role=Role.TARGET, requested=GraphMode.FULL, mode=GraphMode.FULL, groups=groups, inputs=inputs
-    )
+    return RolePlan(role=Role.TARGET, requested=GraphMode.FULL, mode=GraphMode.FULL, groups=groups, inputs=inputs)
 
 
 def random_bits(random, shape, dtype):
@@ -116,9 +114,7 @@ def values_of(role, step):
         real = random_bits(random, (rows,) if columns is None else (rows, columns), field.dtype)
         if random.random() < 0.3:
             # A part of a larger array, of another type: what a scheduler's own tables look like.
-            wider = np.zeros(
-                [2 * extent for extent in real.shape], "int64" if field.dtype == "int32" else field.dtype
-            )
+            wider = np.zeros([2 * extent for extent in real.shape], "int64" if field.dtype == "int32" else field.dtype)
             place = tuple(slice(extent) for extent in real.shape)
             wider[place] = real
             real = wider[place]
@@ -304,9 +300,7 @@ def test_check_bounds_names_each_planted_value_and_nothing_else(field, padded, s
     """Healthy values pass; one wrong value, real or padded, is found with its place and its bound."""
     padded = Extents(tokens=padded.tokens + 1, reqs=padded.reqs + 1, pages=padded.pages + 1)
     real_extents = Extents(
-        tokens=min(some.tokens, padded.tokens),
-        reqs=min(some.reqs, padded.reqs),
-        pages=min(some.pages, padded.pages),
+        tokens=min(some.tokens, padded.tokens), reqs=min(some.reqs, padded.reqs), pages=min(some.pages, padded.pages)
     )
     role = role_of(field)
     capacity = Extents(tokens=50, reqs=26, pages=22)

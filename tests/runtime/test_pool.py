@@ -12,9 +12,7 @@ from capture_planner.runtime.graphs.pool import ALIGNMENT, Block, RecordedPool, 
 @st.composite
 def blocks(draw, most=24):
     """Blocks of one graph: whatever sizes, alive for whatever time."""
-    spans = draw(
-        st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 700)), max_size=most)
-    )
+    spans = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 700)), max_size=most))
     return [Block(min(a, b), max(a, b), size) for a, b, size in spans]
 
 
@@ -25,9 +23,7 @@ def rounded(size):
 
 def most_at_once(needed):
     """The most bytes that are alive together: no layout takes less."""
-    return max(
-        (sum(rounded(b.size) for b in needed if b.first <= now <= b.last) for now in range(21)), default=0
-    )
+    return max((sum(rounded(b.size) for b in needed if b.first <= now <= b.last) for now in range(21)), default=0)
 
 
 # Without the two blocks that fit the chunk, those that are left would pack worse (2,432 bytes to 2,368).

@@ -117,17 +117,13 @@ FUNCTIONAL = {
     "layer_norm": lambda w, a, b, i, j: functional.layer_norm(a, a.shape[1:]),
     "cumsum": lambda w, a, b, i, j: a.cumsum(dim=i % 2),
     "double": lambda w, a, b, i, j: (a.double() * (1 / 3)).to(torch.float32),
-    "factories": lambda w, a, b, i, j: (
-        torch.arange(3.0) + torch.full((2, 3), 1.0 + i) + torch.zeros(1, 3) * j
-    ),
+    "factories": lambda w, a, b, i, j: torch.arange(3.0) + torch.full((2, 3), 1.0 + i) + torch.zeros(1, 3) * j,
     "like": lambda w, a, b, i, j: torch.ones_like(a) - torch.zeros_like(a) + a.new_full((1,), j),
     "foreach": lambda w, a, b, i, j: torch.cat(torch._foreach_mul([a, a + 1], 2.0)),
-    "sdpa": lambda w, a, b, i, j: functional.scaled_dot_product_attention(
-        a[None, None], a[None, None], a[None, None]
-    )[0, 0],
-    "rows_as_blocks": lambda w, a, b, i, j: (
-        a.reshape(-1)[: a.numel() // 2 * 2].view(2, -1) if a.numel() > 1 else a
-    ),
+    "sdpa": lambda w, a, b, i, j: functional.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None])[
+        0, 0
+    ],
+    "rows_as_blocks": lambda w, a, b, i, j: a.reshape(-1)[: a.numel() // 2 * 2].view(2, -1) if a.numel() > 1 else a,
     "out_argument": out_argument,
     "constant": constant_changed_in_place,
     "parts": buffer_written_in_parts,
@@ -454,9 +450,7 @@ def test_what_no_graph_can_hold_is_refused(name, code, inference):
     with pytest.raises(CaptureError) as caught, torch.inference_mode(inference):
         GRAPHS.capture(lambda: (X + 1, code()), pool)
     place = f"{code.__code__.co_filename}:{code.__code__.co_firstlineno}"
-    assert re.match(
-        rf"no graph can hold .*{re.escape(name)}.* at {re.escape(place)}: .+; .+", str(caught.value)
-    )
+    assert re.match(rf"no graph can hold .*{re.escape(name)}.* at {re.escape(place)}: .+; .+", str(caught.value))
     assert pool.memory == before
     assert torch.equal(X, values)
 

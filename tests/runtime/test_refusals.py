@@ -101,12 +101,8 @@ def registered(made: Callable[[Any], Any]) -> tuple[Any, Registry]:
 
 @both
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize(
-    "error", [BackendError("its library is not installed"), ValueError("is not installed")]
-)
-def test_a_backend_that_does_not_run_here_is_refused_before_a_model_is_made(
-    execute: Execute, error: Exception
-) -> None:
+@pytest.mark.parametrize("error", [BackendError("its library is not installed"), ValueError("is not installed")])
+def test_a_backend_that_does_not_run_here_is_refused_before_a_model_is_made(execute: Execute, error: Exception) -> None:
     """It is asked: what its ``reserve`` raises is told."""
     _, backends = registered(lambda backend: Elsewhere(backend, error))
     with pytest.raises(BackendError, match="is not installed"):
@@ -139,11 +135,7 @@ def test_every_group_is_reserved_once_as_the_plan_has_it_and_released(k: int) ->
     groups = [(role, group) for role in plan.roles for group in role.groups]
     assert backend.released == len(backend.reserved) == len(groups)
     for (role, group), reservation in zip(groups, backend.reserved, strict=True):
-        assert (reservation.role, reservation.group, reservation.entries) == (
-            role.role,
-            group.name,
-            role.entries,
-        )
+        assert (reservation.role, reservation.group, reservation.entries) == (role.role, group.name, role.entries)
         assert reservation.workspace.numel() == group.workspace.device
         assert len(reservation.caches) == group.layers
         assert {cache.keys.shape[:2] for cache in reservation.caches.values()} == {(2, 8)}

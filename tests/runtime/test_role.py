@@ -220,17 +220,13 @@ def test_a_backend_that_runs_out_of_memory_loses_that_graph():
             lost.append((reservation.role, metadata.entry))
             raise torch.OutOfMemoryError("4 is too many")
 
-    world = world_of(
-        spec_of(k=2, backend="probe", sizes=SIZES), registry=registry.load_backends(Probe(listen))
-    )
+    world = world_of(spec_of(k=2, backend="probe", sizes=SIZES), registry=registry.load_backends(Probe(listen)))
     with world.runner() as runner:
         runner.capture()
         serve(runner, requests_of(world, 0))
     waived = [done for done in runner.session.captured if done.waiver is not None]
     assert lost == [(done.role, done.entry) for done in waived] != []
-    assert all(
-        done.waiver.reason is Reason.MEMORY and "4 is too many" in done.waiver.message for done in waived
-    )
+    assert all(done.waiver.reason is Reason.MEMORY and "4 is too many" in done.waiver.message for done in waived)
 
 
 @FEW
@@ -255,21 +251,16 @@ def test_host_and_device_agree_at_every_forward(world, seed, is_graph):
         assert metadata.max_seq_len >= lengths.max()
         assert metadata.max_query_len >= np.diff(metadata.host["query_start_loc"]).max()
         np.testing.assert_array_equal(np.diff(pages)[:real], -(-lengths // size))
-        np.testing.assert_array_equal(
-            metadata.host["paged_kv_last_page_len"][:real], (lengths - 1) % size + 1
-        )
+        np.testing.assert_array_equal(metadata.host["paged_kv_last_page_len"][:real], (lengths - 1) % size + 1)
         for row, (start, end) in enumerate(pairwise(pages[: real + 1])):
             np.testing.assert_array_equal(
-                metadata.fields["paged_kv_indices"][start:end],
-                metadata.fields["block_table"][row, : end - start],
+                metadata.fields["paged_kv_indices"][start:end], metadata.fields["block_table"][row, : end - start]
             )
 
     # A chain that moves on inside its graph cannot derive these; who reads them refreshes on the host.
     probe = Probe(listen, padding=DERIVED, refresh=Refresh.HOST)
     world = world_of(
-        replace(world.spec, backend="probe"),
-        registry=registry.load_backends(probe),
-        page_size=world.pages.page_size,
+        replace(world.spec, backend="probe"), registry=registry.load_backends(probe), page_size=world.pages.page_size
     )
     with world.runner(None if is_graph else without_graphs(world.plan)) as runner:
         runner.capture()

@@ -32,9 +32,7 @@ def runner_of(plan, target, **options):
     if plan.speculative is not None:
         places, length = plan.limits.max_num_reqs, plan.model.max_model_len
         drafter = choose_drafter("random", plan.speculative, target, num_states=places, length=length)
-    return Runner(
-        plan, target, drafter, load_backends(), RecordedGraphs(), pages=PAGES, options=Options(**options)
-    )
+    return Runner(plan, target, drafter, load_backends(), RecordedGraphs(), pages=PAGES, options=Options(**options))
 
 
 def test_every_uniform_decode_of_the_shipped_plan_is_served_from_a_full_graph():
@@ -89,15 +87,11 @@ def test_multimodal_rope_has_a_static_buffer_of_its_own(embeddings, tmp_path):
     config = Qwen2VLConfig(text_config=text, vision_config=seeing)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        own = AutoModelForImageTextToText.from_config(
-            config, dtype=torch.float64, attn_implementation="eager"
-        ).eval()
+        own = AutoModelForImageTextToText.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
     own.save_pretrained(tmp_path)
     target = load_target(tmp_path, model, device=torch.device("cpu"), dtype=torch.float64)
     prompts = [(5, 9, 200, 31), tuple(range(40, 70)), (7,)]
-    requests = [
-        Request(name=str(i), arrival=0.0, prompt=prompt, max_new_tokens=6) for i, prompt in enumerate(prompts)
-    ]
+    requests = [Request(name=str(i), arrival=0.0, prompt=prompt, max_new_tokens=6) for i, prompt in enumerate(prompts)]
     with runner_of(plan, target, poison=True, debug=True) as runner:
         runner.capture()
         answers = {done.name: done.tokens for done in runner.serve(requests)}

@@ -316,9 +316,7 @@ def test_decodes_alone_are_uniform(case):
     for m in simulate(case)[1]:
         if m.prompts == 0 and (wanted := wanted_query_len(case, m)):
             assert m.query_len == wanted
-            batch = Batch(
-                role=Role.TARGET, num_reqs=len(m.rows), num_tokens=m.num_tokens, query_len=m.query_len
-            )
+            batch = Batch(role=Role.TARGET, num_reqs=len(m.rows), num_tokens=m.num_tokens, query_len=m.query_len)
             assert kind_of(batch, families) is Kind.DECODE
 
 
@@ -326,8 +324,7 @@ def test_decodes_alone_are_uniform(case):
 def test_decodes_that_hold_a_prompt_back_are_uniform_too(schedule):
     """Four decodes take all 5 tokens; the fifth request has no chunk, and the batch is decodes alone."""
     requests = [
-        Request(name=f"r{index}", arrival=float(4 * (index == 4)), prompt=(1,), max_new_tokens=12)
-        for index in range(5)
+        Request(name=f"r{index}", arrival=float(4 * (index == 4)), prompt=(1,), max_new_tokens=12) for index in range(5)
     ]
     case = Case(
         limits=Limits(max_num_reqs=5, max_num_tokens=5),

@@ -85,8 +85,7 @@ def test_settling_is_what_each_row_alone_would_be(situation):
     """Drafts are kept while the target says them; then its own token stands, and the rest is as it was."""
     scheduled, places, chosen = situation
     sampled = np.array(
-        [chosen.randrange(VOCABULARY) for _ in sampled_rows(scheduled, starts_of(scheduled), places)],
-        dtype=np.int64,
+        [chosen.randrange(VOCABULARY) for _ in sampled_rows(scheduled, starts_of(scheduled), places)], dtype=np.int64
     )
     tokens, length, computed = copied(places)
     said, kept, accepted, gained = iter(sampled.tolist()), [], [], []
@@ -129,9 +128,7 @@ def test_a_promise_that_is_kept_is_a_settled_step(situation):
     expected = settle(scheduled, other, said[sampled_rows(scheduled, starts, other)])
     promised = promise(scheduled, places, starts)
     assert places.length.tolist() == other.length.tolist()
-    for row, (place, at, gained) in enumerate(
-        zip(scheduled.state_indices, promised.at, promised.gained, strict=True)
-    ):
+    for row, (place, at, gained) in enumerate(zip(scheduled.state_indices, promised.at, promised.gained, strict=True)):
         if gained:
             # What stands there meanwhile names the row that will say it.
             assert said[-1 - places.tokens[place, at]] == other.tokens[place, at]

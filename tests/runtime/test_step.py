@@ -12,12 +12,7 @@ from capture_planner.records.backend import COMMON_FIELDS
 from capture_planner.runtime.execution.fields import FieldBuffer
 from capture_planner.runtime.execution.inputs import DERIVED
 from capture_planner.runtime.execution.updates import TokenFields, TorchUpdates
-from capture_planner.runtime.serving.inputs import (
-    draft_decode_inputs,
-    draft_prefill_inputs,
-    target_inputs,
-    token_rows,
-)
+from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs, token_rows
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import Live, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
@@ -75,9 +70,7 @@ def situations(draw, decodes=False):
     places = RequestStates(8, max_model_len, k, pages)
     free = chosen.sample(range(1, pages.num_pages), 8 * pages.pages(max_model_len))
     places.table[:] = np.array(free).reshape(places.table.shape)
-    places.tokens[:] = np.array([chosen.randrange(1000) for _ in places.tokens.flat]).reshape(
-        places.tokens.shape
-    )
+    places.tokens[:] = np.array([chosen.randrange(1000) for _ in places.tokens.flat]).reshape(places.tokens.shape)
     same = draw(st.booleans())
     rows, live = [], []
     for place in chosen.sample(range(8), count):
@@ -154,9 +147,7 @@ def test_the_draft_prefill_reads_the_next_token_and_the_last_settled_row(batch, 
     shifted = [int(batch.places.tokens[place, position + 1]) for place, position in batch.tokens()]
     assert made["input_ids"].tolist() == shifted
     starts = target.query_start_loc.tolist()[:-1]
-    assert made["last_token_indices"].tolist() == [
-        start + count - 1 for start, count in zip(starts, kept, strict=True)
-    ]
+    assert made["last_token_indices"].tolist() == [start + count - 1 for start, count in zip(starts, kept, strict=True)]
     for name in set(made) - {"input_ids", "last_token_indices"}:
         assert made[name] is getattr(target, name)
     assert {name: str(array.dtype) for name, array in made.items()} == DTYPES
@@ -249,9 +240,7 @@ def test_derived_fields_follow_from_the_common_ones(batch):
     inputs = target_inputs(batch.scheduled, batch.places, batch.pages)
     common = dict(inputs.declared)
     lengths = [first + count for _, first, count, _ in batch.rows()]
-    lists = [
-        used_pages(batch, place, length) for (place, *_), length in zip(batch.rows(), lengths, strict=True)
-    ]
+    lists = [used_pages(batch, place, length) for (place, *_), length in zip(batch.rows(), lengths, strict=True)]
     page_size = batch.pages.page_size
     wanted = {
         "qo_indptr": common["query_start_loc"].tolist(),

@@ -13,12 +13,7 @@ from capture_planner.errors import RunError
 from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer
-from capture_planner.runtime.execution.updates import (
-    DraftState,
-    TokenFields,
-    TorchUpdates,
-    VerificationInputs,
-)
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, TorchUpdates, VerificationInputs
 from capture_planner.runtime.executor import LayerCache
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.speculative import settle
@@ -61,9 +56,7 @@ def fields_of(batch, made, padded):
     for field in (*COMMON_FIELDS, KV_LENS):
         columns = room.columns(field)
         shape = (room.rows(field),) if columns is None else (room.rows(field), columns)
-        held[field.name] = FieldBuffer(
-            field.name, field, torch.zeros(shape, dtype=getattr(torch, field.dtype))
-        )
+        held[field.name] = FieldBuffer(field.name, field, torch.zeros(shape, dtype=getattr(torch, field.dtype)))
         held.get(field.name).spoil()
     values = made.declared | {"kv_lens": made.seq_lens}
     padding.apply(padding.table(held, values, made.num_tokens))
@@ -96,9 +89,7 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
     counts = batch.scheduled.counts
     longest = np.minimum(batch.places.computed[batch.scheduled.state_indices] + counts, batch.max_model_len)
     prefill = fields_of(batch, draft_prefill_inputs(made, batch.scheduled, counts, batch.places), padded)
-    decode = fields_of(
-        batch, draft_decode_inputs(batch.scheduled, longest, batch.places, batch.pages), padded
-    )
+    decode = fields_of(batch, draft_decode_inputs(batch.scheduled, longest, batch.places, batch.pages), padded)
     rows = batch.scheduled.num_reqs
     updates.prepare_drafts(
         VerificationInputs(
@@ -169,9 +160,7 @@ def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
 
 @settings(max_examples=max(settings.default.max_examples // 4, 5))
 @given(
-    st.lists(
-        st.integers(-1, 6), min_size=1, max_size=300, unique_by=lambda place: place if place >= 0 else id
-    ),
+    st.lists(st.integers(-1, 6), min_size=1, max_size=300, unique_by=lambda place: place if place >= 0 else id),
     st.integers(1, 4),
     st.booleans(),
 )

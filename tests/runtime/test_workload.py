@@ -28,9 +28,7 @@ HEADERS = [
     ["in_len", "ContextTokens", "input_tokens", "input_length", "prompt_tokens"],
     ["out_len", "GeneratedTokens", "output_tokens", "output_length"],
 ]
-ROWS = st.lists(
-    st.tuples(st.floats(0, 1 << 20), st.integers(1, 50), st.integers(1, 1 << 20)), min_size=1, max_size=8
-)
+ROWS = st.lists(st.tuples(st.floats(0, 1 << 20), st.integers(1, 50), st.integers(1, 1 << 20)), min_size=1, max_size=8)
 EXTRA = st.text(st.sampled_from('a7", \n\t;é'), max_size=6)
 
 
@@ -148,9 +146,7 @@ BAD_CELLS = [
 def test_a_bad_cell_is_named_with_its_place(folder, trace, data):
     """Each of them, with line, column and the name in the header; the others are not."""
     _, rows = trace
-    where = data.draw(
-        st.lists(st.tuples(st.integers(0, len(rows) - 1), st.integers(0, 2)), min_size=1, unique=True)
-    )
+    where = data.draw(st.lists(st.tuples(st.integers(0, len(rows) - 1), st.integers(0, 2)), min_size=1, unique=True))
     bad = {place: data.draw(st.sampled_from(BAD_CELLS[place[1] > 0])) for place in where}
     table = [["é\nà", "T", "In_len", "out_len"], *(["é\nà", *map(str, row)] for row in rows)]
     for (row, column), cell in bad.items():
@@ -179,10 +175,7 @@ def test_a_bad_cell_is_named_with_its_place(folder, trace, data):
         ('t,in_len,out_len\n1,"1,1\n', "got '\"1'"),
         ("t,in_len,out_len\n1,1,1\n2023-01-01 00:00:00,1,1\n", "3:1: t: expected a number of seconds"),
         ("t,in_len,out_len\n2023-01-01 00:00:00,1,1\n2023-01-01 00:00:00Z,1,1\n", "without a zone"),
-        (
-            "t,in_len,out_len\n2023-01-01 00:00:00,1,1\n2022-01-01 00:00:00,1,1\n",
-            "2:1: t: later than 1048576",
-        ),
+        ("t,in_len,out_len\n2023-01-01 00:00:00,1,1\n2022-01-01 00:00:00,1,1\n", "2:1: t: later than 1048576"),
         ("t,in_len,out_len\n1700000000,1,1\n", "2:1: t: later than 1048576 seconds"),
         (b"t,in_len,out_len\n\xff,1,1\n", "not UTF-8 text"),
         ("t,in_len,out_len\n" + " " * (1 << 20), "larger than 1 MiB"),
@@ -212,9 +205,7 @@ def test_a_workload_larger_than_memory_is_refused(folder):
 def mutated(draw, contents):
     """Bytes with a few of them replaced, left out or put in."""
     content = bytearray(draw(contents))
-    pieces = st.sampled_from(
-        [b'"', b",", b"\n", b"\r", b"-", b"\0", b"\xff", b"{", b"}", b"NaN", b"1e999", b"9" * 20]
-    )
+    pieces = st.sampled_from([b'"', b",", b"\n", b"\r", b"-", b"\0", b"\xff", b"{", b"}", b"NaN", b"1e999", b"9" * 20])
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(content)))
         content[at : at + draw(st.integers(0, 3))] = draw(pieces | st.binary(max_size=2))
@@ -234,9 +225,7 @@ def test_a_mutated_trace_is_read_or_refused(folder, content):
 GENERATED = {"seed": 1, "rate": 4.0, "prompt_tokens": (1, 9), "output_tokens": (2, 5), "vocab_size": 50}
 
 
-@given(
-    st.integers(0, 20), st.integers(0, 1 << 70), st.none() | st.floats(1e-6), st.integers(1, 300), st.data()
-)
+@given(st.integers(0, 20), st.integers(0, 1 << 70), st.none() | st.floats(1e-6), st.integers(1, 300), st.data())
 def test_a_seed_generates_the_same_requests(count, seed, rate, vocab_size, data):
     """Fewer of them are the first of more, and the rate changes arrivals only."""
     low, most = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))
@@ -343,9 +332,7 @@ def test_clipped_requests_always_fit(requests, most):
     assert admit(admitted, max_model_len=most, vocab_size=10, clip=False) == admitted
 
 
-@given(
-    REQUESTS, st.integers(0, 41), st.integers(1, 11), st.sets(st.integers(0, 29), max_size=2), st.booleans()
-)
+@given(REQUESTS, st.integers(0, 41), st.integers(1, 11), st.sets(st.integers(0, 29), max_size=2), st.booleans())
 def test_exactly_what_cannot_be_served_is_refused(requests, most, vocab_size, empty, clip):
     """With a line for each thing that is wrong, ten of them at most, and a count of the rest."""
     requests = [attrs.evolve(r, prompt=() if i in empty else r.prompt) for i, r in enumerate(requests)]
@@ -356,9 +343,7 @@ def test_exactly_what_cannot_be_served_is_refused(requests, most, vocab_size, em
         too_long = len(request.prompt) + request.max_new_tokens > most
         wrong += [request.name] * (too_long and not (clip and most >= 2))
     if not wrong:
-        assert (
-            admit(requests, max_model_len=most, vocab_size=vocab_size, clip=clip) == tuple(requests) or clip
-        )
+        assert admit(requests, max_model_len=most, vocab_size=vocab_size, clip=clip) == tuple(requests) or clip
         return
     with pytest.raises(RunError) as caught:
         admit(requests, max_model_len=most, vocab_size=vocab_size, clip=clip)

@@ -49,9 +49,7 @@ def words(tokenizer):
     return tokenizer({"eos_token": "<eos>"})
 
 
-SENTENCES = st.lists(
-    st.lists(st.sampled_from(WORDS[2:]), min_size=1, max_size=5).map(" ".join), min_size=1, max_size=4
-)
+SENTENCES = st.lists(st.lists(st.sampled_from(WORDS[2:]), min_size=1, max_size=5).map(" ".join), min_size=1, max_size=4)
 
 
 @given(SENTENCES, st.sampled_from(["\n", "\r\n", "\n\n", "\n  \n"]), st.sampled_from(["", "\ufeff"]))
@@ -74,10 +72,7 @@ def test_lines_of_json_say_more(folder, words, sentences, data):
     """An arrival and an output length of their own, either left out or not."""
     objects = []
     for sentence in sentences:
-        options = {
-            "max_new_tokens": st.integers(1, 1 << 20),
-            "arrival": st.floats(0, 1 << 20) | st.integers(0, 9),
-        }
+        options = {"max_new_tokens": st.integers(1, 1 << 20), "arrival": st.floats(0, 1 << 20) | st.integers(0, 9)}
         chosen = data.draw(st.fixed_dictionaries({}, optional=options))
         objects.append({"prompt": sentence} | chosen)
     path = folder / "prompts.JSONL"
@@ -85,8 +80,7 @@ def test_lines_of_json_say_more(folder, words, sentences, data):
     requests, decode = from_prompts(path, words, max_new_tokens=3)
     objects.sort(key=lambda item: item.get("arrival", 0.0))
     assert [
-        {"prompt": decode(r.prompt), "max_new_tokens": r.max_new_tokens, "arrival": r.arrival}
-        for r in requests
+        {"prompt": decode(r.prompt), "max_new_tokens": r.max_new_tokens, "arrival": r.arrival} for r in requests
     ] == [{"max_new_tokens": 3, "arrival": 0.0} | item for item in objects]
 
 
@@ -146,18 +140,14 @@ def test_problems_of_prompts_have_an_end(folder):
 def mutated(draw, contents):
     """Bytes with a few of them replaced, left out or put in."""
     content = bytearray(draw(contents))
-    pieces = st.sampled_from(
-        [b'"', b",", b"\n", b"\r", b"-", b"\0", b"\xff", b"{", b"}", b"NaN", b"1e999", b"9" * 20]
-    )
+    pieces = st.sampled_from([b'"', b",", b"\n", b"\r", b"-", b"\0", b"\xff", b"{", b"}", b"NaN", b"1e999", b"9" * 20])
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(content)))
         content[at : at + draw(st.integers(0, 3))] = draw(pieces | st.binary(max_size=2))
     return bytes(content)
 
 
-OBJECTS = SENTENCES.map(
-    lambda each: "\n".join(json.dumps({"prompt": s, "arrival": 1.5}) for s in each).encode()
-)
+OBJECTS = SENTENCES.map(lambda each: "\n".join(json.dumps({"prompt": s, "arrival": 1.5}) for s in each).encode())
 
 
 @given(mutated(OBJECTS) | st.binary(max_size=40), st.sampled_from(["jsonl", "txt"]))

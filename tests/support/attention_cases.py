@@ -21,12 +21,7 @@ from capture_planner_reference import Reference
 
 ENVIRONMENT = Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1))
 LAYER, OTHER = 4, 1
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-5,
-    torch.float16: 2**-10,
-    torch.bfloat16: 2**-7,
-}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 DTYPES = st.sampled_from(list(TOLERANCE))
 
 
@@ -159,10 +154,7 @@ class Rig:
         cells = (*case.used.shape, attention.num_kv_heads, attention.head_dim)
         self.keys, self.values = (put(rng.standard_normal(cells), case.used) for _ in "kv")
         nothing = np.zeros_like(case.used)
-        other = LayerCache(
-            keys=put(np.zeros(cells), nothing),
-            values=put(np.zeros(cells), nothing),
-        )
+        other = LayerCache(keys=put(np.zeros(cells), nothing), values=put(np.zeros(cells), nothing))
         rows = (case.num_tokens, attention.num_heads, attention.head_dim)
         real = np.zeros(rows)
         real[: case.real] = rng.standard_normal((case.real, *rows[1:]))
@@ -203,12 +195,7 @@ class Rig:
     def entry(self) -> Entry:
         """The graph of the case."""
         case = self.case
-        return Entry(
-            mode=GraphMode.FULL,
-            num_tokens=case.num_tokens,
-            num_reqs=case.num_reqs,
-            query_len=case.query_len,
-        )
+        return Entry(mode=GraphMode.FULL, num_tokens=case.num_tokens, num_reqs=case.num_reqs, query_len=case.query_len)
 
     @property
     def padded(self) -> Metadata:
@@ -267,9 +254,7 @@ class Rig:
                     logits = scores if sinks is None else [*scores, float(sinks[head])]
                     total = sum(math.exp(score - max(logits)) for score in logits)
                     weights = [math.exp(score - max(logits)) / total for score in scores]
-                    rows.append(
-                        sum(w * values[*place, kv_head] for w, place in zip(weights, places, strict=True))
-                    )
+                    rows.append(sum(w * values[*place, kv_head] for w, place in zip(weights, places, strict=True)))
         shape = (case.real, attention.num_heads, attention.head_dim)
         return torch.tensor(np.array(rows), dtype=torch.float64).reshape(shape)
 

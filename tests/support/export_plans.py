@@ -13,9 +13,7 @@ MACHINE = Environment(
     name="h100",
     device=Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132),
 )
-MODEL = Model(
-    name="tiny", num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64, max_model_len=8192, vocab_size=100
-)
+MODEL = Model(name="tiny", num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64, max_model_len=8192, vocab_size=100)
 SCHEDULES = (
     ((1, 16, 2), (17, 256, 1)),
     ((1, 16, 5), (17, 64, 3), (65, 256, 1)),
@@ -23,9 +21,7 @@ SCHEDULES = (
 )
 
 
-def made(
-    schedule=(), reqs=256, tokens=4096, mode=GraphMode.FULL_AND_PIECEWISE, refresh=Refresh.IN_GRAPH, **options
-):
+def made(schedule=(), reqs=256, tokens=4096, mode=GraphMode.FULL_AND_PIECEWISE, refresh=Refresh.IN_GRAPH, **options):
     """Return the plan of a plain spec on a backend that can do anything."""
     backend = FakeBackend(
         name="flash_attention",
@@ -36,11 +32,7 @@ def made(
         longest = max(k for *_, k in schedule)
         options["speculative"] = Speculative(method=Method.EAGLE3, num_tokens=longest, schedule=schedule)
     spec = Spec(
-        model=MODEL,
-        limits=Limits(max_num_reqs=reqs, max_num_tokens=tokens),
-        backend=backend.name,
-        mode=mode,
-        **options,
+        model=MODEL, limits=Limits(max_num_reqs=reqs, max_num_tokens=tokens), backend=backend.name, mode=mode, **options
     )
     registry = Registry([Registered(backend=backend, distribution="fake", version="1")])
     return plan(spec, MACHINE, registry)

@@ -1,5 +1,7 @@
 """Backends with one thing wrong, and one that declares more than it reads."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -18,7 +20,7 @@ class Declaring(Reference):
     """Declares fields that it does not read."""
 
     name = "declaring"
-    fields = (SKIPS,)
+    fields: tuple[Any, ...] = (SKIPS,)
     executor = ReferenceExecutor
 
     def padding(self, role, model, environment):

@@ -37,9 +37,7 @@ class Libraries:
         for row, (first, last) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
             length = int(lengths[row])
             pages = table[row, : -(-length // keys.shape[1])].long()
-            k, v = (
-                t[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for t in (keys, values)
-            )
+            k, v = (t[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for t in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * how["scale"]
             if how.get("softcap"):
                 scores = how["softcap"] * torch.tanh(scores / how["softcap"])
@@ -93,22 +91,13 @@ class Libraries:
             width = page_table.shape[1] * k_cache.shape[1]
             held = None
             if scheduler_metadata is not None:
-                assert self._planned == (
-                    len(page_table),
-                    max_seqlen_q,
-                    width,
-                    causal,
-                    window_size,
-                    num_splits,
-                )
+                assert self._planned == (len(page_table), max_seqlen_q, width, causal, window_size, num_splits)
                 assert (len(scheduler_metadata), softcap) == (self._size, 0.0)
                 assert (scheduler_metadata == self.schedules).all(), "a stale schedule"
                 held = scheduler_metadata.data_ptr()
             self.calls.append({"max_q": max_seqlen_q, "max_k": width, "splits": num_splits, "schedule": held})
             how = {"scale": softmax_scale, "causal": causal, "softcap": softcap, "sinks": s_aux}
-            return self._attend(
-                q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, window=window_size, **how
-            )
+            return self._attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, window=window_size, **how)
 
         return _module("flash_attn_interface", get_scheduler_metadata, flash_attn_with_kvcache)
 

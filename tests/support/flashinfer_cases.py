@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from capture_planner.modes import Role
+from capture_planner.records.backend import Attention
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.executor import Reservation
 from capture_planner_flashinfer.selection import KernelFamily
@@ -15,7 +16,7 @@ from capture_planner_flashinfer.workspace import INT_WORKSPACE
 from support import flashinfer_rig as checks
 from support.flashinfer_standin import CPU, recorded
 
-SMALL = {"kv_heads": 2, "head_dim": 64}
+SMALL: dict[str, Any] = {"kv_heads": 2, "head_dim": 64}
 SETTINGS = {
     KernelFamily.CUDA_CORE: checks.Setting(heads=4, **SMALL),
     KernelFamily.TENSOR_CORE: checks.Setting(heads=8, page_size=64, window=33, softcap=20.0, **SMALL),
@@ -35,7 +36,7 @@ def rig_of(setting: Any) -> Any:
 def reservation_of(rig: Any, **changes: Any) -> Reservation:
     """Return what a rig reserves with, as far as it is asked for."""
     planned = checks.environment(rig.setting, CPU)
-    attention = checks.Attention(
+    attention = Attention(
         num_layers=1,
         num_heads=rig.setting.heads,
         num_kv_heads=rig.setting.kv_heads,

@@ -111,9 +111,7 @@ class Rig:
         need = BACKEND.workspace(ROLE, attention, planned, self.entries, limits)
         pages = -(-LENGTH // setting.page_size)
         self._capacity = Extents(tokens=TOKENS, reqs=REQS, pages=pages)
-        role: Any = SimpleNamespace(
-            inputs=COMMON_FIELDS, groups=(SimpleNamespace(name=GROUP, padding=self._contract),)
-        )
+        role: Any = SimpleNamespace(inputs=COMMON_FIELDS, groups=(SimpleNamespace(name=GROUP, padding=self._contract),))
         self.fields = Fields(role, self._capacity, device)
         shape = (REQS * pages + 1, setting.page_size, setting.kv_heads, setting.head_dim)
         self.cache = LayerCache(
@@ -186,9 +184,7 @@ class Rig:
         metadata = self.stage(entry, warm)
         self.executor.attend(LAYER, query, out, self.scoring, metadata)
         metadata = self.stage(entry, warm)
-        replay = self._capture(
-            lambda: self.executor.attend(LAYER, query, out, self.scoring, metadata),
-        )
+        replay = self._capture(lambda: self.executor.attend(LAYER, query, out, self.scoring, metadata))
         return replay, query, out, self.executor.layout()
 
     def batch(self, lengths: Sequence[int], queries: Sequence[int], seed: int, tail: float) -> Batch:
@@ -219,14 +215,8 @@ class Rig:
             expected.append(dense(query, sides[0], sides[1], self.scoring, setting.window))
         starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(queries, out=starts[1:])
-        values = {
-            "query_start_loc": starts,
-            "seq_lens": np.asarray(lengths, dtype=np.int32),
-            "block_table": table,
-        }
-        return Batch(
-            queries=list(queries), query=torch.cat(asked), expected=torch.cat(expected), values=values
-        )
+        values = {"query_start_loc": starts, "seq_lens": np.asarray(lengths, dtype=np.int32), "block_table": table}
+        return Batch(queries=list(queries), query=torch.cat(asked), expected=torch.cat(expected), values=values)
 
     def replay(self, entry: Entry, batch: Batch) -> None:
         """Replay an entry's graph for a batch, and compare: real rows, padding, layout."""
@@ -345,7 +335,5 @@ def changes(draw: st.DrawFn) -> Steps:
 
 
 mixed = st.lists(
-    st.tuples(st.integers(0, LENGTH - 200), st.sampled_from([1, 2, 7, 64, 129, 200])),
-    min_size=1,
-    max_size=REQS,
+    st.tuples(st.integers(0, LENGTH - 200), st.sampled_from([1, 2, 7, 64, 129, 200])), min_size=1, max_size=REQS
 )

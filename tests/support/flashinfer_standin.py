@@ -30,9 +30,10 @@ SEMAPHORES = 8 << 20
 def numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor's memory, as a kernel has it: reads and writes pass torch by."""
     size = tensor.numel() * tensor.element_size()
-    storage = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
-    dtypes = {torch.int32: np.int32, torch.uint8: np.uint8, torch.uint16: np.uint16}
-    return np.frombuffer(storage, dtype=dtypes[tensor.dtype]).reshape(tensor.shape)
+    storage: Any = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
+    dtypes: dict[torch.dtype, Any] = {torch.int32: np.int32, torch.uint8: np.uint8, torch.uint16: np.uint16}
+    values: np.ndarray[Any, Any] = np.frombuffer(storage, dtype=dtypes[tensor.dtype])
+    return values.reshape(tensor.shape)
 
 
 def attend_rows(
@@ -113,9 +114,7 @@ class Wrapper:
         self.full_plans = self.fast_plans = 0
         self._plan_info: list[int] | None = None
 
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
-    ) -> None:
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         assert int_workspace_buffer.numel() == INT_WORKSPACE
         assert int_workspace_buffer.data_ptr() % 16 == 0
         self.floats, self.ints = float_workspace_buffer, int_workspace_buffer
@@ -143,9 +142,7 @@ class Wrapper:
         rows = int(starts[-1])
         self._plan_info = [reqs if self.is_graph else len(plan), self.max_rows or rows, int(self.is_graph)]
 
-    def launch(
-        self, query: torch.Tensor, cache: Any, q_scale: float, out: torch.Tensor, causal: bool
-    ) -> None:
+    def launch(self, query: torch.Tensor, cache: Any, q_scale: float, out: torch.Tensor, causal: bool) -> None:
         assert self._plan_info is not None, "run before plan"
         assert out.shape == query.shape
         options = self.options
@@ -281,9 +278,7 @@ def newer_fast_decode_plan(
     head_dim: int, page_size: int, *, q_len_per_req: int = 1, **options: Any,
 ) -> None:  # fmt: skip
     """The same since 0.7.1, when planners learned of uniform queries."""
-    fast_decode_plan(
-        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options
-    )
+    fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options)
 
 
 ENDINGS = {False: (-1, False, 0), True: (-1, False, 0, 0)}
@@ -369,7 +364,7 @@ def causal_mask(lengths: torch.Tensor, query_len: int) -> torch.Tensor | None:
     return kernels._causal(query_len, len(lengths)) if query_len > 1 else None
 
 
-def standin(kernel: Any = old_kernel) -> ModuleType:
+def standin(kernel: Any = old_kernel) -> Any:
     """Return a stand-in for the ``flashinfer`` package."""
     library: Any = ModuleType("flashinfer")
     library.BatchDecodeWithPagedKVCacheWrapper = Decode

@@ -1,6 +1,7 @@
 """Strategies for the reports of runs: of any plan, of any length, also of runs that were stopped."""
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 from hypothesis import strategies as st
@@ -16,16 +17,9 @@ from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served,
 from capture_planner.testing import arbitrary_plans, batches, plans
 
 LOCKED = {
-    path.stem: codec.load_plan(path)
-    for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
+    path.stem: codec.load_plan(path) for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
 }
-HOSTILE = (
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "[/bold]",
-    "$\\frac{1}{0}$",
-    "\udc80",
-)
+HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "[/bold]", "$\\frac{1}{0}$", "\udc80")
 
 names = st.sampled_from(HOSTILE) | st.text(min_size=1, max_size=12)
 # A clock ticks in nanoseconds.
@@ -52,9 +46,7 @@ def captures(draw, plan):
     moments = draw(st.none() | st.lists(readings(), min_size=1, max_size=4))
     stride = draw(st.sampled_from((2, 3)))
     found = []
-    for index, (role, entry) in enumerate(
-        planned[: draw(st.just(len(planned)) | st.integers(0, len(planned)))]
-    ):
+    for index, (role, entry) in enumerate(planned[: draw(st.just(len(planned)) | st.integers(0, len(planned)))]):
         taken, memory, alone, reason, says = kinds[index % len(kinds)]
         waiver = None
         if reason is not None:
@@ -63,15 +55,7 @@ def captures(draw, plan):
         if moments:
             seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
         found.append(
-            Captured(
-                role=role,
-                entry=entry,
-                seconds=taken,
-                memory=memory,
-                alone=alone,
-                readings=seen,
-                waiver=waiver,
-            )
+            Captured(role=role, entry=entry, seconds=taken, memory=memory, alone=alone, readings=seen, waiver=waiver)
         )
     return tuple(found)
 
@@ -134,7 +118,7 @@ def steps(draw, index):
 def served(draw):
     """One request: finished, cut off, or never begun."""
     tokens = draw(st.lists(st.integers(0, 1 << 17), max_size=4))
-    first = draw(times) if tokens else None
+    first: Any = draw(times) if tokens else None
     return Served(
         name=draw(names),
         prompt_tokens=draw(st.integers(1, 100)),

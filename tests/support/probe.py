@@ -72,9 +72,7 @@ class _Heard:
         self._probe.heard("prepare", self._reservation, metadata)
         self._executor.prepare(metadata)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         self._probe.heard("attend", self._reservation, metadata)
         self._executor.attend(layer, query, out, scoring, metadata)
 

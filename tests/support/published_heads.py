@@ -103,8 +103,7 @@ class Written:
         """Attend to all tokens before, for each head by itself."""
         name = f"layers.{layer}.self_attn"
         rows = {
-            kind: [self.linear(f"{name}.{kind}_proj", vector).view(-1, WIDTH) for vector in inputs]
-            for kind in "qkv"
+            kind: [self.linear(f"{name}.{kind}_proj", vector).view(-1, WIDTH) for vector in inputs] for kind in "qkv"
         }
         outs = []
         for last, position in enumerate(positions):

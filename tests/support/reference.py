@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.conformance.reference_dispatch import (
-    chain_length,
-    scheduled_k,
-    serves,
-    without_adapters,
-)
+from capture_planner.conformance.reference_dispatch import chain_length, scheduled_k, serves, without_adapters
 from capture_planner.conformance.reference_dispatch import cheapest as dispatch
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
@@ -63,11 +58,7 @@ def admissible(plan: Plan, role: RolePlan) -> Iterator[Batch]:
         for num_reqs in {*(n for n in counts if n <= num_tokens), min(num_tokens, limits.max_num_reqs)}:
             for loras in range(min(most_loras, num_reqs) + 1):
                 yield Batch(
-                    role=role.role,
-                    num_reqs=num_reqs,
-                    num_tokens=num_tokens,
-                    past_prompt=False,
-                    active_loras=loras,
+                    role=role.role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=loras
                 )
 
 

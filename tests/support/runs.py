@@ -111,9 +111,7 @@ def requests_for(draw: DrawFn, spec: Spec, *, most: int = 6) -> Sequence[Request
             Request(
                 name=f"r{index}",
                 arrival=draw(st.sampled_from((0.0, 0.0, 0.02, 0.05))),
-                prompt=tuple(
-                    draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=prompt, max_size=prompt))
-                ),
+                prompt=tuple(draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=prompt, max_size=prompt))),
                 max_new_tokens=draw(st.integers(1, min(longest - prompt, 12))),
                 stop=frozenset(draw(st.sampled_from(((), (), (3, 5, 7, 11, 13))))),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import attrs
 from ruamel.yaml import YAML
@@ -26,7 +27,7 @@ class Searched:
     role: Role
     mode: GraphMode
     graphs: tuple[CapturedGraph, ...]
-    rule: object
+    rule: Any
 
     def dispatch(self, batch):
         """Return the first graph that the rule offers."""
@@ -34,15 +35,14 @@ class Searched:
         if entry is None:
             return Dispatch(None, reason=Reason.UNCOVERED)
         return Dispatch(
-            entry,
-            entry.num_tokens - batch.num_tokens,
-            0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs,
+            entry, entry.num_tokens - batch.num_tokens, 0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs
         )
 
 
 def _read(command):
     """Return flags with their words."""
-    found, name = {}, None
+    found: dict[str, list[str]] = {}
+    name = None
     for word in command:
         if word.startswith("--"):
             name = word[2:]
@@ -74,13 +74,7 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
                     tokens = _up(size, q)
                     if tokens <= max(sizes) and tokens // q <= max_num_reqs:
                         graphs.append(
-                            Entry(
-                                mode=FULL,
-                                num_tokens=tokens,
-                                num_reqs=tokens // q,
-                                query_len=q,
-                                active_loras=case,
-                            )
+                            Entry(mode=FULL, num_tokens=tokens, num_reqs=tokens // q, query_len=q, active_loras=case)
                         )
             if mode.mixed_mode is not NONE:
                 reqs = min(size, max_num_reqs) if mode.mixed_mode is FULL else None
@@ -92,9 +86,7 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
         case = min((c for c in cases if c >= adapters), default=max(cases))
         for kind in (FULL, PIECEWISE):
             fitting = [
-                g
-                for g in graphs
-                if g.mode is kind and g.active_loras == case and g.num_tokens >= batch.num_tokens
+                g for g in graphs if g.mode is kind and g.active_loras == case and g.num_tokens >= batch.num_tokens
             ]
             least = min((g.num_tokens for g in fitting), default=0)
             for graph in fitting:
@@ -105,9 +97,7 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
                     return graph
         return None
 
-    return Searched(
-        role=role, mode=mode, graphs=tuple(CapturedGraph(role=role, entry=g) for g in graphs), rule=rule
-    )
+    return Searched(role=role, mode=mode, graphs=tuple(CapturedGraph(role=role, entry=g) for g in graphs), rule=rule)
 
 
 def vllm(command, environment):
@@ -118,7 +108,8 @@ def vllm(command, environment):
     mode = GraphMode[config["cudagraph_mode"]]
     sizes = sorted({size for size in config.get("cudagraph_capture_sizes", ()) if size <= tokens})
     data = _number(flags, "data-parallel-size")
-    cases, lora = (0,), None
+    cases: tuple[int, ...] = (0,)
+    lora = None
     if "enable-lora" in flags:
         lora = Lora(max_active=_number(flags, "max-loras"), specialize="specialize-active-lora" in flags)
         cases = lora.cases()
@@ -153,14 +144,11 @@ def sglang(command, environment):
     bs = [int(word) for word in flags.get("cuda-graph-bs-decode", ())]
     buckets = [int(word) for word in flags.get("cuda-graph-bs-prefill", ())]
     bs = sorted({min(size, reqs) for size in bs})
-    mixed = [
-        Entry(mode=prefill, num_tokens=size, num_reqs=reqs if prefill is FULL else None) for size in buckets
-    ]
+    mixed = [Entry(mode=prefill, num_tokens=size, num_reqs=reqs if prefill is FULL else None) for size in buckets]
 
     def role(name, tokens_each, entries):
         uniform = [
-            Entry(mode=decode, num_tokens=size * tokens_each, num_reqs=size, query_len=tokens_each)
-            for size in bs
+            Entry(mode=decode, num_tokens=size * tokens_each, num_reqs=size, query_len=tokens_each) for size in bs
         ]
 
         def rule(batch):
@@ -211,9 +199,7 @@ def tensorrt_llm(command, environment):
     ]
 
     def rule(batch):
-        fitting = [
-            e for e in entries if e.query_len == batch.uniform_query_len and e.num_reqs >= batch.num_reqs
-        ]
+        fitting = [e for e in entries if e.query_len == batch.uniform_query_len and e.num_reqs >= batch.num_reqs]
         return next(iter(fitting), None)
 
     graphs = tuple(CapturedGraph(role=Role.TARGET, entry=entry) for entry in entries)

@@ -82,9 +82,7 @@ class World:
         """Put it together, of this plan or of another."""
         plan = plan or self.plan
         drafter = None if plan.speculative is None else self.drafter
-        return Runner(
-            plan, self.target, drafter, self.registry, RecordedGraphs(), pages=self.pages, **options
-        )
+        return Runner(plan, self.target, drafter, self.registry, RecordedGraphs(), pages=self.pages, **options)
 
 
 def _model(layers: int, kv_heads: int, embeddings: bool = False) -> Model:
@@ -137,7 +135,7 @@ def world_of(
     registry: Registry = INSTALLED,
     page_size: int = 4,
     seed: int = 0,
-    drafts: str = "random",
+    drafts: Any = "random",
     change: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> World:
     """Plan a spec and make its models; ``change`` is what somebody did to the plan afterwards."""
@@ -154,9 +152,7 @@ def world_of(
             seed=seed + 1,
         )
     pages = PageFormat(page_size=page_size, num_pages=1 + plan.limits.max_num_reqs * -(-LONGEST // page_size))
-    return World(
-        plan=plan, spec=spec, target=target, drafter=drafter, pages=pages, seed=seed, registry=registry
-    )
+    return World(plan=plan, spec=spec, target=target, drafter=drafter, pages=pages, seed=seed, registry=registry)
 
 
 @st.composite
@@ -164,7 +160,7 @@ def worlds(draw: st.DrawFn, modes: Sequence[GraphMode] = tuple(GraphMode)) -> Wo
     """Any mode and pool, both kinds of draft decode, graphs of a few sizes that leave much padding."""
     num_reqs, num_tokens = draw(st.integers(2, 6)), draw(st.integers(8, 32))
     k = draw(st.integers(0, 4))
-    schedule = ()
+    schedule: Any = ()
     if k > 1 and draw(st.booleans()):
         schedule = ((1, 1, k), (2, num_reqs, draw(st.integers(1, k - 1))))
     sizes = Sizes(

@@ -52,11 +52,7 @@ def _row(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
     )
 
 
-LIBRARIES = {
-    "flash_attention": "flash-attn-4",
-    "flashinfer": "flashinfer-python",
-    "triton": "triton",
-}
+LIBRARIES = {"flash_attention": "flash-attn-4", "flashinfer": "flashinfer-python", "triton": "triton"}
 
 
 def _libraries(result: dict[str, Any], made: dict[str, Any]) -> dict[str, str]:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import os
@@ -30,12 +31,9 @@ from capture_planner import cli
 
 ROOT = Path(__file__).parent.parent.parent
 
-BLOCK = re.compile(
-    r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S
-)
-_PIPELINE = re.compile(
-    r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)(?:\|(?P<filter>.+))?"
-)
+BLOCK = re.compile(r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
+_PIPELINE = re.compile(r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)(?:\|(?P<filter>.+))?")
+_DOTS = re.compile(r"^\.\.\.\n", re.M)
 _MEASURED = re.compile(r"[ ]*\b[\d.,]*\d ?(?:us|ms|s|tokens/s|bytes|B|KiB|MiB|GiB)\b")
 
 
@@ -52,10 +50,33 @@ def commands(block: str) -> Iterator[tuple[str, str]]:
 
 
 def updated(command: str, shown: str, output: str) -> str:
-    """Return the output to show: the page's own while it still matches, else the new one."""
-    mask = _masked if re.search(r"capture-planner run |pytest ", command) else str
-    parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", mask(shown), flags=re.M)]
-    return shown if re.fullmatch("(?:.*\n)*?".join(parts), mask(output)) else output
+    """Return the output to show: the page's own while it still matches, else the new one.
+
+    An output with lines of dots stays short: each of its parts becomes the part of the new output that is most like it.
+    """
+    mask = _masked if re.search(r"capture-planner (?:run|bench) |pytest ", command) else str
+    parts = [re.escape(part) for part in _DOTS.split(mask(shown))]
+    if re.fullmatch("(?:.*\n)*?".join(parts), mask(output)):
+        return shown
+    return _shortened(_DOTS.split(shown), output) if len(parts) > 1 else output
+
+
+def _shortened(parts: list[str], output: str) -> str:
+    """Return an output with dots in place of what is between the lines most like each part."""
+    lines, shown, start = output.splitlines(keepends=True), [], 0
+    for number, part in enumerate(parts):
+        size = min(part.count("\n"), len(lines) - start)
+        first = start if number == 0 else max(start, len(lines) - size)
+        if 0 < number < len(parts) - 1:
+            likeness = difflib.SequenceMatcher(b=part, autojunk=False)
+            scores = []
+            for index in range(start, len(lines) - size + 1):
+                likeness.set_seq1("".join(lines[index : index + size]))
+                scores.append((likeness.quick_ratio(), -index))
+            first = -max(scores)[1]
+        shown.append("".join(lines[first : first + size]))
+        start = first + size
+    return "...\n".join(shown)
 
 
 def _masked(output: str) -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/gallery.md: the gallery as the newest campaign found it."""
+"""The tables of docs/lab/gallery.md: the gallery as the newest campaign found it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def campaign() -> dict[str, Any]:
     """Return the newest campaign; raises ``FileNotFoundError``."""
     found = results.files("gallery-*.json")
     if not found:
-        raise FileNotFoundError(
-            "benchmarks/results has no gallery-*.json: run benchmarks/gallery.py --output"
-        )
+        raise FileNotFoundError("benchmarks/results has no gallery-*.json: run tox -e gallery -- --output")
     return found[-1]
 
 
@@ -41,19 +39,14 @@ def run() -> str:
     ]
     for made in mutants:
         if made["hits"] < made["seeds"]:
-            lines += [
-                "",
-                f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds.",
-            ]
+            lines += ["", f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds."]
     return "\n".join(lines)
 
 
 def table() -> str:
     """Return every mutant with its bug, class, place, what found it and the smallest case."""
     rows = []
-    for made in sorted(
-        campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])
-    ):
+    for made in sorted(campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])):
         threads = ", ".join(f"[{thread}]({link(thread)})" for thread in made["threads"])
         rows.append(
             (
@@ -65,9 +58,7 @@ def table() -> str:
                 _cell(_short(made["shown"] or results.NO_VALUE)),
             )
         )
-    return results.table(
-        ("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6
-    )
+    return results.table(("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6)
 
 
 def checks() -> str:
@@ -100,8 +91,4 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PARTS: dict[str, Callable[[], str]] = {
-    "gallery-run": run,
-    "gallery": table,
-    "gallery-checks": checks,
-}
+PARTS: dict[str, Callable[[], str]] = {"gallery-run": run, "gallery": table, "gallery-checks": checks}

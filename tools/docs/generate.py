@@ -32,12 +32,8 @@ def render(page: Path) -> str:
 
 def main() -> None:
     """Write the pages, or with ``--check`` compare them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="Change nothing; exit with 1 if a page is stale."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="Change nothing; exit with 1 if a page is stale.")
     parser.add_argument("pages", nargs="*", type=Path, help="Pages to render. Default: all.")
     options = parser.parse_args()
     stale = []

@@ -261,7 +261,7 @@ def _range(seconds: Iterable[float]) -> str:
 
 
 def throughput() -> str:
-    """Tokens per second, beside transformers' and what bare replays would give."""
+    """Return tokens per second, compared with transformers and with bare replays."""
     rows, says = [], set()
     bare = {(backend, row["num_reqs"]): row["bare"] for backend, figure in of("decode", 0) for row in figure}
     for backend, found in of("throughput"):
@@ -284,7 +284,7 @@ def throughput() -> str:
 
 
 def capture() -> str:
-    """Seconds and bytes of a capture, beside a bare loop."""
+    """Return seconds and bytes of a capture, compared with a bare loop."""
     columns = ("graphs", "first, s", "again, s", "bare loop, s", "again / bare")
     memory = ("MiB a graph", "bare, MiB a graph", "MiB / bare", "driver, MiB")
     rows = []

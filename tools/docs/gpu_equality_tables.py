@@ -70,9 +70,7 @@ def kinds() -> str:
     others = ("graphs of chains", "schedules of K", "poisoned", "ran ahead")
     counted = table(("backend", *(f"{role} {mode}" for role, mode in _modes()), *others), more)
     shown = table(columns, rows, text=len(columns))
-    return "\n".join(
-        [*lines, "", shown, "", "Forwards from graphs, and deployments that were special:", "", counted]
-    )
+    return "\n".join([*lines, "", shown, "", "Forwards from graphs, and deployments that were special:", "", counted])
 
 
 def _modes() -> list[tuple[str, str]]:
@@ -99,7 +97,7 @@ def _counted(found: Mapping[str, int]) -> str:
 
 
 def kernels() -> str:
-    """How far tokens differ from those of other kernels, which sum in another order."""
+    """Return how far tokens differ from other kernels', which sum in another order."""
     names = {"plain": "plain greedy decoding", "eager": "eager steps"}
     rows = [
         (
@@ -120,7 +118,7 @@ def kernels() -> str:
 
 
 def logits() -> str:
-    """Errors of logits, those of the dtype alone beside them."""
+    """Return errors of logits, and the errors of the dtype alone."""
     rows = [
         (
             backend,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 import conformance_tables
+import file_reference
 import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
@@ -19,7 +20,6 @@ from results import ROOT, table
 from capture_planner import codec
 from capture_planner.analysis import lint
 from capture_planner.analysis.lint import core as lint_core
-from capture_planner.codec import json_schema
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.planning.sizing.minimax import worst_ratio
@@ -38,16 +38,10 @@ def rules() -> str:
     for code, rule in sorted(lint.RULES.items()):
         kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
         rows.append((f"[{code}](#{code.lower()})", rule.name, rule.severity.value, kind))
-        sections += [
-            f"### {code}",
-            f"**{rule.name}**: {rule.severity.value}, class {kind}.",
-            rule.explanation,
-        ]
+        sections += [f"### {code}", f"**{rule.name}**: {rule.severity.value}, class {kind}.", rule.explanation]
         sections += [f"Reported in {_links(rule.threads)}."] if rule.threads else []
         sections += [f"Fix: {rule.remedy}."]
-        sections += (
-            [f"The part of the spec to change: `{'.'.join(rule.spec_path)}`."] if rule.spec_path else []
-        )
+        sections += [f"The part of the spec to change: `{'.'.join(rule.spec_path)}`."] if rule.spec_path else []
     rows.append((f"[{DRIFT_CODE}](#{DRIFT_CODE.lower()})", "drift", "error", "J (observability)"))
     return "\n\n".join([table(("code", "name", "severity", "class"), rows, text=4), *sections])
 
@@ -57,11 +51,7 @@ def engine_rules() -> str:
     sections = []
     for code, rule in sorted(ENGINE_RULES.items()):
         kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
-        sections += [
-            f"### {code}",
-            f"**{rule.name}**: {rule.severity.value}, class {kind}.",
-            rule.explanation,
-        ]
+        sections += [f"### {code}", f"**{rule.name}**: {rule.severity.value}, class {kind}.", rule.explanation]
         sections += [f"Reported in {_links(rule.threads)}."]
         sections += ["\n".join(f"- {engine}: {fix}." for engine, fix in rule.mends.items())]
     return "\n\n".join(sections)
@@ -110,16 +100,12 @@ def figures() -> str:
     limits, machine = spec.Limits(max_num_reqs=256, max_num_tokens=8192), find_environment("h100")
     minimax = {f"minimax, {n}": spec.Sizes(policy=spec.Policy.MINIMAX, graphs=n) for n in (35, 18)}
     left_out = {"default", "minimax", "explicit"}
-    others = {
-        policy.value: spec.Sizes(policy=policy) for policy in spec.Policy if policy.value not in left_out
-    }
+    others = {policy.value: spec.Sizes(policy=policy) for policy in spec.Policy if policy.value not in left_out}
     rows = []
     for name, sizes in {"default": spec.Sizes(), **minimax, **others}.items():
         cells = [name]
         for speculative in (None, codec.loads("{method: eagle3, num_tokens: 3}", Speculative)):
-            context = Context(
-                limits=limits, speculative=speculative, parallel=spec.Parallel(), environment=machine
-            )
+            context = Context(limits=limits, speculative=speculative, parallel=spec.Parallel(), environment=machine)
             choice = decode_sizes(sizes, Domain.upto(256), 4 if speculative else 1, context)
             worst = float(worst_ratio(choice.domain, choice.sizes) - 1)
             cells += [str(len(choice.sizes)), f"1 to {choice.sizes[-1]}", f"{worst:.1%}"]
@@ -133,9 +119,7 @@ def environments() -> str:
     rows = []
     for name in shipped_environments():
         device = find_environment(name).device
-        rows.append(
-            (f"`{name}`", device.name, device.capability or "none", f"{device.memory / (1 << 30):.0f} GiB")
-        )
+        rows.append((f"`{name}`", device.name, device.capability or "none", f"{device.memory / (1 << 30):.0f} GiB"))
     return table(("name", "device", "compute capability", "memory"), rows, text=4)
 
 
@@ -156,7 +140,7 @@ def _reference(kind: type, *elsewhere: type) -> str:
 
 
 def _sections(kind: type) -> list[str]:
-    text = re.sub(r"``(.+?)``", r"`\1`", json_schema.reference(kind)).replace("| `` |", "| empty |")
+    text = re.sub(r"``(.+?)``", r"`\1`", file_reference.reference(kind)).replace("| `` |", "| empty |")
     return [section.strip() for section in re.split(r"^(?=### )", text, flags=re.M)[1:]]
 
 

@@ -21,9 +21,7 @@ MIBI = 1 << 20
 
 def files(pattern: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return the content of the matching files, oldest first, each with its ``name``."""
-    found = [
-        {"name": path.name, **json.loads(path.read_text("utf-8"))} for path in sorted(folder.glob(pattern))
-    ]
+    found = [{"name": path.name, **json.loads(path.read_text("utf-8"))} for path in sorted(folder.glob(pattern))]
     return sorted(found, key=lambda file: datetime.fromisoformat(file["provenance"]["date"]))
 
 
@@ -31,9 +29,7 @@ def bench(folder: Path = RESULTS) -> dict[str, Any]:
     """Return the newest bench; raises ``FileNotFoundError``."""
     found = files("gpu_bench-*.json", folder)
     if not found:
-        raise FileNotFoundError(
-            f"{folder.name} has no gpu_bench-*.json: run benchmarks/gpu_bench.py --output"
-        )
+        raise FileNotFoundError(f"{folder.name} has no gpu_bench-*.json: run benchmarks/gpu_bench.py --output")
     return found[-1]
 
 

@@ -143,12 +143,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    severity: Severity,
-    code: str,
-    bug_class: BugClass,
-    *threads: str,
-    remedy: str,
-    spec_path: tuple[str, ...] = (),
+    severity: Severity, code: str, bug_class: BugClass, *threads: str, remedy: str, spec_path: tuple[str, ...] = ()
 ) -> Callable[[CheckT], CheckT]:
     """Register a check of plans under a stable code. The other arguments are fields of ``Rule``."""
     facts = {"severity": severity, "bug_class": bug_class, "threads": threads}

@@ -63,8 +63,7 @@ def uncovered_batch(coverage: Coverage) -> Iterator[Diagnostic]:
     "vllm#54933",
     "vllm#50488",
     "sglang#33483",
-    remedy="choose a policy whose largest size is the largest decode (default and minimax do), "
-    "or raise the budget",
+    remedy="choose a policy whose largest size is the largest decode (default and minimax do), or raise the budget",
     spec_path=("sizes",),
 )
 def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
@@ -136,12 +135,7 @@ _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
 """Reasons that a single batch or step can have, but not a class of batches."""
 
 
-@error(
-    "CP050",
-    BugClass.J,
-    "vllm#36165",
-    remedy="give a reason (mode, sizes, backend_cap or budget) and a sentence",
-)
+@error("CP050", BugClass.J, "vllm#36165", remedy="give a reason (mode, sizes, backend_cap or budget) and a sentence")
 def unexplained_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     """A waiver gives no reason that a reader can act on."""
     for role in coverage.plan.roles:

@@ -80,9 +80,7 @@ def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
             if _is_step(decision) and decision.before == at:
                 at = decision.after
         if at != role.mode.value:
-            message = (
-                f"the decisions lead from {role.requested.value} to {at}, but the mode is {role.mode.value}"
-            )
+            message = f"the decisions lead from {role.requested.value} to {at}, but the mode is {role.mode.value}"
             yield of_role(coverage, role.role, message, "mode")
 
 
@@ -104,9 +102,7 @@ def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "decisions", step)
 
 
-@error(
-    "CP034", BugClass.G, "vllm#28207", remedy="choose another backend or a lower mode", spec_path=("backend",)
-)
+@error("CP034", BugClass.G, "vllm#28207", remedy="choose another backend or a lower mode", spec_path=("backend",))
 def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
     """A mode or a graph needs more than the weakest attention group of its role supports."""
     for role in coverage.plan.roles:
@@ -118,13 +114,7 @@ def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "groups", number)
 
 
-@note(
-    "CP035",
-    BugClass.G,
-    "vllm#49547",
-    remedy="choose another backend if the mode matters",
-    spec_path=("mode",),
-)
+@note("CP035", BugClass.G, "vllm#49547", remedy="choose another backend if the mode matters", spec_path=("mode",))
 def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
     """A backend's limits lowered a mode. The plan records the decision; this makes it visible."""
     for role in coverage.plan.roles:

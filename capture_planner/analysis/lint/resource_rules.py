@@ -75,8 +75,7 @@ def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
         return
     plain = sum(entry.active_loras == 0 for role in plan.roles for entry in role.entries)
     yield Diagnostic(
-        path=("lora",),
-        message=f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}",
+        path=("lora",), message=f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}"
     )
 
 
@@ -106,11 +105,7 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
 
 
 @note(
-    "CP044",
-    BugClass.I,
-    "vllm#44078",
-    remedy="set pool to shared unless you measured a difference",
-    spec_path=("pool",),
+    "CP044", BugClass.I, "vllm#44078", remedy="set pool to shared unless you measured a difference", spec_path=("pool",)
 )
 def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     """The drafter's graphs have their own memory pool.
@@ -141,9 +136,7 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
         return
     for role in coverage.plan.roles:
         full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
-        if any(
-            group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups
-        ):
+        if any(group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups):
             continue
         coarse = [cell for cell in coverage.cells if cell.role is role.role and _is_coarse(cell)]
         if coarse:

@@ -111,12 +111,7 @@ def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
 
 
 @warning(
-    "CP020",
-    BugClass.C,
-    "vllm#47460",
-    "vllm#53407",
-    "vllm#56136",
-    remedy="remove them or plan again from the spec",
+    "CP020", BugClass.C, "vllm#47460", "vllm#53407", "vllm#56136", remedy="remove them or plan again from the spec"
 )
 def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph that no batch can reach: it wastes memory and start-up time.

@@ -3,13 +3,4 @@
 from capture_planner.engines.export.export import BatchDifference, Cost, Effect, Export, Loss, Proof
 from capture_planner.engines.export.proof import compared, prove
 
-__all__ = [
-    "BatchDifference",
-    "Cost",
-    "Effect",
-    "Export",
-    "Loss",
-    "Proof",
-    "compared",
-    "prove",
-]
+__all__ = ["BatchDifference", "Cost", "Effect", "Export", "Loss", "Proof", "compared", "prove"]

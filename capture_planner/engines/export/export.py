@@ -71,17 +71,6 @@ class BatchDifference:
     batches: int
     """How many batches: counts of requests (decodes) or of tokens (mixed), times adapter counts."""
 
-    def data(self) -> dict[str, Any]:
-        """Return the difference as JSON has it."""
-        found = attrs.asdict(self, recurse=False)
-        return found | {
-            "role": self.role.value,
-            "kind": self.kind.value,
-            "effect": self.effect.value,
-            "planned": None if self.planned is None else str(self.planned),
-            "emulated": None if self.emulated is None else str(self.emulated),
-        }
-
 
 @attrs.frozen(kw_only=True)
 class Cost:
@@ -163,18 +152,6 @@ class Proof:
             eager=batches(Effect.EAGER),
         )
 
-    def data(self) -> dict[str, Any]:
-        """Return the proof as JSON has it."""
-        return {
-            "exact": self.exact,
-            "same": len(self.same),
-            "lacks": [graph.data() for graph in self.lacks],
-            "adds": [graph.data() for graph in self.adds],
-            "batches": self.batches,
-            "differences": [difference.data() for difference in self.differences],
-            "unrun": [role.value for role in self.unrun],
-        }
-
 
 def graph_scope(graph: CapturedGraph) -> Scope:
     """Return the batches that a graph is for."""
@@ -228,21 +205,6 @@ class Export:
     def command(self, path: str) -> tuple[str, ...]:
         """Return the flags, with the file at ``path`` where they need it."""
         return (*self.front, *words({"config": path} if self.by_file else self.settings))
-
-    def data(self) -> dict[str, Any]:
-        """Return the export as JSON has it."""
-        return {
-            "engine": self.engine,
-            "flags": list(self.flags),
-            "file": self.file,
-            "sizes": list(self.sizes),
-            "losses": [
-                {"name": loss.name, "says": loss.says, "cost": loss.cost and attrs.asdict(loss.cost)}
-                for loss in self.losses
-            ],
-            "proof": self.proof and self.proof.data(),
-            "unproved": self.unproved,
-        }
 
 
 def words(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -327,9 +289,7 @@ def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     ]
     if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
         return ()
-    says = (
-        f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
-    )
+    says = f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
     return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
 
 

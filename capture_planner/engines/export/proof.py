@@ -15,15 +15,7 @@ import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.engines.emulation import CapturedGraph, Emulation
-from capture_planner.engines.export.export import (
-    BACKEND,
-    BatchDifference,
-    Effect,
-    Export,
-    Loss,
-    Proof,
-    all_scopes,
-)
+from capture_planner.engines.export.export import BACKEND, BatchDifference, Effect, Export, Loss, Proof, all_scopes
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
@@ -45,9 +37,7 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
         emulation = emulated(export, plan.environment, emulate)
     except FlagError as error:
         machine = plan.environment.name
-        if export.backend is None or not all(
-            problem.path[:1] == (f"--{BACKEND}",) for problem in error.problems
-        ):
+        if export.backend is None or not all(problem.path[:1] == (f"--{BACKEND}",) for problem in error.problems):
             reason = "; ".join(map(str, error.problems))
             says = f"{export.engine} does not start with these flags on {machine}"
             if isinstance(error, NotEmulated):
@@ -87,9 +77,7 @@ def compared(plan: Plan, emulation: Emulation) -> Proof:
     """Compare a plan with an emulation, graph by graph and batch by batch."""
     run = {manager.role for manager in emulation.managers}
     roles = [role.role for role in plan.roles]
-    ours = [
-        _plain(CapturedGraph(role=role.role, entry=entry)) for role in plan.roles for entry in role.entries
-    ]
+    ours = [_plain(CapturedGraph(role=role.role, entry=entry)) for role in plan.roles for entry in role.entries]
     theirs = [_plain(graph) for graph in emulation.graphs]
     compare = _Comparison(plan, emulation)
     for role in roles:
@@ -185,10 +173,7 @@ class _Comparison:
         if self.differences and _like(self.differences[-1], new):
             before = self.differences.pop()
             new = attrs.evolve(
-                new,
-                first=before.first,
-                min_reqs=min(before.min_reqs, new.min_reqs),
-                batches=before.batches + count,
+                new, first=before.first, min_reqs=min(before.min_reqs, new.min_reqs), batches=before.batches + count
             )
         self.differences.append(new)
 

@@ -5,14 +5,4 @@ from capture_planner.planning.sizing.ladder import Ladder
 from capture_planner.planning.sizing.minimax import fewest, minimax, worst_ratio
 from capture_planner.planning.sizing.policies import Context, decode_sizes, mixed_sizes
 
-__all__ = [
-    "Context",
-    "Ladder",
-    "decode_sizes",
-    "fewest",
-    "fit",
-    "minimax",
-    "mixed_sizes",
-    "total",
-    "worst_ratio",
-]
+__all__ = ["Context", "Ladder", "decode_sizes", "fewest", "fit", "minimax", "mixed_sizes", "total", "worst_ratio"]

@@ -43,8 +43,7 @@ def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder
     if (thinned := _thinned(ladders, allowed)) is not None:
         return thinned
     plain = [
-        attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,))
-        for ladder in ladders
+        attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,)) for ladder in ladders
     ]
     for position in sorted(range(len(plain)), key=lambda i: _value(plain[i])):
         if (thinned := _thinned(plain, allowed)) is not None:
@@ -64,10 +63,7 @@ def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | No
     def at(grains: int) -> list[Ladder]:
         return [ladder.thinned(Fraction(grains, _GRAIN)) for ladder in ladders]
 
-    low, high = (
-        _GRAIN,
-        _GRAIN * (1 + max((ladder.sizes[-1] for ladder in ladders if ladder.sizes), default=1)),
-    )
+    low, high = (_GRAIN, _GRAIN * (1 + max((ladder.sizes[-1] for ladder in ladders if ladder.sizes), default=1)))
     if total(at(high)) > allowed:
         return None
     while low < high:

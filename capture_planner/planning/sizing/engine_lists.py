@@ -41,9 +41,7 @@ def vllm_tokens(
         if query_len > 1:
             for tier_query_len, tier_reqs in tiers or ((query_len, max_num_reqs),):
                 reqs = min(tier_reqs, platform_max)
-                decode_sizes |= {
-                    n * tier_query_len for n in (*_vllm_grid(reqs), reqs) if n * tier_query_len <= top
-                }
+                decode_sizes |= {n * tier_query_len for n in (*_vllm_grid(reqs), reqs) if n * tier_query_len <= top}
         elif max_num_reqs <= top:
             decode_sizes = {max_num_reqs}
     top = min(max_num_tokens, top)
@@ -57,9 +55,7 @@ def vllm_tokens(
     return tuple(sorted(sizes))
 
 
-def vllm_requests(
-    tokens: Sequence[int], *, query_len: int, max_query_len: int, max_num_reqs: int
-) -> tuple[int, ...]:
+def vllm_requests(tokens: Sequence[int], *, query_len: int, max_query_len: int, max_num_reqs: int) -> tuple[int, ...]:
     """Return the request counts of vLLM's uniform decode graphs of one query length, ascending.
 
     Each size is rounded up to a multiple of ``query_len``; what then passes the largest size or
@@ -89,13 +85,7 @@ def sglang_requests(top: int, *, speculative: bool, padding: bool) -> tuple[int,
     if not padding:
         return tuple(range(1, top + 1)) or (top,)
     if speculative:
-        grid = [
-            *range(1, 9),
-            *range(10, 33, 2),
-            *range(40, 65, 4),
-            *range(72, 257, 8),
-            *range(272, top + 1, 16),
-        ]
+        grid = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, top + 1, 16)]
     else:
         grid = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, top + 1, 32)]
     return tuple(sorted({size for size in grid if size <= top} | {top}))

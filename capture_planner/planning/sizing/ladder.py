@@ -60,9 +60,7 @@ class Ladder:
         """Return the shortest ladder of this one's sizes, or of any if adaptive, within ``ratio``."""
         if ratio <= self.worst or not self.sizes:
             return self
-        sizes = fewest(
-            self.domain, ratio, candidates=None if self.adaptive else self.sizes, anchors=self.anchors
-        )
+        sizes = fewest(self.domain, ratio, candidates=None if self.adaptive else self.sizes, anchors=self.anchors)
         return self if len(sizes) >= len(self.sizes) else attrs.evolve(self, sizes=sizes)
 
     def tightened(self) -> Ladder:

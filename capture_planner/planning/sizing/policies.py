@@ -137,16 +137,12 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str)
         chosen = minimax(domain, graphs, anchors)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
-    return Choice(
-        domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}"
-    )
+    return Choice(domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}")
 
 
 def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
     if not named or not domain:
-        return Choice(
-            domain=Domain((), domain.step), sizes=(), adaptive=False, message=f"no {unit} are given"
-        )
+        return Choice(domain=Domain((), domain.step), sizes=(), adaptive=False, message=f"no {unit} are given")
     chosen = domain.needed(min(size, domain.ceiling) for size in named)
     covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
     changed = sorted(set(named) - set(chosen))
@@ -165,9 +161,7 @@ def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) 
     message = f"the list of {policy.value}"
     if len(chosen) < len(listed):
         message += f", of which {len(chosen)} of {len(listed)} sizes are aligned and reachable"
-    return Choice(
-        domain=covered, sizes=chosen, adaptive=False, message=f"{message}; {_worst(covered, chosen, unit)}"
-    )
+    return Choice(domain=covered, sizes=chosen, adaptive=False, message=f"{message}; {_worst(covered, chosen, unit)}")
 
 
 def _worst(domain: Domain, chosen: tuple[int, ...], unit: str) -> str:

@@ -28,11 +28,11 @@ def row_errors(graph: torch.Tensor, eager: torch.Tensor) -> torch.Tensor:
 
     Infinite where whole numbers differ, and where a number is not finite.
     """
-    held, wanted = graph.reshape(len(graph), -1), eager.reshape(len(eager), -1)
+    actual, expected = graph.reshape(len(graph), -1), eager.reshape(len(eager), -1)
     if not eager.is_floating_point():
-        return torch.where((held != wanted).any(1), torch.inf, 0.0).double()
-    apart = (held.double() - wanted.double()).norm(dim=1)
-    return _finite(torch.where(apart == 0, 0.0, apart / wanted.double().norm(dim=1)))
+        return torch.where((actual != expected).any(1), torch.inf, 0.0).double()
+    apart = (actual.double() - expected.double()).norm(dim=1)
+    return _finite(torch.where(apart == 0, 0.0, apart / expected.double().norm(dim=1)))
 
 
 def shortfall(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -41,15 +41,15 @@ def shortfall(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """
     found = logits.double()
     inside = (tokens >= 0) & (tokens < found.shape[1])
-    said = found.gather(1, torch.where(inside, tokens, 0)[:, None])[:, 0]
-    short = found.amax(1) - said
+    chosen = found.gather(1, torch.where(inside, tokens, 0)[:, None])[:, 0]
+    short = found.amax(1) - chosen
     return _finite(torch.where(inside, torch.where(short == 0, 0.0, short / found.abs().amax(1)), torch.inf))
 
 
 def prints(cache: torch.Tensor) -> torch.Tensor:
     """Return ``int64[slots]``, which tell whether a slot of ``cache [slots, width]`` was written.
 
-    A copy of a whole cache would not fit beside it.
+    There is no memory for a second copy of a whole cache.
     """
     return cache.view(INTEGERS[cache.element_size()]).sum(1, dtype=torch.int64)
 

@@ -20,14 +20,7 @@ from capture_planner.errors import DifferenceError
 from capture_planner.modes import Role
 from capture_planner.records.backend import Axis
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.eager_check.agreement import (
-    HALF,
-    finite,
-    prints,
-    row_errors,
-    shortfall,
-    tolerance_of,
-)
+from capture_planner.runtime.eager_check.agreement import HALF, finite, prints, row_errors, shortfall, tolerance_of
 from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSeen, Largest
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.bodies import TargetBody
@@ -54,14 +47,14 @@ _Owner = tuple[str | None, int | None]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Comparison:
+class _ComparedForward:
     """One forward that is compared."""
 
     role: RoleRun
     entry: Entry
     step: ForwardStep
     chain: tuple[StepInputs, ...]
-    """The host's inputs of each draft decode of a chain; of one forward, where there is none."""
+    """The host's inputs of each draft decode of a chain; of one forward, outside of chains."""
     fields: dict[str, torch.Tensor]
     """Each field as it was staged for the graph, by its key."""
     slots: torch.Tensor
@@ -90,9 +83,7 @@ class _Comparison:
         """Return ``bool[rows]``: what comes after a near tie of its request, whose step is ``untied int[R]``."""
         owners = [self.owner(key, row)[0] for row in range(rows)]
         steps = [row // self.num_tokens if key.name in CACHES else key.step for row in range(rows)]
-        return np.array(
-            [at is not None and step >= untied[at] for at, step in zip(owners, steps, strict=True)]
-        )
+        return np.array([at is not None and step >= untied[at] for at, step in zip(owners, steps, strict=True)])
 
 
 class EagerCheck:
@@ -108,22 +99,19 @@ class EagerCheck:
 
     # What is tapped.
 
-    def attend(
-        self,
-        number: int,
-        attend: Attend,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, number: int, attend: Attend) -> Attend:
         """Keep what goes into attention and what comes out; see ``ForwardObserver``."""
-        for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
-            self._taps.keep(TapKey(number, layer, name), tensor)
-        out = attend(layer, query, keys, values, scoring)
-        self._taps.keep(TapKey(number, layer, "attention"), out)
-        return out
+
+        def tapped(
+            layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
+        ) -> torch.Tensor:
+            for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
+                self._taps.keep(TapKey(number, layer, name), tensor)
+            out = attend(layer, query, keys, values, scoring)
+            self._taps.keep(TapKey(number, layer, "attention"), out)
+            return out
+
+        return tapped
 
     def tokens_done(self, role: RoleRun, number: int) -> None:
         """Keep the state of a draft decode: each one goes on from the one before, and changes it."""
@@ -143,7 +131,7 @@ class EagerCheck:
         begun = perf_counter()
         chain = _chain(step.inputs, step.entry.draft_steps or 1, role.bounds.positions)
         slots = np.concatenate([inputs.declared["slot_mapping"] for inputs in chain]).astype(np.int64)
-        forward = _Comparison(
+        forward = _ComparedForward(
             role=role,
             entry=step.entry,
             step=step,
@@ -152,7 +140,7 @@ class EagerCheck:
             slots=torch.from_numpy(slots).to(role.fields["positions"].device),
             turn=turn,
         )
-        inputs = [tensor_of(held) for held in role.body.inputs()]
+        inputs = [tensor_of(actual) for actual in role.body.inputs()]
         before = [tensor.clone() for tensor in inputs]
         caches = [(cache, cache[forward.slots]) for _, _, cache in _caches(role)]
         before_graph = [prints(cache) for cache, _ in caches]
@@ -173,7 +161,7 @@ class EagerCheck:
         self._log.same(role.role)
         return times
 
-    def _eager(self, forward: _Comparison) -> dict[TapKey, torch.Tensor]:
+    def _eager(self, forward: _ComparedForward) -> dict[TapKey, torch.Tensor]:
         """Run all steps eagerly, and return what they computed; of the target's tokens, the logits."""
         role = forward.role
         for number, inputs in enumerate(forward.chain):
@@ -188,7 +176,7 @@ class EagerCheck:
             results[tokens] = role.body.model.logits(role.body.hidden[: forward.num_tokens])
         return results
 
-    def _results(self, forward: _Comparison) -> dict[TapKey, torch.Tensor]:
+    def _results(self, forward: _ComparedForward) -> dict[TapKey, torch.Tensor]:
         """Return copies of the real rows of every tensor, in the order of computation."""
         steps, results = len(forward.chain), dict[TapKey, torch.Tensor]()
         states = torch.from_numpy(forward.step.inputs.idx_mapping).long().to(forward.slots.device)
@@ -216,7 +204,7 @@ class EagerCheck:
 
     # What is compared.
 
-    def _compare_fields(self, forward: _Comparison) -> None:
+    def _compare_fields(self, forward: _ComparedForward) -> None:
         """Compare the fields that the graph will read with what they should be, padding included.
 
         Before the replay: what indexes with poison or with a stale row may not come back from it.
@@ -226,12 +214,10 @@ class EagerCheck:
             real = declared.get(buffer.field.name)
             if real is None or buffer.is_frozen:
                 continue
-            held = forward.fields[buffer.key][: forward.step.extents.rows(buffer.field)].cpu()
-            wanted = torch.full_like(held, padding.fill_of(buffer, real, forward.num_tokens))
-            wanted[tuple(map(slice, real.shape))] = torch.from_numpy(np.ascontiguousarray(real)).to(
-                held.dtype
-            )
-            errors = row_errors(held, wanted)
+            actual = forward.fields[buffer.key][: forward.step.extents.rows(buffer.field)].cpu()
+            expected = torch.full_like(actual, padding.fill_of(buffer, real, forward.num_tokens))
+            expected[tuple(map(slice, real.shape))] = torch.from_numpy(np.ascontiguousarray(real)).to(actual.dtype)
+            errors = row_errors(actual, expected)
             if bool(errors.any()):
                 row = int(errors.argmax())
                 owner: _Owner = (None, None)
@@ -240,11 +226,11 @@ class EagerCheck:
                 elif row < len(real) and buffer.field.axis is Axis.REQUEST:
                     owner = self._named(row, None)
                 key = TapKey(0, None, f"field {buffer.key}")
-                self._refuse(forward, key, held, wanted, errors, 0.0, None, (row, owner))
+                self._refuse(forward, key, actual, expected, errors, 0.0, None, (row, owner))
 
     def _compare_tensors(
         self,
-        forward: _Comparison,
+        forward: _ComparedForward,
         graph: dict[TapKey, torch.Tensor],
         eager: dict[TapKey, torch.Tensor],
         before_graph: Sequence[torch.Tensor],
@@ -257,10 +243,10 @@ class EagerCheck:
         caches = dict(zip(((layer, name) for layer, name, _ in _caches(role)), before_graph, strict=True))
         half = any(tolerance_of(tensor) > HALF for tensor in eager.values())
         after: TapKey | None = None
-        for key, wanted in eager.items():
-            held, tolerance, is_cache = graph[key], tolerance_of(wanted), key.name in CACHES
+        for key, expected in eager.items():
+            actual, tolerance, is_cache = graph[key], tolerance_of(expected), key.name in CACHES
             is_logits = key.name == "tokens"
-            errors = (shortfall(held, wanted) if is_logits else row_errors(held, wanted)).cpu()
+            errors = (shortfall(actual, expected) if is_logits else row_errors(actual, expected)).cpu()
             if is_cache:
                 # Padding writes to the null page, and so does a draft past the model's end.
                 errors[(slots < role.page_size).cpu()] = 0
@@ -272,18 +258,14 @@ class EagerCheck:
                 self._log.add_near_ties(int(tied.sum()))
                 continue
             if bool((errors > tolerance).any()):
-                wanted = wanted.argmax(-1) if is_logits else wanted
+                expected = expected.argmax(-1) if is_logits else expected
                 row = int((errors > tolerance).nonzero()[0])
                 at = int(slots[row]) if is_cache else row, self._named(*forward.owner(key, row))
-                self._refuse(forward, key, held, wanted, errors, tolerance, after, at)
-            if wanted.is_floating_point() and len(errors):
+                self._refuse(forward, key, actual, expected, errors, tolerance, after, at)
+            if expected.is_floating_point() and len(errors):
                 self._log.saw(
                     Largest(
-                        tensor=key.name,
-                        error=float(errors.max()),
-                        tolerance=tolerance,
-                        role=role.role,
-                        layer=key.layer,
+                        tensor=key.name, error=float(errors.max()), tolerance=tolerance, role=role.role, layer=key.layer
                     )
                 )
             if is_cache and key.layer is not None:
@@ -291,7 +273,7 @@ class EagerCheck:
             after = key
 
     def _compare_foreign(
-        self, forward: _Comparison, key: TapKey, before_graph: torch.Tensor, after: TapKey | None
+        self, forward: _ComparedForward, key: TapKey, before_graph: torch.Tensor, after: TapKey | None
     ) -> None:
         """Refuse a slot that the graph wrote and this batch does not; the null page is anybody's."""
         role = forward.role
@@ -301,14 +283,14 @@ class EagerCheck:
         changed[: role.page_size] = False
         if bool(changed.any()):
             slot = int(changed.nonzero()[0])
-            held = cache[changed]
-            errors = torch.full((len(held),), torch.inf, dtype=torch.float64)
+            actual = cache[changed]
+            errors = torch.full((len(actual),), torch.inf, dtype=torch.float64)
             at = slot, self._log.owner(slot, role.page_size)
-            self._refuse(forward, key, held, torch.full_like(held, torch.nan), errors, 0.0, after, at)
+            self._refuse(forward, key, actual, torch.full_like(actual, torch.nan), errors, 0.0, after, at)
 
     def _refuse(
         self,
-        forward: _Comparison,
+        forward: _ComparedForward,
         key: TapKey,
         graph: torch.Tensor,
         eager: torch.Tensor,
@@ -320,8 +302,8 @@ class EagerCheck:
         """Raise ``DifferenceError``; ``at``: the row as it is told, and whose it is."""
         row, (request, token) = at
         first = int((errors > tolerance).nonzero()[0])
-        held, wanted = graph[first].flatten().cpu(), eager[first].flatten().cpu()
-        apart = (held.double() - wanted.double()).abs().nan_to_num(torch.inf, torch.inf)
+        actual, expected = graph[first].flatten().cpu(), eager[first].flatten().cpu()
+        apart = (actual.double() - expected.double()).abs().nan_to_num(torch.inf, torch.inf)
         furthest, worst = int(apart.argmax()), float(errors.max())
         role, real = forward.role.role, forward.step.real
         difference = Difference(
@@ -334,8 +316,8 @@ class EagerCheck:
             row=row,
             request=request,
             token=token,
-            graph=finite(held[furthest]),
-            eager=finite(wanted[furthest]),
+            graph=finite(actual[furthest]),
+            eager=finite(expected[furthest]),
             error=worst if np.isfinite(worst) else None,
             tolerance=tolerance,
             rows=int((errors > tolerance).sum()),
@@ -375,14 +357,12 @@ def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
             yield layer, name, tensor.flatten(0, 1).flatten(1)
 
 
-def _metadata_seen(forward: _Comparison) -> Iterator[FieldSeen]:
+def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSeen]:
     """Yield the fields as they were staged, and the scalars of each group."""
     for buffer in forward.role.fields:
-        held, field = forward.fields[buffer.key], buffer.field
+        actual, field = forward.fields[buffer.key], buffer.field
         real, padded = forward.step.real.rows(field), forward.step.extents.rows(field)
-        yield FieldSeen(
-            name=buffer.key, real=held[:real].cpu().tolist(), padding=held[real:padded].cpu().tolist()
-        )
+        yield FieldSeen(name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist())
     for group, metadata in forward.role.attention.metadata.items():
         for name in ("num_reqs", "num_tokens", "max_query_len", "max_seq_len"):
             yield FieldSeen(name=f"{group}.{name}", real=getattr(metadata, name))

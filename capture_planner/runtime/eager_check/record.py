@@ -40,7 +40,7 @@ class Difference:
     row: int
     """The first row that differs; of a cache, the slot."""
     request: str | None
-    """Whose row it is; None: padding, or nobody's."""
+    """The request that the row belongs to; None: padding, or no request."""
     token: int | None
     """The row's position in its request."""
     graph: float | int | None
@@ -57,7 +57,7 @@ class Difference:
     num_tokens: int
     num_reqs: int
     padded_tokens: int
-    """Rows of padding, beside the real ones."""
+    """Rows of padding, on top of the real ones."""
     padded_reqs: int
     requests: tuple[str, ...]
     """The names of those in the batch, a row each."""
@@ -172,7 +172,7 @@ class ComparisonLog:
         self.difference = difference
 
     def owner(self, slot: int, page_size: int) -> tuple[str | None, int | None]:
-        """Return whose a slot of the cache is, and for which of its tokens; None twice: nobody's."""
+        """Return the request that a slot of the cache belongs to, and its token; None twice: a free slot."""
         page, offset = divmod(slot, page_size)
         for name, pages in self._pages.items():
             if page in pages:

@@ -123,12 +123,12 @@ class TargetBody:
             yield "embeddings", self, "embeddings"
 
     def weights(self) -> Iterator[Weight]:
-        """Those of the model."""
+        """The model's."""
         return self.model.weights()
 
 
 def _reads_all(entry: Entry | None) -> bool:
-    """Say whether a graph has the head in it, on all of its rows: those of uniform decodes do."""
+    """Say whether a graph computes logits of all of its rows: graphs of uniform decodes do."""
     return entry is not None and entry.query_len is not None
 
 
@@ -148,9 +148,7 @@ class DraftPrefillBody:
         """Fill ``hidden``."""
         rows = extents.tokens
         source = (
-            self.drafter.combine(self.target.aux[:rows])
-            if self.target.aux is not None
-            else self.target.hidden[:rows]
+            self.drafter.combine(self.target.aux[:rows]) if self.target.aux is not None else self.target.hidden[:rows]
         )
         hidden = self.drafter.forward(
             input_ids=self.fields["input_ids"][:rows],
@@ -181,7 +179,7 @@ class DraftPrefillBody:
             yield f"target.{name}", holder, attribute
 
     def weights(self) -> Iterator[Weight]:
-        """Those of the drafter."""
+        """The drafter's."""
         return self.drafter.weights()
 
 
@@ -221,5 +219,5 @@ class DraftDecodeBody:
         return self.state.buffers()
 
     def weights(self) -> Iterator[Weight]:
-        """Those of the drafter."""
+        """The drafter's."""
         return self.drafter.weights()

@@ -33,14 +33,7 @@ _INTEGER_POISON = {torch.int32: -(1 << 31), torch.int64: -(1 << 63), torch.uint8
 SAMPLED_ROWS = "sampled_rows"
 SAMPLED_COUNTS = "sampled_counts"
 SAMPLED_FIELDS = (
-    MetadataField(
-        name=SAMPLED_ROWS,
-        axis=Axis.TOKEN,
-        fill=Fill.CONSTANT,
-        value=0,
-        dtype="int64",
-        indexes=Bound.TOKENS,
-    ),
+    MetadataField(name=SAMPLED_ROWS, axis=Axis.TOKEN, fill=Fill.CONSTANT, value=0, dtype="int64", indexes=Bound.TOKENS),
     MetadataField(name=SAMPLED_COUNTS, axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0),
 )
 """Of the target, and read by the runner alone: the rows of a batch whose next token is read, and how many
@@ -57,7 +50,7 @@ class Extents:
     """Pages of one request."""
 
     def along(self, axis: Axis) -> int:
-        """Return the extent of an axis; the pages of a vector are those of all requests together."""
+        """Return the extent of an axis; a vector of pages has those of all requests."""
         if axis is Axis.TOKEN:
             return self.tokens
         if axis is Axis.REQUEST:

@@ -44,14 +44,14 @@ class Staging:
 
 
 @attrs.frozen(kw_only=True)
-class Packed:
+class StagingUse:
     """How much of the staging a step takes, and how large its largest write is."""
 
     bytes: int
     elements: int
 
 
-def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> Packed:
+def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> StagingUse:
     """Write the table of ``writes`` into ``staging``, and after it their real values.
 
     The table has a row of 9 int64 for each write: destination address, offset of the values in the
@@ -81,7 +81,7 @@ def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> Packed:
     staging.table[: len(rows)] = rows
     staging.table[len(rows) : staging.filled] = 0
     staging.filled = len(rows)
-    return Packed(bytes=at, elements=largest)
+    return StagingUse(bytes=at, elements=largest)
 
 
 def _bits(fill: int, dtype: str) -> int:
@@ -130,9 +130,7 @@ class FusedPadding:
         The writes may be of any number of roles; no two may be to one buffer. Raises ``RunError``
         where there are more of them, or more values, than there is room for.
         """
-        values = sum(
-            write.real.size * write.buffer.tensor.itemsize for write in writes if write.real is not None
-        )
+        values = sum(write.real.size * write.buffer.tensor.itemsize for write in writes if write.real is not None)
         if len(writes) > self.max_writes or values > self.staging_bytes:
             raise RunError(
                 f"a step of {len(writes)} writes with {values} bytes of values; there is room for "
@@ -195,9 +193,7 @@ def _fill_and_pad(staging: tl.tensor, width: tl.constexpr, block: tl.constexpr) 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write(
-    staging: tl.tensor, row: tl.tensor, places: tl.tensor, elements: tl.tensor, element: tl.constexpr
-) -> None:
+def _write(staging: tl.tensor, row: tl.tensor, places: tl.tensor, elements: tl.tensor, element: tl.constexpr) -> None:
     target = tl.load(row).to(tl.pointer_type(element))
     source = (staging + tl.load(row + 1)).to(tl.pointer_type(element))
     real_columns = tl.load(row + 4)

@@ -27,6 +27,7 @@ class FusedUpdates:
         tokens, heads, dim = keys.shape
         if not tokens:
             return
+        # The kernel reads a token's heads by strides, but the elements of a head in a row.
         keys, values = (each if each.stride(2) == 1 else each.contiguous() for each in (keys, values))
         _store[(tokens,)](
             keys,
@@ -46,22 +47,18 @@ class FusedUpdates:
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """See ``Updates``."""
-        found = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-        _taken[_grid(len(ids))](ids, answers, found, len(ids), block=_BLOCK, **_ONE_WARP)
-        return found
+        resolved = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+        _taken[_grid(len(ids))](ids, answers, resolved, len(ids), block=_BLOCK, **_ONE_WARP)
+        return resolved
 
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Updates``."""
         rows = len(idx_mapping)
         states, ids = torch.empty(2, rows, dtype=torch.int64, device=idx_mapping.device)
-        _entered[_grid(rows)](
-            idx_mapping, state.token, states, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP
-        )
+        _entered[_grid(rows)](idx_mapping, state.token, states, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP)
         return states, ids
 
-    def keep(
-        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
-    ) -> None:
+    def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
         """See ``Updates``."""
         _keep[(1,)](
             idx_mapping,
@@ -99,11 +96,7 @@ class FusedUpdates:
         )
 
     def prepare_drafts(
-        self,
-        verified: VerificationInputs,
-        prefill: TokenFields,
-        last: torch.Tensor,
-        decode: TokenFields | None,
+        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
         """See ``Updates``."""
         decodes = decode or prefill
@@ -181,15 +174,13 @@ def _store(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _taken(
-    ids: tl.tensor, answers: tl.tensor, found: tl.tensor, rows: tl.tensor, block: tl.constexpr
-) -> None:
+def _taken(ids: tl.tensor, answers: tl.tensor, resolved: tl.tensor, rows: tl.tensor, block: tl.constexpr) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
     token = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
     pending = token < 0
     answer = tl.load(answers + (-1 - token), mask=inside & pending, other=0)
-    tl.store(found + row, tl.where(pending, answer, token), mask=inside)
+    tl.store(resolved + row, tl.where(pending, answer, token), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -223,6 +214,7 @@ def _keep(
     first: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    # One program for all rows: with several, one would move the column on before another has read it.
     at = tl.load(column)
     if first:
         at = at * 0
@@ -231,9 +223,10 @@ def _keep(
         inside = row < rows
         state = tl.load(idx_mapping + row, mask=inside, other=-1)
         state = tl.where(state >= 0, state, padding).to(tl.int64)
-        said = tl.load(tokens + row, mask=inside, other=0)
-        tl.store(token + state, said, mask=inside)
-        tl.store(proposed + state * width + at, said, mask=inside)
+        # Padded rows all write the last state, which no request has; which of them wins does not matter.
+        token_id = tl.load(tokens + row, mask=inside, other=0)
+        tl.store(token + state, token_id, mask=inside)
+        tl.store(proposed + state * width + at, token_id, mask=inside)
     tl.store(column, tl.minimum(at + 1, width - 1))
 
 
@@ -259,6 +252,7 @@ def _advance(
     inside = row < rows
     real = tl.load(idx_mapping + row, mask=inside, other=-1) >= 0
     position = tl.load(positions + row, mask=real, other=0)
+    # A request at the model's end stays where it is, or its position would index past rope and pages.
     moved = real & (position + 1 < max_model_len)
     position += moved.to(tl.int64)
     tl.store(positions + row, position, mask=real)
@@ -266,12 +260,12 @@ def _advance(
     slot = page.to(tl.int64) * page_size + position % page_size
     tl.store(slot_mapping + row, tl.where(moved, slot, null_slot), mask=inside)
     for number in range(0, num_lengths):
-        held = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
-        length = tl.load(held + row, mask=moved, other=0)
-        tl.store(held + row, length + 1, mask=moved)
+        pointer = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
+        length = tl.load(pointer + row, mask=moved, other=0)
+        tl.store(pointer + row, length + 1, mask=moved)
     if takes:
-        said = tl.load(tokens + row, mask=real, other=0)
-        tl.store(input_ids + row, said.to(tl.int32), mask=real)
+        token_id = tl.load(tokens + row, mask=real, other=0)
+        tl.store(input_ids + row, token_id.to(tl.int32), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -304,14 +298,16 @@ def _prepare_drafts(
     read = tl.load(wanted + row, mask=inside, other=0)
     drafts = tl.maximum(read - 1, 0)
     first = end - 1 - drafts
+    # ``agrees`` stays False after the first draft that the target does not say: greedy verification.
     accepted = row * 0
     agrees = read > 0
     for number in range(0, most):
-        said = tl.load(answers + first + number, mask=number < read, other=0)
-        tl.store(shifted + first + number, said.to(tl.int32), mask=number < read)
+        token_id = tl.load(answers + first + number, mask=number < read, other=0)
+        tl.store(shifted + first + number, token_id.to(tl.int32), mask=number < read)
         draft = tl.load(input_ids + first + number + 1, mask=number < drafts, other=0)
-        agrees = agrees & (number < drafts) & (draft == said)
+        agrees = agrees & (number < drafts) & (draft == token_id)
         accepted += agrees.to(tl.int32)
+    # The draft prefill reads the last row that was kept; rows past it hold rejected drafts.
     kept = end - start - drafts + accepted
     tl.store(last + row, start + kept - 1, mask=inside)
     if decodes:
@@ -323,5 +319,5 @@ def _prepare_drafts(
         tl.store(next_positions + row, position, mask=inside)
         tl.store(next_slots + row, tl.where(room, slot, null_slot), mask=inside)
         for number in range(0, num_lengths):
-            held = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
-            tl.store(held + row, (position + 1).to(tl.int32), mask=inside)
+            pointer = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
+            tl.store(pointer + row, (position + 1).to(tl.int32), mask=inside)

@@ -34,11 +34,11 @@ class PointerGuard:
         self._at_capture = self._buffers_now()
         self._weights_at_capture = self._weights_now()
 
-    def check(self, who: str) -> None:
-        """Raise ``GuardError`` with the name of what moved; ``who`` names role and entry."""
+    def check(self, label: str) -> None:
+        """Raise ``GuardError`` with the name of what moved; ``label`` names role and entry."""
         buffers = self._buffers_now()
         if buffers != self._at_capture:
-            self._refuse_buffer(who, buffers)
+            self._refuse_buffer(label, buffers)
         weights = self._weights_now()
         if weights != self._weights_at_capture:
             name = next(
@@ -47,7 +47,7 @@ class PointerGuard:
                 if now != then
             )
             raise GuardError(
-                f"{who}: the weight {name} is not where it was at capture; load weights in place "
+                f"{label}: the weight {name} is not where it was at capture; load weights in place "
                 "(copy_ into the old tensor), or capture again"
             )
 
@@ -59,16 +59,16 @@ class PointerGuard:
         found = [slots.get(name) for slots, name in self._slots]
         return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
-    def _refuse_buffer(self, who: str, buffers: list[_Place]) -> None:
+    def _refuse_buffer(self, label: str, buffers: list[_Place]) -> None:
         for held, now, then in zip(self._buffers, buffers, self._at_capture, strict=True):
             if now[1:] != then[1:]:
                 raise GuardError(
-                    f"{who}: {held[0]} has shape {list(now[1])} and strides {list(now[2])}, at capture it "
+                    f"{label}: {held[0]} has shape {list(now[1])} and strides {list(now[2])}, at capture it "
                     f"had {list(then[1])} and {list(then[2])}"
                 )
             if now != then:
                 raise GuardError(
-                    f"{who}: {held[0]} is not where it was at capture; write into it instead of replacing it"
+                    f"{label}: {held[0]} is not where it was at capture; write into it instead of replacing it"
                 )
 
 
@@ -81,20 +81,20 @@ class GraphState:
     layouts: Mapping[str, tuple[int, ...] | None]
     """Each group's plan layout."""
 
-    def check(self, now: GraphState, who: str) -> None:
+    def check(self, now: GraphState, label: str) -> None:
         """Raise ``GuardError`` with the name of what differs."""
         if now == self:
             return
         for name, value in self.frozen.items():
             if now.frozen.get(name) != value:
                 raise GuardError(
-                    f"{who}: {name} is baked in as {value}, and this step has {now.frozen.get(name)}; "
+                    f"{label}: {name} is baked in as {value}, and this step has {now.frozen.get(name)}; "
                     "plan it at its worst case"
                 )
         for group, layout in self.layouts.items():
             if now.layouts.get(group) != layout:
                 raise GuardError(
-                    f"{who}: the plan layout of the group {group} was {layout} at capture and is "
+                    f"{label}: the plan layout of the group {group} was {layout} at capture and is "
                     f"{now.layouts.get(group)}; plan it with a fixed split and grid"
                 )
         raise AssertionError("records differ in a part that they do not have")

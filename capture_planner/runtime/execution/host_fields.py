@@ -14,9 +14,7 @@ from capture_planner.runtime.execution.inputs import Array, StepInputs
 class HostFields(Mapping[str, Array]):
     """A step's fields on the host, as one group declares them, padded when they are asked for."""
 
-    def __init__(
-        self, buffers: Mapping[str, FieldBuffer], inputs: StepInputs, seen: Extents, num_tokens: int
-    ) -> None:
+    def __init__(self, buffers: Mapping[str, FieldBuffer], inputs: StepInputs, seen: Extents, num_tokens: int) -> None:
         self._buffers, self._inputs, self._seen, self._num_tokens = buffers, inputs, seen, num_tokens
 
     def __getitem__(self, name: str) -> Array:

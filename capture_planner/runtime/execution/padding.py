@@ -68,9 +68,7 @@ def _refuse_overflow(buffer: FieldBuffer, real: np.ndarray[Any, Any]) -> None:
         or len(real) > buffer.rows
         or (real.ndim == 2 and real.shape[1] > buffer.columns)
     ):
-        raise RunError(
-            f"{buffer.key} has room for {list(buffer.tensor.shape)}, and this step has {list(real.shape)}"
-        )
+        raise RunError(f"{buffer.key} has room for {list(buffer.tensor.shape)}, and this step has {list(real.shape)}")
 
 
 def fill_of(buffer: FieldBuffer, real: np.ndarray[Any, Any] | None, num_tokens: int) -> int:
@@ -150,11 +148,7 @@ class OutOfBounds:
 
 
 def out_of_bounds(
-    buffer: FieldBuffer,
-    held: np.ndarray[Any, Any],
-    real: np.ndarray[Any, Any] | None,
-    extents: Extents,
-    bounds: Bounds,
+    buffer: FieldBuffer, held: np.ndarray[Any, Any], real: np.ndarray[Any, Any] | None, extents: Extents, bounds: Bounds
 ) -> OutOfBounds | None:
     """Return the first value of an index field's ``held``, real or padding, that is out of bounds.
 
@@ -172,9 +166,7 @@ def out_of_bounds(
     if not wrong.any():
         return None
     place = tuple(int(index) for index in np.argwhere(wrong)[0])
-    return OutOfBounds(
-        buffer=buffer, place=place, value=int(held[place]), is_padding=bool(padded[place]), top=top
-    )
+    return OutOfBounds(buffer=buffer, place=place, value=int(held[place]), is_padding=bool(padded[place]), top=top)
 
 
 def _indexed(buffer: FieldBuffer) -> Bound:

@@ -7,7 +7,6 @@ replays the graph, or runs the same without one. ``run`` makes all three.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Protocol
@@ -60,17 +59,8 @@ class ExecutionContext:
 class ForwardObserver(Protocol):
     """Watches the forwards of one role, also inside graphs: it is there when they are captured."""
 
-    def attend(
-        self,
-        number: int,
-        attend: Attend,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        """Return what ``attend`` returns for the rest; ``number``: of the draft decode in a chain."""
+    def attend(self, number: int, attend: Attend) -> Attend:
+        """Return ``attend``, watched; ``number``: of the draft decode in a chain, 0 outside of chains."""
 
     def tokens_done(self, role: RoleRun, number: int) -> None:
         """Called after the part per token, as part of the forward."""
@@ -138,7 +128,7 @@ class RoleRun:
         """
         step = self.step(batch, dispatch.entry, inputs)
         if not filled:
-            if self._policy.poison:
+            if self._policy.options.poison:
                 self.poison()
             self.stage_inputs(step)
         self.prepare_backends(step)
@@ -168,7 +158,7 @@ class RoleRun:
 
     def prepare_backends(self, step: ForwardStep) -> None:
         """Let attention do its host work, for fields that are filled."""
-        if self._policy.debug:
+        if self._policy.options.debug:
             padding.check_bounds(self.fields, step.inputs.declared, step.extents, self.bounds)
         self.attention.prepare(step)
 
@@ -182,8 +172,8 @@ class RoleRun:
         """Replay the entry's graph, or run its forward without it. Raises ``GuardError`` before a replay."""
         prepared = checked = perf_counter()
         entry = step.entry
-        if entry is not None and self._policy.replay:
-            if not self._policy.trust:
+        if entry is not None and self._policy.options.replay:
+            if not self._policy.options.trust:
                 self.check_guards(entry)
                 checked = perf_counter()
             self.graphs[entry].replay()
@@ -213,7 +203,7 @@ class RoleRun:
         if self._observer is None:
             self.body.per_token(extents, self._attend)
             return
-        self.body.per_token(extents, functools.partial(self._observer.attend, number, self._attend))
+        self.body.per_token(extents, self._observer.attend(number, self._attend))
         self._observer.tokens_done(self, number)
 
     def _attend(
@@ -224,9 +214,7 @@ class RoleRun:
             self.attention.attend(layer, query, keys, values, out, scoring)
             return out
 
-        def attention(
-            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
-        ) -> None:
+        def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
             self.attention.attend(layer, query, keys, values, out, scoring)
 
         self._grapher.split(attention, reads=(query, keys, values), writes=(out,))

@@ -24,7 +24,7 @@ def on_its_way(tensor: torch.Tensor) -> OnItsWay:
 
     def arrived() -> Array:
         copied.synchronize()
-        found: Array = pinned.numpy()
-        return found
+        array: Array = pinned.numpy()
+        return array
 
     return arrived

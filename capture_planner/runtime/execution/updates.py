@@ -1,4 +1,4 @@
-"""The small updates that graphs hold beside the model: tokens taken over, fields moved on.
+"""The small updates that graphs hold next to the model: tokens resolved, drafts kept, fields advanced.
 
 Here in torch operators, for any device; ``fused_updates`` has each of them as one kernel.
 """
@@ -79,9 +79,7 @@ class TokenFields:
         """Take them from a role's fields; raises ``RunError`` for lengths that are not ``int32``."""
         for buffer in fields:
             if buffer.field.name in LENGTHS and buffer.tensor.dtype != torch.int32:
-                raise RunError(
-                    f"{buffer.key} is declared {buffer.field.dtype}; lengths are int32, declare it so"
-                )
+                raise RunError(f"{buffer.key} is declared {buffer.field.dtype}; lengths are int32, declare it so")
         return cls(
             input_ids=fields["input_ids"],
             idx_mapping=fields["idx_mapping"],
@@ -99,7 +97,7 @@ class VerificationInputs:
     """One step of the target, as the drafter goes on from it; padding left out."""
 
     fields: TokenFields
-    """Those of the target."""
+    """The target's."""
     starts: torch.Tensor
     """``int32[R + 1]``: where the rows of each request begin."""
     counts: torch.Tensor
@@ -129,9 +127,7 @@ class Updates(Protocol):
         embedding must not be looked up for it.
         """
 
-    def keep(
-        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
-    ) -> None:
+    def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
         """Store one proposed token ``int64[R]`` of each request; ``first``: it is the step's first."""
 
     def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
@@ -141,11 +137,7 @@ class Updates(Protocol):
         """
 
     def prepare_drafts(
-        self,
-        verified: VerificationInputs,
-        prefill: TokenFields,
-        last: torch.Tensor,
-        decode: TokenFields | None,
+        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
         """Verify the target's batch, and bring the drafter's fields to what was kept of it.
 
@@ -172,9 +164,7 @@ class TorchUpdates:
         rows = _state_rows(state, idx_mapping)
         return rows, torch.where(idx_mapping < 0, 0, state.token[rows])
 
-    def keep(
-        self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool
-    ) -> None:
+    def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
         """See ``Updates``."""
         if first:
             state.column.zero_()
@@ -189,9 +179,7 @@ class TorchUpdates:
         positions = token_fields.positions[:rows]
         moved = real & (positions + 1 < token_fields.max_model_len)
         positions.add_(moved)
-        page = torch.gather(
-            token_fields.block_table[:rows], 1, (positions // token_fields.page_size).unsqueeze(1)
-        )
+        page = torch.gather(token_fields.block_table[:rows], 1, (positions // token_fields.page_size).unsqueeze(1))
         slot = page.squeeze(1).long() * token_fields.page_size + positions % token_fields.page_size
         token_fields.slot_mapping[:rows].copy_(torch.where(moved, slot, NULL_SLOT))
         for lengths in token_fields.lengths:
@@ -201,11 +189,7 @@ class TorchUpdates:
             ids.copy_(torch.where(real, tokens, ids))
 
     def prepare_drafts(
-        self,
-        verified: VerificationInputs,
-        prefill: TokenFields,
-        last: torch.Tensor,
-        decode: TokenFields | None,
+        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
         """See ``Updates``."""
         start, end, read = verified.starts[:-1], verified.starts[1:], verified.counts
@@ -215,11 +199,11 @@ class TorchUpdates:
         for number in range(verified.most):
             inside = number < read
             at = torch.where(inside, first + number, 0)
-            said = verified.answers[at]
-            prefill.input_ids[at[inside]] = said[inside].to(prefill.input_ids.dtype)
+            answer = verified.answers[at]
+            prefill.input_ids[at[inside]] = answer[inside].to(prefill.input_ids.dtype)
             drafted = number < drafts
             draft = verified.fields.input_ids[torch.where(drafted, first + number + 1, 0)]
-            agrees = agrees & drafted & (draft == said)
+            agrees = agrees & drafted & (draft == answer)
             accepted += agrees
         kept = end - start - drafts + accepted
         last[:rows] = start + kept - 1

@@ -197,17 +197,12 @@ class CudaGraphs:
         if pool.limit is not None and graph.memory and pool.memory > pool.limit:
             held = pool.memory
             del graph
-            raise torch.OutOfMemoryError(
-                f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}"
-            )
+            raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
         pool.add(graph)
         return graph
 
     def split(
-        self,
-        between: Callable[..., object],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """End a piece, run ``between``, and begin the next; see ``Grapher.split``."""
         if self._open is None:

@@ -61,10 +61,7 @@ class Grapher(Protocol):
         """
 
     def split(
-        self,
-        between: Callable[..., object],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """End a piece, run ``between(*reads, *writes)`` outside the graph, and begin the next piece.
 

@@ -62,8 +62,8 @@ def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> Layout:
         size = _aligned(block.size)
         at_once = (first <= block.last) & (last >= block.first)
         for chunk in range(len(chunks) + 1):
-            beside = at_once & (where == chunk)
-            offset = _lowest(size, start[beside], end[beside])
+            neighbours = at_once & (where == chunk)
+            offset = _lowest(size, start[neighbours], end[neighbours])
             if chunk == len(chunks) or offset + size <= chunks[chunk]:
                 where[index], start[index], end[index] = chunk, offset, offset + size
                 break

@@ -1,4 +1,4 @@
-"""Recorded graphs: what stands in for CUDA graphs where there is no GPU.
+"""Recorded graphs: the replacement for CUDA graphs on a machine without a GPU.
 
 A capture runs the forward once and keeps every operator that it called: which one, its host numbers,
 and where in memory each tensor lay. A replay calls the same operators on the same memory. So what is
@@ -99,10 +99,7 @@ class RecordedGraphs:
             return recording.finish(pool)
 
     def split(
-        self,
-        between: Callable[..., object],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """End a piece, run ``between`` outside the graph, and begin the next piece.
 
@@ -123,7 +120,7 @@ class _Call:
     args: Any
     kwargs: Any
     results: tuple[Own | None, ...]
-    """Where each tensor of the result must land; None: it is there already, or there is none."""
+    """Where each tensor of the result must land; None: it is there already, or the result is no tensor."""
 
     def step(self) -> Step:
         """Return what runs it on the pool."""
@@ -221,14 +218,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give each of the graph's own storages its place in the pool, and make the graph."""
         own = [(storage, storage.block) for storage in self._storages.values() if storage.is_own]
         used = [(storage, block) for storage, block in own if block is not None]
-        held = pool.hold([block for _, block in used])
-        for (storage, _), (chunk, offset) in zip(used, held.places, strict=True):
+        allocation = pool.hold([block for _, block in used])
+        for (storage, _), (chunk, offset) in zip(used, allocation.places, strict=True):
             storage.settle(chunk, offset)
         return RecordedGraph(
             steps=tuple(item.step() for item in self._items),
             in_inference_mode=torch.is_inference_mode_enabled(),
-            memory=held.memory,
-            alone=held.alone,
+            memory=allocation.memory,
+            alone=allocation.alone,
             pieces=1 + sum(isinstance(item, _Break) for item in self._items),
         )
 

@@ -78,9 +78,7 @@ class OracleDrafter(nn.Module):
         return self._drafter.forward(input_ids=input_ids, positions=positions, hidden=hidden, attend=attend)
 
     @torch.no_grad()
-    def propose(
-        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the answer for each row, or a token that is not it, ``int64[N]``."""
         # Its logits are part of a step's work, so they are computed, and then not used.
         self._drafter.propose(hidden, state_indices, positions)
@@ -135,13 +133,7 @@ def choose_drafter(
     if choice == "random":
         return drafter
     return OracleDrafter(
-        drafter,
-        choice,
-        num_states=num_states,
-        length=length,
-        vocab_size=target.vocab_size,
-        chance=chance,
-        seed=seed,
+        drafter, choice, num_states=num_states, length=length, vocab_size=target.vocab_size, chance=chance, seed=seed
     )
 
 

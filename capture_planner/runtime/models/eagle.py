@@ -12,15 +12,7 @@ from capture_planner.errors import RunError
 from capture_planner.records.model import Method, Speculative
 from capture_planner.runtime.models.heads import AUX_LAYER_IDS, Config, Eagle, Eagle3
 from capture_planner.runtime.models.huggingface import refuse_moving_rope
-from capture_planner.runtime.models.loading import (
-    UNREADABLE,
-    Source,
-    StoredTensor,
-    fill,
-    locate,
-    read_tensors,
-    seeded,
-)
+from capture_planner.runtime.models.loading import UNREADABLE, Source, StoredTensor, fill, locate, read_tensors, seeded
 from capture_planner.runtime.models.protocols import TargetModel
 
 __all__ = ["Eagle", "Eagle3", "load_drafter"]
@@ -43,9 +35,7 @@ def load_drafter(
     and, in one error, for all tensors that are missing, unexpected or of another shape.
     """
     if speculative.method is Method.MTP:
-        raise RunError(
-            "speculative.method: mtp heads are part of a target and are not run; use eagle or eagle3"
-        )
+        raise RunError("speculative.method: mtp heads are part of a target and are not run; use eagle or eagle3")
     kind = Eagle3 if speculative.method is Method.EAGLE3 else Eagle
     found = None if source is None else locate(source)
     config = _planned(speculative, target) if found is None else _read(found, speculative, target)
@@ -129,12 +119,8 @@ def _read(found: Source, speculative: Speculative, target: TargetModel) -> Confi
     if config.hidden_act != "silu":
         problems.append(f"{found.config}: hidden_act {config.hidden_act}, supported: silu")
     if config.hidden_size != target.hidden_size and speculative.method is Method.EAGLE:
-        problems.append(
-            f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}"
-        )
-    unsupported = [
-        name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)
-    ]
+        problems.append(f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}")
+    unsupported = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)]
     if eagle.get("use_aux_hidden_state", True) is False:
         unsupported.append("use_aux_hidden_state: false")
     problems += [f"{found.config}: {name} is not supported" for name in unsupported]
@@ -159,8 +145,7 @@ def _check(drafter: Eagle | Eagle3, target: TargetModel) -> None:
     """Raise ``RunError`` where a head names layers or tokens that its target does not have."""
     if any(not 0 <= layer < target.num_layers for layer in drafter.aux_layers):
         raise RunError(
-            f"{drafter.name}: {AUX_LAYER_IDS} {list(drafter.aux_layers)}, the target has "
-            f"{target.num_layers} layers"
+            f"{drafter.name}: {AUX_LAYER_IDS} {list(drafter.aux_layers)}, the target has {target.num_layers} layers"
         )
     if drafter.embed_tokens is None and drafter.hidden_size != target.hidden_size:
         raise RunError(

@@ -33,17 +33,13 @@ class _Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.scoring = Scoring(scale=config.head_dim**-0.5)
-        queries, keys = (
-            n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
-        )
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(
-        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Return ``[T, hidden_size]`` for ``states [T, width]``; ``cos`` and ``sin [T, 1, head_dim]``."""
         query, key, value = (
             projection(states).unflatten(-1, (-1, self.head_dim))
@@ -80,12 +76,7 @@ class _Block(nn.Module):
         self.post_attention_layernorm = _norm(config)
 
     def _add(
-        self,
-        residual: torch.Tensor,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
+        self, residual: torch.Tensor, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         residual = residual + self.self_attn(normed, cos, sin, attend)
         out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
@@ -95,15 +86,13 @@ class _Block(nn.Module):
 class _Layer(_Block):
     """A decoder layer."""
 
-    def forward(
-        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Return the residual stream ``[T, hidden_size]`` after this layer."""
         return self._add(states, self.input_layernorm(states), cos, sin, attend)
 
 
 class _MixingLayer(_Block):
-    """The first layer of EAGLE-3: attention reads the normed embedding beside the normed state."""
+    """The first layer of EAGLE-3: attention reads the normed embedding next to the normed state."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, 0, 2 * config.hidden_size)
@@ -111,12 +100,7 @@ class _MixingLayer(_Block):
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
 
     def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """Return the residual stream ``[T, hidden_size]`` after this layer."""
         normed = self.hidden_norm(hidden)
@@ -158,9 +142,7 @@ class _Head(nn.Module):
         raise RunError(f"{self.name} reads the target's last hidden state, not auxiliary ones")
 
     @torch.no_grad()
-    def propose(
-        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
         normed = self._before_logits(hidden)
         logits = self._target_logits(normed) if self.lm_head is None else self.lm_head(normed)
@@ -219,7 +201,7 @@ class Eagle(_Head):
 class Eagle3(_Head):
     """EAGLE-3: its input is mixed from auxiliary states of the target, and then its own last state.
 
-    Attention of the first layer reads the normed embedding beside the normed state. What goes on to
+    Attention of the first layer reads the normed embedding next to the normed state. What goes on to
     the next step is the residual stream before the final norm.
     """
 
@@ -227,10 +209,10 @@ class Eagle3(_Head):
         super().__init__(config, target, own)
         hidden, depth = config.hidden_size, target.num_layers
         nested = getattr(config, "eagle_config", None) or {}
-        asked = getattr(config, AUX_LAYER_IDS, None) or nested.get(AUX_LAYER_IDS)
-        wanted = asked or (2, depth // 2, depth - 3)
+        configured = getattr(config, AUX_LAYER_IDS, None) or nested.get(AUX_LAYER_IDS)
+        wanted = configured or (2, depth // 2, depth - 3)
         # Small targets do not have the layers that real ones are tapped at; the same one may be twice.
-        self.aux_layers = tuple(wanted if asked else (min(max(layer, 0), depth - 1) for layer in wanted))
+        self.aux_layers = tuple(wanted if configured else (min(max(layer, 0), depth - 1) for layer in wanted))
         self.fc = nn.Linear(len(self.aux_layers) * target.hidden_size, hidden, bias="fc.bias" in own)
         rest = (_Layer(config, layer, hidden) for layer in range(1, self.num_layers))
         self.layers = nn.ModuleList([_MixingLayer(config), *rest])

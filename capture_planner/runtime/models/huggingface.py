@@ -28,11 +28,7 @@ from capture_planner.runtime.models.interface import INTERFACE, SUPPORTED, Call,
 from capture_planner.runtime.models.loading import UNREADABLE, Source, locate, seeded, weights_of
 from capture_planner.runtime.models.protocols import Attend, Weight
 
-_FLOATS = {
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT16: torch.float16,
-    DataType.FLOAT32: torch.float32,
-}
+_FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
 
 
 class HuggingFaceModel:
@@ -57,9 +53,7 @@ class HuggingFaceModel:
         self._head = untyped.get_output_embeddings()
         self._embedding = self._decoder.get_input_embeddings()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._logit_scale = float(
-            getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        )
+        self._logit_scale = float(getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
         lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
         layers = next((child for child in lists if len(child) == self.num_layers), None)
         if self._head is None or layers is None:
@@ -84,8 +78,7 @@ class HuggingFaceModel:
         """
         if any(not 0 <= layer < self.num_layers for layer in aux_layers):
             raise RunError(
-                f"auxiliary states of layers {list(aux_layers)}: {self.name} has layers 0 to "
-                f"{self.num_layers - 1}"
+                f"auxiliary states of layers {list(aux_layers)}: {self.name} has layers 0 to {self.num_layers - 1}"
             )
         entered: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks, torch.no_grad():
@@ -123,11 +116,7 @@ class HuggingFaceModel:
         return weights_of(self._parts)
 
     def _arguments(self, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
-        return {
-            "position_ids": positions.unsqueeze(-2),
-            "use_cache": False,
-            INTERFACE: Call(attend, self.windows),
-        }
+        return {"position_ids": positions.unsqueeze(-2), "use_cache": False, INTERFACE: Call(attend, self.windows)}
 
     @torch.no_grad()
     def _probe(self, model: PreTrainedModel) -> tuple[int, int, int, bool]:
@@ -166,20 +155,15 @@ class HuggingFaceModel:
 
 
 def load_target(
-    source: Path | None,
-    shape: Model,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
+    source: Path | None, shape: Model, *, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
 ) -> HuggingFaceModel:
     """Return the model at ``source``, or one of the plan's numbers with random weights.
 
     ``source`` is a local folder (config.json, and safetensors where there are weights) or a
     configuration file; None: a Llama of the numbers in ``shape``. Nothing is read from a network.
     Weights that are not there are random, the same for the same ``seed`` and device type; the global
-    generators are left as they were. ``dtype``: that of the weights; None: the configuration's, or
-    else that of ``shape``.
+    generators are left as they were. ``dtype`` of the weights; None: the configuration's, or
+    else the one in ``shape``.
 
     Raises ``RunError`` where there is no model, where weights are missing, and where the model is of
     a kind that is not executed.
@@ -234,8 +218,7 @@ def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
     ]
     if shape.max_model_len > model.max_model_len:
         sentences.append(
-            f"model.max_model_len: the plan says {shape.max_model_len}, {model.name} has at most "
-            f"{model.max_model_len}"
+            f"model.max_model_len: the plan says {shape.max_model_len}, {model.name} has at most {model.max_model_len}"
         )
     if shape.latent is not None:
         sentences.append(f"model.latent: the plan says latent attention, {model.name} has ordinary heads")
@@ -288,18 +271,11 @@ def _llama(shape: Model) -> LlamaConfig:
     )
 
 
-def _pretrained(
-    factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any]
-) -> PreTrainedModel:
+def _pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     """Load weights; the library would make up those that are missing."""
     folder = found.config.parent
     model, loading = factory.from_pretrained(
-        folder,
-        config=config,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-        **options,
+        folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
     )
     missing = sorted(loading["missing_keys"])
     if missing:

@@ -18,11 +18,9 @@ from capture_planner.errors import RunError
 from capture_planner.runtime.models.protocols import Attend, Scoring
 
 INTERFACE = "capture_planner"
-"""The attention implementation's name, and that of the keyword argument that carries a ``Call``."""
+"""The name of the attention implementation, and of the keyword argument that carries a ``Call``."""
 
-SUPPORTED = (
-    "supported: causal decoders of full or sliding-window softmax attention, through the attention interface"
-)
+SUPPORTED = "supported: causal decoders of full or sliding-window softmax attention, through the attention interface"
 _HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -62,9 +60,7 @@ def _attention(
         )
     window = capture_planner.windows[layer]
     if kwargs.get("sliding_window", window) != window:
-        raise RunError(
-            f"{where} asks for a window of {kwargs['sliding_window']}, its configuration for {window}"
-        )
+        raise RunError(f"{where} asks for a window of {kwargs['sliding_window']}, its configuration for {window}")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     scoring = Scoring(scale=scale, softcap=softcap, sinks=s_aux)
     queries, keys, values = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))

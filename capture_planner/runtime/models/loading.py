@@ -24,7 +24,7 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, Safetensor
 
 @attrs.frozen
 class Source:
-    """A configuration, and the files of weights beside it; no files: the weights are random."""
+    """A configuration, and the files of weights next to it; no files: the weights are random."""
 
     config: Path
     files: tuple[Path, ...] = ()
@@ -56,7 +56,7 @@ class StoredTensor:
 def locate(path: Path) -> Source:
     """Return what is at ``path``: a folder with config.json, or a configuration file alone.
 
-    Raises ``RunError`` where there is none, and where there are weights in pickle files only.
+    Raises ``RunError`` where it has neither, and where there are weights in pickle files only.
     """
     if path.is_file():
         return Source(path)

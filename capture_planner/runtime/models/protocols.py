@@ -96,12 +96,10 @@ class Drafter(Protocol):
         """Return ``[T, hidden_size]``: what ``propose`` reads, and the hidden input of the next step.
 
         ``input_ids int[T]`` stand one position after the tokens that ``hidden`` belongs to;
-        ``positions int64[T]`` are those of ``hidden``.
+        ``positions int64[T]`` belong to ``hidden``.
         """
 
-    def propose(
-        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return one token for each row, ``int64[N]``, in the target's vocabulary.
 
         ``state_indices int64[N]`` say which request a row is (the last index is for padded rows), and

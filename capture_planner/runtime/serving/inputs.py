@@ -23,11 +23,7 @@ def token_rows(scheduled: ScheduledBatch, states: RequestStates) -> tuple[Array,
         starts = np.arange(0, scheduled.num_tokens + 1, query_len, dtype=np.int32)
         if query_len == 1:
             return starts, scheduled.state_indices, base
-        return (
-            starts,
-            np.repeat(scheduled.state_indices, query_len),
-            (base[:, None] + np.arange(query_len)).ravel(),
-        )
+        return (starts, np.repeat(scheduled.state_indices, query_len), (base[:, None] + np.arange(query_len)).ravel())
     starts = np.zeros(scheduled.num_reqs + 1, dtype=np.int32)
     np.cumsum(scheduled.counts, out=starts[1:])
     positions = np.arange(scheduled.num_tokens) + np.repeat(base - starts[:-1], scheduled.counts)

@@ -28,18 +28,15 @@ class PageFormat:
 
     @property
     def slots(self) -> int:
-        """Slots in all, those of the null page included."""
+        """Slots in all, the null page's included."""
         return self.num_pages * self.page_size
 
 
-def layer_cache(
-    attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device
-) -> LayerCache:
+def layer_cache(attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device) -> LayerCache:
     """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice."""
     shape = (pages.num_pages, pages.page_size, attention.num_kv_heads, attention.head_dim)
     keys, values = (
-        allocated(shape, dtype, device, f"keys and values of {pages.num_pages} pages (--pages)")
-        for _ in range(2)
+        allocated(shape, dtype, device, f"keys and values of {pages.num_pages} pages (--pages)") for _ in range(2)
     )
     return LayerCache(keys=keys, values=values)
 
@@ -54,7 +51,7 @@ def allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device, wh
 
 
 class PagePool:
-    """The pages that nobody has, handed out last returned first, so that reuse comes soon."""
+    """The free pages. The last one returned is handed out first, so that reuse, and its bugs, come soon."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = [page for page in range(num_pages - 1, -1, -1) if page != NULL_PAGE]

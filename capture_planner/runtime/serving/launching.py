@@ -127,10 +127,10 @@ class StepLauncher:
     def _promised(self, scheduled: ScheduledBatch, inputs: StepInputs) -> Verification:
         """Count the step before its tokens are there; a request that has all of its then is scheduled no more."""
         states, rows = self._scheduler.states, scheduled.state_indices
-        settled = promise(scheduled, states, inputs.query_start_loc)
-        for row in np.flatnonzero((settled.gained > 0) & (states.length[rows] >= states.end[rows])):
+        verification = promise(scheduled, states, inputs.query_start_loc)
+        for row in np.flatnonzero((verification.gained > 0) & (states.length[rows] >= states.end[rows])):
             self._scheduler.leave(scheduled.live[row])
-        return settled
+        return verification
 
     def _run_target(
         self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
@@ -159,12 +159,7 @@ class StepLauncher:
         return not self._policy.draft_decodes_need_host and draft_decodes.entry is not None
 
     def _launch_all(
-        self,
-        index: int,
-        scheduled: ScheduledBatch,
-        inputs: StepInputs,
-        decodes: Dispatch | None,
-        begun: float,
+        self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, decodes: Dispatch | None, begun: float
     ) -> OnItsWay:
         """Fill the fields of all roles at once, and run target, verification and drafter in a row."""
         parts, states = self._parts, self._scheduler.states
@@ -174,7 +169,7 @@ class StepLauncher:
         if decodes is not None:
             longest = states.computed[scheduled.state_indices] + scheduled.counts
             by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
-        if self._policy.poison:
+        if self._policy.options.poison:
             for role in by_role:
                 parts.roles[role].poison()
         parts.apply([write for role, each in by_role.items() for write in parts.roles[role].writes(each)])
@@ -203,11 +198,11 @@ class StepLauncher:
             parts.token_fields[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
         )
 
-    def draft(self, step: PendingStep, settled: Verification) -> OnItsWay:
+    def draft(self, step: PendingStep, verification: Verification) -> OnItsWay:
         """Run the draft prefill on the target's batch, then k - 1 draft decodes, from what was settled."""
         states, scheduled = self._scheduler.states, step.scheduled
         begun = perf_counter()
-        prefill = draft_prefill_inputs(step.inputs, scheduled, settled.kept, states)
+        prefill = draft_prefill_inputs(step.inputs, scheduled, verification.kept, states)
         self._run_draft_prefill(step.index, scheduled, prefill, begun, filled=False)
         if step.draft_decodes is not None:
             computed = states.computed[scheduled.state_indices]
@@ -243,9 +238,7 @@ class StepLauncher:
         assert self._parts.state is not None, "a drafter has a state"
         return on_its_way(self._parts.state.proposed)
 
-    def _note(
-        self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1
-    ) -> None:
+    def _note(self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
         self._session.forwards.append(
             Forward(
                 step=index,

@@ -94,7 +94,7 @@ class RequestStates:
         self.proposed = np.zeros(count, dtype=np.int64)
         """Draft tokens that stand after the settled ones."""
         self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
-        """``[state, page]``: the null page where there is none."""
+        """``[state, page]``: the null page past the request's own."""
 
 
 class Scheduler:
@@ -183,7 +183,7 @@ class Scheduler:
         prompting = [(live, left) for live, left in zip(self._running, prompt_left, strict=True) if left > 0]
         left, k = self._limits.max_num_tokens, self._k(len(self._running))
         if not prompting or len(decoding) * (1 + k) >= left:
-            # Decodes alone: as many as keep the shape that a uniform graph has.
+            # Decodes alone, and only so many that all have the query length of a uniform graph.
             prompting, decoding = [], self._rotate(decoding)
             k = self._k(len(decoding))
         rows: list[tuple[Live, int, int]] = []
@@ -230,7 +230,7 @@ class Scheduler:
         return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
 
     def _rotate(self, decoding: Sequence[Live]) -> list[Live]:
-        """Return as many as have room for all their drafts, taking turns where not all have."""
+        """Return the decodes that have room for all their drafts, taking turns where not all have."""
         count = len(decoding)
         while count > 1 and count * (1 + self._k(count)) > self._limits.max_num_tokens:
             count -= 1

@@ -94,17 +94,17 @@ class Serving:
     def _complete(self, step: PendingStep) -> None:
         """Store a step's tokens, finish the requests that are complete, and draft for the others."""
         scheduled, states = step.scheduled, self.scheduler.states
-        settled = self._settled(step)
+        verification = self._settled(step)
         # A row that was filled up with any token is no draft of anybody.
         drafts = np.minimum(scheduled.drafts, states.proposed[scheduled.state_indices])
-        drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, settled.accepted).sum())
-        finished = self._finished(scheduled, settled)
+        drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, verification.accepted).sum())
+        finished = self._finished(scheduled, verification)
         proposed = step.proposed
         if self._drafter is not None:
             if proposed is None and len(finished) < scheduled.num_reqs:
-                proposed = self._launcher.draft(step, settled)
+                proposed = self._launcher.draft(step, verification)
             if proposed is not None:
-                self._propose(scheduled, settled, proposed())
+                self._propose(scheduled, verification, proposed())
         done = [self._finish(live) for live in finished]
         end = perf_counter()
         self._session.steps.append(
@@ -128,35 +128,35 @@ class Serving:
         scheduled, states = step.scheduled, self.scheduler.states
         tokens = step.tokens()
         if step.promised is None:
-            settled = settle(scheduled, states, tokens[step.inputs.sampled_rows])
+            verification = settle(scheduled, states, tokens[step.inputs.sampled_rows])
         else:
-            settled = step.promised
+            verification = step.promised
             gone = [live.is_finished for live in scheduled.live]
             if any(gone):
                 # A stop token ended them after this step was launched; their states may be other requests' now.
-                settled = attrs.evolve(settled, gained=np.where(gone, 0, settled.gained))
-            fulfil(scheduled, settled, states, step.inputs.query_start_loc, tokens)
+                verification = attrs.evolve(verification, gained=np.where(gone, 0, verification.gained))
+            fulfil(scheduled, verification, states, step.inputs.query_start_loc, tokens)
         if scheduled.prompts:
             clock = perf_counter()
-            for live, gained in zip(scheduled.live, settled.gained, strict=True):
+            for live, gained in zip(scheduled.live, verification.gained, strict=True):
                 if gained and live.first_token is None:
                     live.first_token = clock
-        return settled
+        return verification
 
-    def _propose(self, scheduled: ScheduledBatch, settled: Verification, proposed: Array) -> None:
+    def _propose(self, scheduled: ScheduledBatch, verification: Verification, proposed: Array) -> None:
         """Put the drafts after what is settled."""
         states, k = self.scheduler.states, scheduled.draft_tokens
-        rows = scheduled.state_indices[settled.gained > 0]
-        states.proposed[scheduled.state_indices] = np.where(settled.gained > 0, k, 0)
+        rows = scheduled.state_indices[verification.gained > 0]
+        states.proposed[scheduled.state_indices] = np.where(verification.gained > 0, k, 0)
         states.tokens[rows[:, None], states.length[rows][:, None] + np.arange(k)] = proposed[rows, :k]
 
-    def _finished(self, scheduled: ScheduledBatch, settled: Verification) -> list[Live]:
+    def _finished(self, scheduled: ScheduledBatch, verification: Verification) -> list[Live]:
         """Return the requests that had their last token in this step."""
         states, rows = self.scheduler.states, scheduled.state_indices
-        length = settled.at + settled.gained
-        ended = (settled.gained > 0) & (length >= states.end[rows])
-        for row in np.flatnonzero((settled.gained > 0) & states.stops[rows] & ~ended):
-            new = states.tokens[rows[row], settled.at[row] : length[row]]
+        length = verification.at + verification.gained
+        ended = (verification.gained > 0) & (length >= states.end[rows])
+        for row in np.flatnonzero((verification.gained > 0) & states.stops[rows] & ~ended):
+            new = states.tokens[rows[row], verification.at[row] : length[row]]
             ended[row] = not scheduled.live[row].request.stop.isdisjoint(new.tolist())
         return [scheduled.live[row] for row in np.flatnonzero(ended)]
 

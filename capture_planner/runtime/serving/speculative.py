@@ -52,7 +52,7 @@ def sampled_counts(scheduled: ScheduledBatch, states: RequestStates) -> Array:
 def promise(scheduled: ScheduledBatch, states: RequestStates, starts: Array) -> Verification:
     """Advance the states by a step without drafts, whose tokens are not known yet.
 
-    Each new token stands in ``states`` as ``-1 - i``, i being the row of this step's batch that says it,
+    Each new token is in ``states`` as ``-1 - i``, i being the row of this step's batch that says it,
     until ``fulfil`` puts it there. What is counted is what ``settle`` would count.
     """
     rows = scheduled.state_indices
@@ -65,11 +65,11 @@ def promise(scheduled: ScheduledBatch, states: RequestStates, starts: Array) -> 
 
 
 def fulfil(
-    scheduled: ScheduledBatch, settled: Verification, states: RequestStates, starts: Array, said: Array
+    scheduled: ScheduledBatch, settled: Verification, states: RequestStates, starts: Array, answers: Array
 ) -> None:
     """Store the tokens of a promised step; ``said int64[T]`` is the next token of each row of the batch."""
     new = settled.gained > 0
-    states.tokens[scheduled.state_indices[new], settled.at[new]] = said[starts[1:][new] - 1]
+    states.tokens[scheduled.state_indices[new], settled.at[new]] = answers[starts[1:][new] - 1]
 
 
 def settle(scheduled: ScheduledBatch, states: RequestStates, sampled: Array) -> Verification:
@@ -85,16 +85,16 @@ def settle(scheduled: ScheduledBatch, states: RequestStates, sampled: Array) -> 
     most = int(wanted.max(initial=0))
     columns = np.arange(most)
     inside = columns < wanted[:, None]
-    said = np.zeros((len(rows), most), dtype=np.int64)
-    said[inside] = sampled
+    answers = np.zeros((len(rows), most), dtype=np.int64)
+    answers[inside] = sampled
     before = states.length[rows]
     at = before[:, None] + columns
     drafted = states.tokens[rows[:, None], np.minimum(at, states.tokens.shape[1] - 1)]
-    hits = (said == drafted) & (columns < drafts[:, None])
+    hits = (answers == drafted) & (columns < drafts[:, None])
     accepted = np.logical_and.accumulate(hits, axis=1).sum(axis=1)
     gained = np.where(reaches, accepted + 1, 0)
     new = columns < gained[:, None]
-    states.tokens[np.broadcast_to(rows[:, None], new.shape)[new], at[new]] = said[new]
+    states.tokens[np.broadcast_to(rows[:, None], new.shape)[new], at[new]] = answers[new]
     kept = scheduled.counts - drafts + accepted
     states.length[rows] += gained
     states.computed[rows] += kept

@@ -4,10 +4,10 @@ What a strategy gives is always valid, unless its name says otherwise. A field t
 joins its strategy here; ``tests/test_strategies.py`` fails until it does.
 """
 
-from capture_planner.testing.strategies.files import Document, documents
+from capture_planner.testing.strategies.files import DocumentText, documents
 from capture_planner.testing.strategies.machines import (
-    Deployment,
     FakeBackend,
+    PlanInputs,
     backends,
     deployments,
     environments,
@@ -18,9 +18,9 @@ from capture_planner.testing.strategies.plans import arbitrary_plans, batches, p
 from capture_planner.testing.strategies.specs import specs
 
 __all__ = [
-    "Deployment",
-    "Document",
+    "DocumentText",
     "FakeBackend",
+    "PlanInputs",
     "arbitrary_plans",
     "backends",
     "batches",

@@ -15,7 +15,7 @@ from capture_planner.testing.strategies.specs import specs
 
 
 @attrs.frozen(kw_only=True)
-class Document:
+class DocumentText:
     """The text of a file that is, or once was, a record of ``kind``."""
 
     kind: type[Any]
@@ -72,10 +72,10 @@ def _mutations(draw: DrawFn, text: str) -> str:
 
 
 @st.composite
-def documents(draw: DrawFn) -> Document:
+def documents(draw: DrawFn) -> DocumentText:
     """Return the text of specs, environments and plans, half of them damaged in a place or two."""
     value: Any = draw(specs(max_reqs=64) | environments() | arbitrary_plans())
     text, damage = codec.dumps(value), draw(st.sampled_from((0, 0, 1, 2)))
     for _ in range(damage):
         text = draw(_mutations(text))
-    return Document(kind=type(value), text=text, mutated=damage > 0)
+    return DocumentText(kind=type(value), text=text, mutated=damage > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
@@ -27,32 +28,31 @@ from capture_planner.records.backend import (
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import (
-    Limits,
-    Spec,
-)
+from capture_planner.records.spec import Limits, Spec
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
     any_names,
     any_text,
     byte_counts,
+    composite,
     counts,
     maybe,
+    one_of,
     versions,
 )
 
 
-@st.composite
+@composite
 def environments(draw: DrawFn) -> Environment:
     """Return machines: CPUs and GPUs of every generation, with any packages."""
     cuda = draw(st.booleans())
-    capabilities = st.sampled_from(("7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "12.0"))
+    capabilities = one_of(("7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "12.0"))
     device = Device(
         kind=DeviceKind.CUDA if cuda else DeviceKind.CPU,
         name=draw(any_names()),
         capability=draw(capabilities) if cuda else None,
-        memory=draw(st.sampled_from((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | byte_counts()),
+        memory=draw(_memories()),
         multiprocessors=draw(st.integers(1, 200)) if cuda else None,
     )
     return Environment(
@@ -60,43 +60,55 @@ def environments(draw: DrawFn) -> Environment:
         device=device,
         driver=draw(maybe(versions())),
         cuda=draw(maybe(versions())),
-        packages=draw(st.dictionaries(any_names(), versions(), max_size=3)),
+        packages=draw(_packages()),
     )
 
 
+@functools.cache
+def _memories() -> SearchStrategy[int]:
+    return one_of((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | byte_counts()
+
+
+@functools.cache
+def _packages() -> SearchStrategy[dict[str, str]]:
+    return st.dictionaries(any_names(), versions(), max_size=3)
+
+
+@functools.cache
 def supports() -> SearchStrategy[Support]:
     return st.builds(
         Support,
-        level=st.sampled_from(GraphSupport),
+        level=one_of(GraphSupport),
         reason=any_text(),
         max_num_reqs=st.none() | st.none() | counts(),
         max_graphs=st.none() | st.none() | counts(),
     )
 
 
-@st.composite
+@composite
 def _fields(draw: DrawFn) -> MetadataField:
-    fill = draw(st.sampled_from(Fill))
+    fill = draw(one_of(Fill))
     counts = fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
     dtypes = ("int32", "int64") if counts else ("int32", "int64", "uint8", "bool", "float32")
-    dtype = draw(st.sampled_from(dtypes))
+    dtype = draw(one_of(dtypes))
     low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-(1 << 31), (1 << 31) - 1))
     return MetadataField(
         name=draw(st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)),
-        axis=draw(st.sampled_from(Axis)),
-        inner=None if counts else draw(maybe(st.sampled_from(Axis))),
+        axis=draw(one_of(Axis)),
+        inner=None if counts else draw(maybe(one_of(Axis))),
         dtype=dtype,
         fill=fill,
         value=draw(st.integers(low, high)) if fill is Fill.CONSTANT else None,
-        lifetime=draw(st.sampled_from(Lifetime)),
-        indexes=draw(maybe(st.sampled_from(Bound))),
-        where=draw(st.sampled_from(Where)),
-        offset=draw(st.sampled_from((0, 1, 4096))),
-        scale=draw(st.sampled_from((1, 8))),
-        align=draw(st.sampled_from((1, 128))),
+        lifetime=draw(one_of(Lifetime)),
+        indexes=draw(maybe(one_of(Bound))),
+        where=draw(one_of(Where)),
+        offset=draw(one_of((0, 1, 4096))),
+        scale=draw(one_of((1, 8))),
+        align=draw(one_of((1, 128))),
     )
 
 
+@functools.cache
 def padding_contracts() -> SearchStrategy[PaddingContract]:
     """Return contracts of any few fields."""
     fields = st.lists(_fields(), max_size=3, unique_by=lambda field: field.name)
@@ -136,20 +148,20 @@ class FakeBackend:
         return Workspace(device=tokens * self.bytes_per_token, pinned=limits.max_num_reqs, formula="tokens")
 
 
-@st.composite
+@composite
 def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
     """Return backends of any support by role, caps, refresh and padding contract."""
     return FakeBackend(
         name=draw(any_names()) if name is None else name,
         supports={role: draw(supports()) for role in Role},
-        windowed=draw(st.sampled_from(GraphSupport)),
-        refreshes=draw(st.sampled_from(Refresh)),
+        windowed=draw(one_of(GraphSupport)),
+        refreshes=draw(one_of(Refresh)),
         contract=draw(padding_contracts()),
         bytes_per_token=draw(st.integers(0, 4096)),
     )
 
 
-@st.composite
+@composite
 def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
     """Return registries with one backend of each name."""
     return Registry(
@@ -159,7 +171,7 @@ def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
 
 
 @attrs.frozen(kw_only=True)
-class Deployment:
+class PlanInputs:
     """A spec, the machine it is for, and the backends it names: all that ``plan`` takes."""
 
     spec: Spec
@@ -171,10 +183,11 @@ class Deployment:
         return plan(self.spec, self.environment, self.registry)
 
 
-def deployments(*, max_reqs: int = 512, max_tokens: int = 4096) -> SearchStrategy[Deployment]:
+@functools.cache
+def deployments(*, max_reqs: int = 512, max_tokens: int = 4096) -> SearchStrategy[PlanInputs]:
     """Return specs with an environment and a registry that has every backend they name."""
     return st.builds(
-        Deployment,
+        PlanInputs,
         spec=specs(max_reqs=max_reqs, max_tokens=max_tokens),
         environment=environments(),
         registry=registries(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import attrs
 from hypothesis import assume, reject
 from hypothesis import strategies as st
@@ -10,9 +12,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import digest
-from capture_planner.records.backend import (
-    Workspace,
-)
+from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.plan import Decision, GroupPlan, Plan, RolePlan, Waiver
@@ -23,12 +23,14 @@ from capture_planner.testing.strategies.values import (
     any_names,
     any_text,
     byte_counts,
+    composite,
     counts,
     maybe,
+    one_of,
 )
 
 
-@st.composite
+@composite
 def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096) -> Plan:
     """Return plans that the planner made."""
     try:
@@ -37,81 +39,102 @@ def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096) -> Plan:
         reject()
 
 
+@functools.cache
 def _entries(lora: bool) -> SearchStrategy[Entry]:
     """Return graphs as no planner would make them: any extents beside each other."""
     shapes = {
         "num_tokens": counts(),
-        "query_len": maybe(st.sampled_from((1, 2, 3, 4))),
-        "active_loras": st.sampled_from((0, 1, 2, 4, 5)) if lora else st.just(0),
+        "query_len": maybe(one_of((1, 2, 3, 4))),
+        "active_loras": one_of((0, 1, 2, 4, 5)) if lora else st.just(0),
         "draft_steps": st.none() | st.integers(1, 3),
     }
-    anything = st.builds(
-        Entry,
-        mode=st.sampled_from((GraphMode.FULL, GraphMode.PIECEWISE)),
-        num_reqs=maybe(counts()),
-        **shapes,
-    )
+    anything = st.builds(Entry, mode=one_of((GraphMode.FULL, GraphMode.PIECEWISE)), num_reqs=maybe(counts()), **shapes)
     return anything | anything.map(
         lambda e: attrs.evolve(e, num_reqs=e.num_tokens, num_tokens=e.num_tokens * (e.query_len or 1))
     )
 
 
-@st.composite
+@composite
 def _waivers(draw: DrawFn) -> Waiver:
     first = draw(st.integers(0, 64))
     return Waiver(
-        kind=draw(st.sampled_from(Kind)),
+        kind=draw(one_of(Kind)),
         query_len=draw(maybe(st.integers(1, 4))),
         first=first,
         last=first + draw(st.integers(0, 64)),
         min_loras=draw(st.integers(0, 2)),
         max_loras=draw(st.integers(0, 6)),
-        reason=draw(st.sampled_from(Reason)),
+        reason=draw(one_of(Reason)),
         message=draw(any_text()),
     )
 
 
-@st.composite
-def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
+@functools.cache
+def _group_lists() -> SearchStrategy[list[GroupPlan]]:
     group = st.builds(
         GroupPlan,
         name=any_names(),
         layers=st.integers(0, 6),
         window=maybe(st.integers(0, 4096)),
-        backend=st.sampled_from(BACKENDS),
+        backend=one_of(BACKENDS),
         distribution=any_names(),
         version=any_text(),
         support=supports(),
         workspace=st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text()),
         padding=padding_contracts(),
     )
+    return st.lists(group, max_size=2)
+
+
+@functools.cache
+def _decision_lists() -> SearchStrategy[list[Decision]]:
     decision = st.builds(
         Decision,
         rule=st.from_regex(r"[a-z][a-z0-9-]{0,9}", fullmatch=True),
         before=any_text(),
         after=any_text(),
-        role=st.sampled_from(Role),
+        role=one_of(Role),
         backend=maybe(any_text()),
         group=maybe(any_text()),
         message=any_text(),
     )
+    return st.lists(decision, max_size=2)
+
+
+@functools.cache
+def _entry_lists(lora: bool) -> SearchStrategy[list[Entry]]:
+    return st.lists(_entries(lora), max_size=12)
+
+
+@functools.cache
+def _waiver_lists() -> SearchStrategy[list[Waiver]]:
+    return st.lists(_waivers(), max_size=2)
+
+
+@composite
+def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
     return RolePlan(
         role=role,
-        requested=draw(st.sampled_from(GraphMode)),
-        mode=draw(st.sampled_from(GraphMode)),
-        groups=tuple(draw(st.lists(group, max_size=2))),
-        decisions=tuple(draw(st.lists(decision, max_size=2))),
-        entries=tuple(draw(st.lists(_entries(lora), max_size=12))),
-        waivers=tuple(draw(st.lists(_waivers(), max_size=2))),
+        requested=draw(one_of(GraphMode)),
+        mode=draw(one_of(GraphMode)),
+        groups=tuple(draw(_group_lists())),
+        decisions=tuple(draw(_decision_lists())),
+        entries=tuple(draw(_entry_lists(lora))),
+        waivers=tuple(draw(_waiver_lists())),
         inputs=draw(padding_contracts()).fields,
     )
 
 
-@st.composite
+@functools.cache
+def _role_lists() -> SearchStrategy[list[Role]]:
+    return st.lists(one_of(Role), min_size=1, unique=True)
+
+
+@composite
 def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
-    roles = draw(st.lists(st.sampled_from(Role), min_size=1, unique=True))
+    roles = draw(_role_lists())
     return Plan(
         spec_digest=digest(spec),
         environment=draw(environments()),
@@ -141,11 +164,7 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
         edges |= {edge for interval in family.requests.intervals for edge in interval}
     near = st.sampled_from([edge + shift for edge in sorted(edges) for shift in (-1, 0, 1)])
     num_reqs = draw(near | st.integers(-1, plan.limits.max_num_reqs + 2))
-    lengths = (
-        {1}
-        | {family.query_len for family in families}
-        | {e.query_len for e in planned.entries if e.query_len}
-    )
+    lengths = {1} | {family.query_len for family in families} | {e.query_len for e in planned.entries if e.query_len}
     query_len = draw(st.none() | st.sampled_from(sorted(lengths)) | st.integers(0, 5))
     totals = {plan.limits.max_num_tokens} | {entry.num_tokens for entry in planned.entries}
     any_total = st.sampled_from([total + shift for total in sorted(totals) for shift in (-1, 0, 1)])

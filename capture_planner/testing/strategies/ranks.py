@@ -47,10 +47,7 @@ def _possible(batch: Batch) -> Batch:
     """Return the batch with counts that a scheduler can send."""
     reqs = max(batch.num_reqs, 1)
     return attrs.evolve(
-        batch,
-        num_reqs=reqs,
-        num_tokens=max(batch.num_tokens, reqs),
-        active_loras=max(batch.active_loras, 0),
+        batch, num_reqs=reqs, num_tokens=max(batch.num_tokens, reqs), active_loras=max(batch.active_loras, 0)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -23,29 +24,30 @@ from capture_planner.records.spec import (
     Sizes,
     Spec,
 )
-from capture_planner.testing.strategies.values import BACKENDS, any_names, byte_counts, counts, maybe
+from capture_planner.testing.strategies.values import BACKENDS, any_names, byte_counts, composite, counts, maybe, one_of
 
 
+@functools.cache
 def _latents() -> SearchStrategy[Latent]:
-    return st.builds(Latent, kv_lora_rank=st.sampled_from((64, 512)), rope_head_dim=st.sampled_from((32, 64)))
+    return st.builds(Latent, kv_lora_rank=one_of((64, 512)), rope_head_dim=one_of((32, 64)))
 
 
-@st.composite
+@composite
 def _models(draw: DrawFn, tensor: int) -> Model:
     """Draw a model whose heads divide over ``tensor`` ranks."""
-    kv_heads = draw(st.sampled_from((tensor, 2 * tensor, 1)))
+    kv_heads = draw(one_of((tensor, 2 * tensor, 1)))
     queries = kv_heads if kv_heads % tensor == 0 else kv_heads * tensor
     return Model(
         name=draw(any_names()),
         num_layers=draw(st.integers(1, 6)),
         num_heads=queries * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from((64, 96, 128, 576))),
-        max_model_len=draw(st.sampled_from((1, 4096, 131072))),
-        hidden_size=draw(maybe(st.sampled_from((512, 4096)))),
-        vocab_size=draw(maybe(st.sampled_from((1000, 151936)))),
-        dtype=draw(st.sampled_from(DataType)),
-        kv_dtype=draw(maybe(st.sampled_from(DataType))),
+        head_dim=draw(one_of((64, 96, 128, 576))),
+        max_model_len=draw(one_of((1, 4096, 131072))),
+        hidden_size=draw(maybe(one_of((512, 4096)))),
+        vocab_size=draw(maybe(one_of((1000, 151936)))),
+        dtype=draw(one_of(DataType)),
+        kv_dtype=draw(maybe(one_of(DataType))),
         causal=draw(st.booleans()),
         latent=draw(maybe(_latents())),
         sinks=draw(st.booleans()),
@@ -54,51 +56,63 @@ def _models(draw: DrawFn, tensor: int) -> Model:
     )
 
 
-@st.composite
+@composite
 def _limits(draw: DrawFn, max_reqs: int, max_tokens: int) -> Limits:
-    most = draw(counts(min(max_reqs, 64)) | st.sampled_from((max_reqs, min(max_reqs, 64))))
-    tokens = st.sampled_from((most, 2 * most, 4 * most, 256, 512, 1024, 4096)) | st.integers(1, 300)
-    return Limits(max_num_reqs=most, max_num_tokens=min(draw(tokens), max_tokens))
+    largest = one_of((max_reqs, min(max_reqs, 64)))
+    most = draw(largest if draw(st.booleans()) else counts(min(max_reqs, 64)))
+    near = one_of((most, 2 * most, 4 * most, 256, 512, 1024, 4096))
+    tokens = draw(st.integers(1, 300) if draw(st.booleans()) else near)
+    return Limits(max_num_reqs=most, max_num_tokens=min(tokens, max_tokens))
 
 
-@st.composite
+@composite
 def _schedules(draw: DrawFn, longest: int) -> tuple[tuple[int, int, int], ...]:
     """Draw ranges by batch size that start at 1, with gaps between them, some k above ``longest``."""
     ranges, first = [], 1
     for _ in range(draw(st.integers(0, 4))):
         last = first + draw(st.integers(0, 20))
         ranges.append((first, last, draw(st.integers(0, longest + 1))))
-        first = last + 1 + draw(st.sampled_from((0, 0, 1, 7)))
+        first = last + 1 + draw(one_of((0, 0, 1, 7)))
     return tuple(ranges)
 
 
-@st.composite
-def _speculatives(draw: DrawFn) -> Speculative:
-    longest = draw(st.sampled_from((1, 2, 3, 4, 5, 6, 15)))
+@functools.cache
+def _draft_models() -> SearchStrategy[DraftModel]:
     model = st.builds(
         DraftModel,
-        num_layers=st.sampled_from((2, 1, 3, 4)),
-        num_heads=maybe(st.sampled_from((4, 8))),
-        num_kv_heads=maybe(st.sampled_from((2, 4))),
-        head_dim=maybe(st.sampled_from((64, 128))),
+        num_layers=one_of((2, 1, 3, 4)),
+        num_heads=maybe(one_of((4, 8))),
+        num_kv_heads=maybe(one_of((2, 4))),
+        head_dim=maybe(one_of((64, 128))),
         latent=maybe(_latents()),
         sinks=st.booleans(),
-        vocab_size=maybe(st.sampled_from((1000, 32000))),
+        vocab_size=maybe(one_of((1000, 32000))),
     )
+    return st.just(DraftModel()) | model
+
+
+@composite
+def _speculatives(draw: DrawFn) -> Speculative:
+    longest = draw(one_of((1, 2, 3, 4, 5, 6, 15)))
     return Speculative(
-        method=draw(st.sampled_from(Method)),
+        method=draw(one_of(Method)),
         num_tokens=longest,
-        schedule=draw(st.just(()) | _schedules(longest)),
-        model=draw(st.just(DraftModel()) | model),
-        chain=draw(st.sampled_from(Chain)),
+        schedule=draw(_schedules(longest)) if draw(st.booleans()) else (),
+        model=draw(_draft_models()),
+        chain=draw(one_of(Chain)),
     )
 
 
-@st.composite
+@functools.cache
+def _size_lists() -> SearchStrategy[tuple[int, ...]]:
+    return st.lists(counts(128), max_size=6).map(tuple)
+
+
+@composite
 def _sizes(draw: DrawFn) -> Sizes:
     """Draw any policy with the options that it takes."""
-    policy = draw(st.sampled_from(Policy))
-    listed = st.lists(counts(128), max_size=6).map(tuple)
+    policy = draw(one_of(Policy))
+    listed = _size_lists()
     tokens = reqs = None
     if policy is Policy.EXPLICIT:
         tokens, reqs = draw(maybe(listed)), draw(maybe(listed))
@@ -111,57 +125,59 @@ def _sizes(draw: DrawFn) -> Sizes:
         graphs=draw(st.integers(1, 12)) if policy is Policy.MINIMAX else None,
         num_tokens=tokens,
         num_reqs=reqs,
-        max_tokens=draw(maybe(st.sampled_from((1, 32, 100, 2048)))),
+        max_tokens=draw(maybe(one_of((1, 32, 100, 2048)))),
         max_reqs=draw(maybe(counts())),
         padding=draw(maybe(st.booleans())) if policy in (Policy.SGLANG, Policy.TENSORRT_LLM) else None,
     )
 
 
-@st.composite
+@composite
 def _role_specs(draw: DrawFn, layers: int, names: Sequence[str]) -> RoleSpec:
     groups: list[GroupSpec] = []
-    for number in range(draw(st.sampled_from((0, 1, 2, 3)))):
+    for number in range(draw(one_of((0, 1, 2, 3)))):
         left = layers - sum(group.layers for group in groups)
         if left == 0:
             break
-        window, backend = draw(maybe(st.sampled_from((128, 4096)))), draw(maybe(st.sampled_from(names)))
+        window, backend = draw(maybe(one_of((128, 4096)))), draw(maybe(one_of(names)))
         count = draw(st.integers(1, left))
         groups.append(
             GroupSpec(
-                name=draw(st.sampled_from((f"group {number}", f"g{number}"))),
-                layers=count,
-                backend=backend,
-                window=window,
+                name=draw(one_of((f"group {number}", f"g{number}"))), layers=count, backend=backend, window=window
             )
         )
     if groups and (left := layers - sum(group.layers for group in groups)):
         groups[-1] = replace(groups[-1], layers=groups[-1].layers + left)
     return RoleSpec(
-        backend=draw(maybe(st.sampled_from(names))),
-        mode=draw(maybe(st.sampled_from(GraphMode))),
+        backend=draw(maybe(one_of(names))),
+        mode=draw(maybe(one_of(GraphMode))),
         sizes=draw(maybe(_sizes())),
         groups=tuple(groups),
     )
 
 
+@functools.cache
 def _budgets() -> SearchStrategy[Budget]:
     plain: SearchStrategy[Budget] = st.just(Budget())
     return plain | st.builds(
         Budget,
         max_graphs=maybe(counts()),
         memory=maybe(st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts()),
-        seconds=maybe(st.sampled_from((0.1, 1, 2.5, 20, 1e9))),
-        memory_per_graph=st.sampled_from((25 << 20, 7 << 20, 1, 0)),
-        seconds_per_graph=st.sampled_from((0.25, 0.05, 1, 1e-9)),
+        seconds=maybe(one_of((0.1, 1, 2.5, 20, 1e9))),
+        memory_per_graph=one_of((25 << 20, 7 << 20, 1, 0)),
+        seconds_per_graph=one_of((0.25, 0.05, 1, 1e-9)),
     )
 
 
-@st.composite
-def specs(
-    draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends: Sequence[str] = BACKENDS
-) -> Spec:
+@functools.cache
+def _loras() -> SearchStrategy[Lora]:
+    return st.builds(Lora, max_active=counts(17), specialize=st.booleans())
+
+
+@composite
+def specs(draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends: Sequence[str] = BACKENDS) -> Spec:
     """Return specs: any field of any block takes part. ``backends`` are the names they choose from."""
-    tensor = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    names = tuple(backends)
+    tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
     speculative = draw(maybe(_speculatives()))
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
@@ -169,23 +185,23 @@ def specs(
     roles = {}
     for role in Role:
         if role is Role.TARGET or speculative is not None:
-            roles[role.value] = draw(_role_specs(layers[role], backends) | st.just(RoleSpec()))
+            roles[role.value] = draw(_role_specs(layers[role], names)) if draw(st.booleans()) else RoleSpec()
     return Spec(
         model=model,
         limits=draw(_limits(max_reqs, max_tokens)),
-        mode=draw(st.sampled_from(GraphMode)),
-        backend=draw(st.sampled_from(backends)),
+        mode=draw(one_of(GraphMode)),
+        backend=draw(one_of(names)),
         speculative=speculative,
-        sizes=draw(st.just(Sizes()) | _sizes()),
+        sizes=draw(_sizes()) if draw(st.booleans()) else Sizes(),
         roles=Roles(**roles),
         parallel=Parallel(
-            data=draw(st.sampled_from((1, 1, 8))),
+            data=draw(one_of((1, 1, 8))),
             tensor=tensor,
             sequence=draw(st.booleans()),
-            decode_context=draw(st.sampled_from((1, 1, 2))),
+            decode_context=draw(one_of((1, 1, 2))),
         ),
-        lora=draw(maybe(st.builds(Lora, max_active=counts(17), specialize=st.booleans()))),
+        lora=draw(maybe(_loras())),
         piecewise=Piecewise(split_attention=draw(st.booleans()), capturable=draw(st.booleans())),
         budget=draw(_budgets()),
-        pool=draw(st.sampled_from(Pool)),
+        pool=draw(one_of(Pool)),
     )

@@ -73,9 +73,7 @@ class Case:
 def environment(name: str) -> Environment:
     """Return one of ``DEVICES`` as an environment."""
     capability, memory = DEVICES[name]
-    device = Device(
-        kind=DeviceKind.CUDA, name=name, capability=capability, memory=memory << 30, multiprocessors=100
-    )
+    device = Device(kind=DeviceKind.CUDA, name=name, capability=capability, memory=memory << 30, multiprocessors=100)
     return Environment(name=name, device=device)
 
 
@@ -131,12 +129,7 @@ def case(random: Random) -> Case:
     maybe(0.12, "--page-size", pick(1, 1, 16, 32, 64, 128))
     maybe(0.1, pick("--max-prefill-tokens", "--mem-fraction-static", "--port"), pick(1, 8192))
     maybe(0.1, "--enable-mixed-chunk")
-    maybe(
-        0.1,
-        pick(
-            "--trust-remote-code", "--enable-metrics", "--disable-radix-cache", "--disable-overlap-schedule"
-        ),
-    )
+    maybe(0.1, pick("--trust-remote-code", "--enable-metrics", "--disable-radix-cache", "--disable-overlap-schedule"))
     maybe(0.08, "--disaggregation-mode", pick("prefill", "decode", "null"))
     maybe(0.04, "--kv-cache-dtype", pick("auto", "fp8_e4m3"))
     _graphs(random, flags)
@@ -149,9 +142,7 @@ def case(random: Random) -> Case:
     random.shuffle(names)
     model, device = pick(*MODELS), pick(*DEVICES)
     file = None
-    command = (
-        ["--model-path", "MODEL"] if random.random() < 0.9 else ["--model=MODEL".partition("=")[0], "MODEL"]
-    )
+    command = ["--model-path", "MODEL"] if random.random() < 0.9 else ["--model=MODEL".partition("=")[0], "MODEL"]
     if random.random() < 0.1:
         file, names = _file(random, flags, names)
         command += ["--config", "CONFIG"]
@@ -343,9 +334,7 @@ def batches(random: Random, count: int, *, loras: bool = False) -> list[Batch]:
         active = random.randint(0, 4) if loras else 0
         if random.random() < 0.6:
             width = random.choice([1, 1, 2, 3, 4, 4, 6, 8, 12])
-            batch = Batch(
-                role=role, num_reqs=reqs, num_tokens=reqs * width, query_len=width, active_loras=active
-            )
+            batch = Batch(role=role, num_reqs=reqs, num_tokens=reqs * width, query_len=width, active_loras=active)
         else:
             tokens = reqs + int(random.choice([16, 500, 10000]) * random.random() ** 2)
             batch = Batch(role=role, num_reqs=reqs, num_tokens=tokens, past_prompt=False, active_loras=active)
@@ -356,8 +345,7 @@ def batches(random: Random, count: int, *, loras: bool = False) -> list[Batch]:
 def ranks(random: Random, count: int) -> list[list[int]]:
     """Draw request counts of four attention-DP ranks, some of them idle."""
     return [
-        [random.choice([0, 1, random.randint(1, 40), random.randint(1, 600)]) for _ in range(4)]
-        for _ in range(count)
+        [random.choice([0, 1, random.randint(1, 40), random.randint(1, 600)]) for _ in range(4)] for _ in range(count)
     ]
 
 

@@ -36,21 +36,14 @@ def emulated(
         "pool": settings["request_pool"],
         "page": args.page_size,
         "attention": args.attention_backend,
-        "draft": [
-            args.speculative_num_steps,
-            args.speculative_eagle_topk,
-            args.speculative_num_draft_tokens,
-        ]
+        "draft": [args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens]
         if speculative
         else None,
         "graphs": {
-            manager.role.value: [_row(graph.entry) for graph in manager.graphs]
-            for manager in emulation.managers
+            manager.role.value: [_row(graph.entry) for graph in manager.graphs] for manager in emulation.managers
         },
         "answers": [_answer(emulation, batch) for batch in asked],
-        "buckets": [ranks_bucket(emulation.sizes, row, padding=padding) for row in counts]
-        if shared
-        else None,
+        "buckets": [ranks_bucket(emulation.sizes, row, padding=padding) for row in counts] if shared else None,
     }
 
 
@@ -97,24 +90,12 @@ def _runs(sizes: list[int]) -> list[list[int]]:
 
 def batch_row(batch: Batch) -> list[Any]:
     """Return a batch as plain data."""
-    return [
-        batch.role.value,
-        batch.num_reqs,
-        batch.num_tokens,
-        batch.query_len,
-        batch.past_prompt,
-        batch.active_loras,
-    ]
+    return [batch.role.value, batch.num_reqs, batch.num_tokens, batch.query_len, batch.past_prompt, batch.active_loras]
 
 
 def batch_of(row: list[Any]) -> Batch:
     """Return the batch of ``batch_row``."""
     role, reqs, tokens, width, past_prompt, loras = row
     return Batch(
-        role=Role(role),
-        num_reqs=reqs,
-        num_tokens=tokens,
-        query_len=width,
-        past_prompt=past_prompt,
-        active_loras=loras,
+        role=Role(role), num_reqs=reqs, num_tokens=tokens, query_len=width, past_prompt=past_prompt, active_loras=loras
     )

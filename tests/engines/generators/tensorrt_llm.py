@@ -136,6 +136,4 @@ def _step(draw: random.Random, most: int, width: int, ranks: int) -> tuple[Quest
     """Draw the batches of ranks: near each other, so that they can agree."""
     num_reqs, query_len, _ = _question(draw, most, width)
     spread = draw.choice((0, 1, 7))
-    return tuple(
-        (max(1, num_reqs - draw.randint(0, spread)), query_len, draw.random() < 0.97) for _ in range(ranks)
-    )
+    return tuple((max(1, num_reqs - draw.randint(0, spread)), query_len, draw.random() < 0.97) for _ in range(ranks))

@@ -39,9 +39,7 @@ def batch_of(question: Question) -> Batch:
     """Return the batch that a question is about; where requests differ, one has one token more."""
     num_reqs, query_len, past_prompt = question
     tokens = num_reqs + 1 if query_len is None else num_reqs * query_len
-    return Batch(
-        role=Role.TARGET, num_reqs=num_reqs, num_tokens=tokens, query_len=query_len, past_prompt=past_prompt
-    )
+    return Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=tokens, query_len=query_len, past_prompt=past_prompt)
 
 
 def emulated(case: Case, file: Path) -> Answers:

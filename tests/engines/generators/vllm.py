@@ -77,9 +77,7 @@ def cases(count: int, seed: int, wild: float = 0.03) -> Iterator[Case]:
             # Not between a flag and its value: argparse would read --config as the value.
             place = place if place == len(command) or command[place].startswith("-") else len(command)
             command = (*command[:place], "--config", "{models}/flags.yaml", *command[place:])
-        yield Case(
-            command=command, environment=random_.choice(ENVIRONMENTS), variables=tuple(variables), file=file
-        )
+        yield Case(command=command, environment=random_.choice(ENVIRONMENTS), variables=tuple(variables), file=file)
 
 
 def batches(

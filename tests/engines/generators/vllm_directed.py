@@ -112,12 +112,8 @@ def _connector(name: str | None, role: str | None = "kv_both", **extra: Any) -> 
 
 DIRECTED: dict[str, dict[str, Any]] = {
     # config/vllm.py 3422: a copy of an MLA target's configuration has the draft's KV cache dtype
-    _drafts(
-        "mla", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "nvfp4"}
-    ): REFUSED,
-    _drafts("dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "fp8"}): {
-        "K": 3
-    },
+    _drafts("mla", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "nvfp4"}): REFUSED,
+    _drafts("dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "fp8"}): {"K": 3},
     # config/vllm.py: a state of another length than the draft leaves to the model; prefix caching wants chunks
     _drafts("hybrid", method="dflash", model="{models}/causal", num_speculative_tokens=4)
     + " --no-enable-prefix-caching --disable-chunked-prefill --max-num-seqs 256": REFUSED,
@@ -227,9 +223,7 @@ DIRECTED: dict[str, dict[str, Any]] = {
         _drafts("dense", **_NGRAM | {"method": method, "model": f"{{models}}/{model}"} | parts): IGNORED
         for method, model, parts in _IGNORED_OF_DRAFTS
     },
-    _drafts(
-        "dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "foo"}
-    ): REFUSED,
+    _drafts("dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "foo"}): REFUSED,
     _drafts("mla", method="mtp", num_speculative_tokens=3, index_share_for_mtp_iteration=True): {"K": 3},
     # config/compilation.py, config/attention.py: kinds of fields
     **{f"{{models}}/dense {words}": REFUSED for words in _REFUSED_FIELDS},
@@ -240,8 +234,7 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _connects("LMCacheConnectorV1", use_layerwise=False): {"mode": "FULL_AND_PIECEWISE"},
     _connects("LMCacheMPConnector", use_layerwise=True): {"mode": "FULL_AND_PIECEWISE"},
     _connects(
-        "MultiConnector",
-        connectors=[_connector("NixlConnector"), _connector("LMCacheConnectorV1", use_layerwise=True)],
+        "MultiConnector", connectors=[_connector("NixlConnector"), _connector("LMCacheConnectorV1", use_layerwise=True)]
     ): {"mode": "PIECEWISE"},
     _connects("MultiConnector", connectors=[_connector("NixlConnector", use_layerwise=True)]): {
         "mode": "FULL_AND_PIECEWISE"

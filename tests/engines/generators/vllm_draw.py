@@ -10,17 +10,7 @@ _TARGETS = {
     **{"dense": 6, "short": 2, "moe": 2, "mla": 2, "oss": 1, "gemma": 1, "wide": 1, "hybrid": 1, "conv": 1},
     **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1, "whisper": 1},
 }
-_CACHES = (
-    "auto",
-    "fp8",
-    "fp8",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "bfloat16",
-    "float16",
-    "nvfp4",
-    "int8_per_token_head",
-)
+_CACHES = ("auto", "fp8", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "nvfp4", "int8_per_token_head")
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _BACKENDS = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
@@ -107,9 +97,7 @@ class Draw:
             mode = self.random.choice(_MODES)
             self.parts["cudagraph_mode"] = mode.lower() if self.often(0.2) else mode
         if self.often(0.15):
-            self.parts["mode"] = self.random.choice(
-                [0, 1, 2, 3, "NONE", "vllm_compile", "STOCK_TORCH_COMPILE"]
-            )
+            self.parts["mode"] = self.random.choice([0, 1, 2, 3, "NONE", "vllm_compile", "STOCK_TORCH_COMPILE"])
         if self.often(0.08):
             self.parts["splitting_ops"] = self.random.choice([[], ["vllm::unified_attention_with_output"]])
         if self.often(0.08):
@@ -149,9 +137,7 @@ class Draw:
             found.append([start, end, self.random.randint(0, tokens + 1)])
             start = end + self.random.choice([1, 1, 1, 9])
         if self.often(self.wild):
-            found = self.random.choice(
-                [[], [[2, 4, 1]], [[1, 8, 2], [4, 9, 1]], [[1, 0, 1]], [[1, 4]], [[1, 4, -1]]]
-            )
+            found = self.random.choice([[], [[2, 4, 1]], [[1, 8, 2], [4, 9, 1]], [[1, 0, 1]], [[1, 4]], [[1, 4, -1]]])
         return found
 
     def speculation(self) -> None:
@@ -160,17 +146,7 @@ class Draw:
         self.speculates = True
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
-        plain = [
-            "ngram",
-            "ngram_gpu",
-            "eagle3",
-            "eagle",
-            "draft_model",
-            "named",
-            "suffix",
-            "dflash",
-            "dspark",
-        ]
+        plain = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named", "suffix", "dflash", "dspark"]
         ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target == "mla") * 14
         way = self.random.choice(ways)
         config["method"] = way
@@ -214,11 +190,7 @@ class Draw:
                 ]
             )
         if self.often(0.08):
-            names = {
-                "method": "--spec-method",
-                "model": "--spec-model",
-                "num_speculative_tokens": "--spec-tokens",
-            }
+            names = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
             for key, name in names.items():
                 if key in config and self.often(0.7):
                     value = config[key] if self.often(self.wild) else config.pop(key)
@@ -259,11 +231,7 @@ class Draw:
             backends = ["allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "naive"]
             self.flag("--all2all-backend", self.random.choice(backends))
         if self.often(0.04):
-            self.flag(
-                *([["--enable-dbo"]] * 4 + [["--ubatch-size", n] for n in (1, 2, 3)])[
-                    self.random.randrange(7)
-                ]
-            )
+            self.flag(*([["--enable-dbo"]] * 4 + [["--ubatch-size", n] for n in (1, 2, 3)])[self.random.randrange(7)])
             if self.often(0.2):
                 self.flag("--dbo-decode-token-threshold", self.random.choice([2, 4, 64]))
             if self.often(0.1):
@@ -291,9 +259,7 @@ class Draw:
             odd = ("fp4", "fp8_ds_mla", "octave_k3v4", "fp8_inc") * self.often(3 * self.wild)
             self.flag("--kv-cache-dtype", self.random.choice(_CACHES + odd))
         if self.often(0.12):
-            self.flag(
-                "--block-size", self.random.choice([16, 32, 64, 128, 256] + [8] * self.often(self.wild))
-            )
+            self.flag("--block-size", self.random.choice([16, 32, 64, 128, 256] + [8] * self.often(self.wild)))
         if self.often(0.12):
             self.flag("--dtype", self.random.choice(["auto", "bfloat16", "float16", "half", "float32"]))
         if self.often(0.06):

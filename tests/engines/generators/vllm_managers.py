@@ -238,9 +238,7 @@ def _step_answers(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) ->
     if isinstance(target, legacy.PaddedManager):
         return _legacy_step(found, step)
     assert isinstance(target, TableManager)
-    batches = [
-        as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target) for rows, loras in step
-    ]
+    batches = [as_batch(Role.TARGET, rows, loras) if rows else vllm_ranks.idle(target) for rows, loras in step]
     given, agreement = vllm_ranks.agree(target, batches)
     assert agreement is not None
     ranks = [[answer_row(target, batch, answer)] for batch, answer in zip(batches, given, strict=True)]
@@ -257,8 +255,7 @@ def _legacy_step(found: Sequence[Manager], step: Sequence[tuple[Rows, int]]) -> 
     for manager in found:
         assert isinstance(manager, legacy.PaddedManager)
         batches = [
-            as_batch(manager.role, rows, loras) if rows else vllm_ranks.legacy_idle(manager)
-            for rows, loras in step
+            as_batch(manager.role, rows, loras) if rows else vllm_ranks.legacy_idle(manager) for rows, loras in step
         ]
         answers = vllm_ranks.legacy(manager, batches)
         for rank, batch, answer in zip(ranks, batches, answers, strict=True):

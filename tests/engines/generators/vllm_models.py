@@ -169,11 +169,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "num_hidden_layers": 32,
         "max_position_embeddings": 131072,
-        "rope_parameters": {
-            "rope_type": "linear",
-            "factor": 2.0,
-            "rope_theta": 500000.0,
-        },
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0},
         "vocab_size": 128256,
         "quantization_config": {
             "quant_method": "modelopt",

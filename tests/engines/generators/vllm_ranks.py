@@ -63,8 +63,7 @@ def agree(target: TableManager, batches: Sequence[Batch]) -> tuple[tuple[Dispatc
     )
     if agreement.eager:
         return tuple(
-            answered(None, batch, answer.reason or Reason.RANK)
-            for batch, answer in zip(batches, own, strict=True)
+            answered(None, batch, answer.reason or Reason.RANK) for batch, answer in zip(batches, own, strict=True)
         ), agreement
     tokens = max(agreement.num_tokens)
     widest = [query.max_query_len for query in queries if query.max_query_len is not None]
@@ -78,16 +77,12 @@ def agree(target: TableManager, batches: Sequence[Batch]) -> tuple[tuple[Dispatc
     return tuple(answers), attrs.evolve(agreement, num_tokens=tuple(rows))
 
 
-def draft(
-    manager: DraftPrefill | DraftDecode, batches: Sequence[Batch], agreement: Agreement
-) -> tuple[Dispatch, ...]:
+def draft(manager: DraftPrefill | DraftDecode, batches: Sequence[Batch], agreement: Agreement) -> tuple[Dispatch, ...]:
     """Return each rank's answer for a pass of the drafter, after the target's ``batches``."""
     if isinstance(manager, DraftDecode):
         return tuple(manager.at(batch, agreement.num_reqs) for batch in batches)
     if agreement.eager:
-        return tuple(
-            answered(None, batch, manager.dispatch(batch).reason or Reason.RANK) for batch in batches
-        )
+        return tuple(answered(None, batch, manager.dispatch(batch).reason or Reason.RANK) for batch in batches)
     return tuple(
         manager.at(batch, tokens, agreement.uniform)
         for batch, tokens in zip(batches, agreement.num_tokens, strict=True)

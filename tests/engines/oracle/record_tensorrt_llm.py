@@ -36,9 +36,7 @@ def main(folder):
     sources = oracle.Sources(folder)
     answers = [recorded(oracle, sources, case) for case in itertools.islice(drawn.cases(SEED), COUNT)]
     lines = ",\n".join(json.dumps(answer, separators=(",", ":")) for answer in answers)
-    (HERE.parent / "golden" / "tensorrt_llm.json").write_text(
-        f'{{"seed":{SEED},"cases":[\n{lines}\n]}}\n', "utf-8"
-    )
+    (HERE.parent / "golden" / "tensorrt_llm.json").write_text(f'{{"seed":{SEED},"cases":[\n{lines}\n]}}\n', "utf-8")
 
 
 if __name__ == "__main__":

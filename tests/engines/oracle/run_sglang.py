@@ -30,9 +30,7 @@ def differences(engine: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             return []
         return [f"engine: {engine.get('refused', 'takes it')}; ours: {ours.get('refused', 'takes it')}"]
     engine, ours = json.loads(json.dumps(engine)), json.loads(json.dumps(ours))
-    return [
-        f"{key}: engine {engine[key]}; ours {ours[key]}"[:600] for key in engine if engine[key] != ours[key]
-    ]
+    return [f"{key}: engine {engine[key]}; ours {ours[key]}"[:600] for key in engine if engine[key] != ours[key]]
 
 
 def main() -> int:

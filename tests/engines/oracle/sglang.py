@@ -104,9 +104,7 @@ class Sglang:
                     setattr(module, name, lambda *_, **__: 0.0)
         for module in (decode, prefill):
             module.tqdm = types.SimpleNamespace(tqdm=_Bar)
-        decode.torch_compile_decoration = types.SimpleNamespace(
-            patch_model=lambda *_, **__: contextlib.nullcontext()
-        )
+        decode.torch_compile_decoration = types.SimpleNamespace(patch_model=lambda *_, **__: contextlib.nullcontext())
 
     @contextlib.contextmanager
     def _machine(self, environment: Environment) -> Iterator[None]:

@@ -107,14 +107,10 @@ class Launch:
             return found
         draft = self._model_runner(draft=True)
         if self.m.setup.check_cuda_graph_backend("prefill", "breakable"):
-            capture = setup.capture_prefill_graph(
-                model_runner=draft, eager_runner=eager, force_for_draft_worker=True
-            )
+            capture = setup.capture_prefill_graph(model_runner=draft, eager_runner=eager, force_for_draft_worker=True)
             found[Role.DRAFT_PREFILL, "prefill"] = _runner(capture, eager)
         worker.EAGLEDraftCudaGraphRunner = lambda w: self._draft_runner(w, self.m.draft, "draft_decode")
-        worker.EAGLEDraftExtendCudaGraphRunner = lambda w: self._draft_runner(
-            w, self.m.extend, "draft_extend"
-        )
+        worker.EAGLEDraftExtendCudaGraphRunner = lambda w: self._draft_runner(w, self.m.extend, "draft_extend")
         backend = object.__new__(self.m.attention.FlashAttentionBackend)
         drafter = object.__new__(worker.EagleDraftWorker)
         vars(drafter).update(
@@ -137,11 +133,7 @@ class Launch:
         return found
 
     def _backend(self, name: str) -> Any:
-        kind = (
-            self.m.breakable.BreakableCudaGraphBackend
-            if name == "breakable"
-            else self.m.full.FullCudaGraphBackend
-        )
+        kind = self.m.breakable.BreakableCudaGraphBackend if name == "breakable" else self.m.full.FullCudaGraphBackend
         backend = object.__new__(kind)
         backend._graphs = {}
         return backend

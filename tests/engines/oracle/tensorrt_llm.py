@@ -57,8 +57,7 @@ class Sources:
 
     def __init__(self, folder):
         self._trees = {
-            path: ast.parse((Path(folder) / path).read_text("utf-8"))
-            for path in (ARGS, FILTER, GRAPHS, RUNNER, MODES)
+            path: ast.parse((Path(folder) / path).read_text("utf-8")) for path in (ARGS, FILTER, GRAPHS, RUNNER, MODES)
         }
         self._globals = {
             "__name__": "oracle",
@@ -182,9 +181,7 @@ class Engine:
             max_total_draft_tokens=0 if spec is None else spec.max_total_draft_tokens,
         )
         self._runner = SimpleNamespace(_config=config)
-        mapping = sources.function(RUNNER, "_compute_dynamic_draft_len_mapping", "DecoderRunner")(
-            self._runner
-        )
+        mapping = sources.function(RUNNER, "_compute_dynamic_draft_len_mapping", "DecoderRunner")(self._runner)
         self._runner.mapping = self._runner._dynamic_draft_len_mapping = mapping
         listed = sources.function(RUNNER, "_get_graphs_to_capture", "DecoderRunner")(
             self._runner, sorted(self.sizes, reverse=True)

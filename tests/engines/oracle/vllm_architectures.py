@@ -20,11 +20,7 @@ _ODD = re.compile(r"attn_backend=|StaticSinkAttention|CrossAttention\(|EncoderDe
 _HEADS_OF_THEIR_OWN = ("Zamba2ForCausalLM",)
 _ENCODER_DECODERS = ("WhisperForConditionalGeneration",)
 _SINKS = re.compile(r"sinks=self\.sinks")
-_GROUPS = (
-    "_TEXT_GENERATION_MODELS",
-    "_EMBEDDING_MODELS",
-    "_MULTIMODAL_MODELS",
-)
+_GROUPS = ("_TEXT_GENERATION_MODELS", "_EMBEDDING_MODELS", "_MULTIMODAL_MODELS")
 
 
 def stand_in(stubs: ModuleType) -> None:
@@ -95,9 +91,7 @@ def _types(wheel: Path) -> dict[str, list[str]]:
     path = wheel / "vllm" / "transformers_utils" / "model_arch_config_convertor.py"
     tree = ast.parse(path.read_text())
     owner = next(
-        node
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "ModelArchConfigConvertorBase"
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ModelArchConfigConvertorBase"
     )
     functions = {node.name: node for node in owner.body if isinstance(node, ast.FunctionDef)}
 

@@ -41,9 +41,7 @@ class Groups:
         speculative = config.speculative_config
         independent = speculative.uses_draft_model()
         read = SimpleNamespace(
-            speculative_config=speculative,
-            vllm_config=config,
-            draft_model_config=speculative.draft_model_config,
+            speculative_config=speculative, vllm_config=config, draft_model_config=speculative.draft_model_config
         )
         if not config.use_v2_model_runner:
             from vllm.v1.spec_decode import draft_model, llm_base_proposer
@@ -72,9 +70,7 @@ class Groups:
 
     def _group(self, config: Any, layer: str, attn_type: str = "decoder") -> Any:
         """Return the attention group of one layer, with the engine's backend and builder."""
-        from vllm.model_executor.layers.attention.chunked_local_attention import (
-            create_chunked_local_attention_backend,
-        )
+        from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
         from vllm.v1.attention.selector import get_attn_backend
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
@@ -98,9 +94,7 @@ class Groups:
         builder = backend.get_builder_cls()
         if builder.__module__ == self._flash_attn.__name__:
             # The class asks when its module is imported; here, one import serves many machines.
-            builder._cudagraph_support = eval(
-                self._support, {**vars(self._flash_attn), **vars(self._fa_utils)}
-            )
+            builder._cudagraph_support = eval(self._support, {**vars(self._flash_attn), **vars(self._fa_utils)})
         chunk = model.attention_chunk_size
         if chunk is not None:
             builder = create_chunked_local_attention_backend(backend, chunk).get_builder_cls()
@@ -145,9 +139,7 @@ class Groups:
         def manager(vllm_config: Any, device: Any, mode: Any, decode_query_len: int) -> None:
             made.append([decode_query_len, mode.name])
 
-        dflash.DFlashCudaGraphManager = chain.SpeculatorCudaGraphManager = (
-            modules.SpeculatorCudaGraphManager
-        ) = manager
+        dflash.DFlashCudaGraphManager = chain.SpeculatorCudaGraphManager = modules.SpeculatorCudaGraphManager = manager
         for kind in (DraftModelSpeculator, ngram.NgramGPUSpeculator, *parts.subclasses(DraftModelSpeculator)):
             if "__init__" in vars(kind):
                 kind.__init__ = parts.unmade

@@ -55,14 +55,9 @@ class Legacy:
             adjust(compilation, 1 + k)
         self.target = self.module.CudagraphDispatcher(config)
         self.target.initialize_cudagraph_keys(self.mode, 1 + k)
-        self.is_decode = engine.piece(
-            "vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner"
-        )
+        self.is_decode = engine.piece("vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner")
         config.parallel_config = self.parallel = SimpleNamespace(
-            data_parallel_size=1,
-            data_parallel_rank=0,
-            num_ubatches=1,
-            disable_nccl_for_dp_synchronization=True,
+            data_parallel_size=1, data_parallel_rank=0, num_ubatches=1, disable_nccl_for_dp_synchronization=True
         )
         config.observability_config = SimpleNamespace(cudagraph_metrics=False)
         self.config, self.ranks = config, engine.modules["vllm.v1.worker.dp_utils"]
@@ -74,9 +69,7 @@ class Legacy:
         }
         name = "_determine_batch_execution_and_padding"
         self.execution = engine.piece("vllm.v1.worker.gpu_model_runner", name, "GPUModelRunner", **scope)
-        self.drafting = engine.piece(
-            "vllm.v1.spec_decode.llm_base_proposer", name, "SpecDecodeBaseProposer", **scope
-        )
+        self.drafting = engine.piece("vllm.v1.spec_decode.llm_base_proposer", name, "SpecDecodeBaseProposer", **scope)
         self.drafter = None
         if found.drafter == "chain":
             initialize = engine.piece(

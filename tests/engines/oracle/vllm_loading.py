@@ -51,9 +51,7 @@ def extract(folder: Path, module: str, name: str, scope: dict[str, Any], owner: 
     body: Sequence[ast.stmt] = ast.parse(path.read_text()).body
     if owner is not None:
         body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
-    found = next(
-        node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
-    )
+    found = next(node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
     if isinstance(found, ast.FunctionDef):
         found.decorator_list = []
     code = ast.Module(body=[found], type_ignores=[])

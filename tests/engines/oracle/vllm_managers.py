@@ -194,12 +194,8 @@ class _V2:
         drafter._copy_request_inputs = lambda *a, **k: None
         drafter._prefill = lambda *a, **k: None
         chains: list[tuple[bool, int]] = []
-        drafter._generate_fused_drafts = lambda *a, num_speculative_steps: chains.append(
-            (True, num_speculative_steps)
-        )
-        drafter._generate_draft = lambda *a, num_speculative_steps: chains.append(
-            (False, num_speculative_steps)
-        )
+        drafter._generate_fused_drafts = lambda *a, num_speculative_steps: chains.append((True, num_speculative_steps))
+        drafter._generate_draft = lambda *a, num_speculative_steps: chains.append((False, num_speculative_steps))
         drafter.init_cudagraph_manager(mode)
         self.log.clear()
         logged: dict[int, list[Any]] = {}
@@ -232,9 +228,7 @@ class _V2:
             vllm_config=self.config,
             device=None,
             num_query_per_req=self.found.draft_query_len,
-            attn_cg_support=SimpleNamespace(
-                min_cg_support=standins.Support.ALWAYS, min_cg_attn_backend="any"
-            ),
+            attn_cg_support=SimpleNamespace(min_cg_support=standins.Support.ALWAYS, min_cg_attn_backend="any"),
         )
         module.DFlashSpeculator.init_cudagraph_manager(self.drafter, mode)
         self.graphs["draft_decode"] = self._capture_base(self.drafter.query_cudagraph_manager)

@@ -103,10 +103,7 @@ def recurrent_groups(config: Any) -> list[Any]:
 def group(backend: Any, builder: Any, spec: Any, layer: str) -> Any:
     """Return a stand-in for an attention group of one layer."""
     return SimpleNamespace(
-        layer_names=[layer],
-        backend=backend,
-        kv_cache_spec=spec,
-        get_metadata_builder=lambda index: builder,
+        layer_names=[layer], backend=backend, kv_cache_spec=spec, get_metadata_builder=lambda index: builder
     )
 
 

@@ -26,8 +26,7 @@ VALUE = {
 def ladders(draw, lora=True):
     """A few ladders of any kind over domains of up to 64, some fixed and some that may be recomputed."""
     cases = draw(
-        st.just((0,))
-        | st.builds(Lora, max_active=st.integers(1, 9), specialize=st.booleans()).map(Lora.cases)
+        st.just((0,)) | st.builds(Lora, max_active=st.integers(1, 9), specialize=st.booleans()).map(Lora.cases)
     )
     found = []
     for role in draw(st.sets(st.sampled_from(Role), min_size=1)):
@@ -189,8 +188,7 @@ def test_ladder_counts_its_graphs(given_ladders):
         for size in ladder.sizes:
             real = ladder.num_reqs(min(size, ladder.domain.intervals[-1][1]))
             counted += sum(
-                case == 0 or below < real
-                for case, below in zip(ladder.cases, (0, *ladder.cases), strict=False)
+                case == 0 or below < real for case, below in zip(ladder.cases, (0, *ladder.cases), strict=False)
             )
         assert ladder.num_graphs == counted
 

@@ -42,30 +42,22 @@ def test_vllm_default_tokens_of_every_batch(q):
     """The same for each number of requests to 300, at the ceiling and beyond, and for edges of the grid."""
     for reqs in (*range(1, 301), 511, 512, 513, 600):
         for tokens in (reqs, 255 + reqs % 3, 511 + reqs % 3, 8192):
-            listed = engines.vllm_tokens(
-                max_num_reqs=reqs, max_num_tokens=tokens, query_len=q, platform_max=512
-            )
+            listed = engines.vllm_tokens(max_num_reqs=reqs, max_num_tokens=tokens, query_len=q, platform_max=512)
             assert listed == vllm(reqs, tokens, q, 512)
 
 
-@given(
-    st.integers(1, 300), st.lists(st.tuples(st.integers(1, 6), st.integers(1, 300)), min_size=1, max_size=3)
-)
+@given(st.integers(1, 300), st.lists(st.tuples(st.integers(1, 6), st.integers(1, 300)), min_size=1, max_size=3))
 def test_vllm_tokens_of_a_dynamic_schedule(reqs, tiers):
     """Decode sizes once for each tier."""
     q = max(2, *(width for width, _ in tiers))
-    listed = engines.vllm_tokens(
-        max_num_reqs=reqs, max_num_tokens=8192, query_len=q, platform_max=512, tiers=tiers
-    )
+    listed = engines.vllm_tokens(max_num_reqs=reqs, max_num_tokens=8192, query_len=q, platform_max=512, tiers=tiers)
     assert listed == vllm(reqs, 8192, q, 512, tiers)
 
 
 @given(st.lists(st.integers(1, 900), min_size=1), st.integers(1, 900))
 def test_vllm_user_sizes(sizes, tokens):
     """De-duplicated, sorted, and those above the scheduler's limit dropped."""
-    listed = engines.vllm_tokens(
-        max_num_reqs=8, max_num_tokens=tokens, query_len=1, platform_max=512, user_sizes=sizes
-    )
+    listed = engines.vllm_tokens(max_num_reqs=8, max_num_tokens=tokens, query_len=1, platform_max=512, user_sizes=sizes)
     assert listed == tuple(sorted({size for size in sizes if size <= tokens}))
 
 
@@ -104,9 +96,7 @@ def test_vllm_golden():
 
 def test_vllm_user_max_replaces_the_decodes():
     """A maximum that the user sets leaves the plain grid."""
-    listed = engines.vllm_tokens(
-        max_num_reqs=100, max_num_tokens=8192, query_len=3, platform_max=512, user_max=30
-    )
+    listed = engines.vllm_tokens(max_num_reqs=100, max_num_tokens=8192, query_len=3, platform_max=512, user_max=30)
     assert listed == (1, 2, 4, 8, 16, 24)
 
 
@@ -150,14 +140,7 @@ def test_sglang_without_padding_has_every_size(top, speculative):
 @pytest.mark.parametrize("top", [n + d for n in (*range(32, 1101, 68), 4096, 4608, 5120) for d in (-1, 0, 1)])
 def test_sglang_tokens(top):
     """Six steps, and the maximum only where it is a multiple of its step."""
-    steps = (
-        (4, 32, 4),
-        (48, 256, 16),
-        (288, 512, 32),
-        (576, 1024, 64),
-        (1280, 4096, 256),
-        (4608, 10**6, 512),
-    )
+    steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256), (4608, 10**6, 512))
     listed = [n for n in range(1, top + 1) if any(a <= n <= b and (n - a) % c == 0 for a, b, c in steps)]
     assert engines.sglang_tokens(top) == tuple(listed)
 
@@ -185,9 +168,7 @@ def test_sglang_default_maximum(memory, plain, tp4):
     assert engines.sglang_default_max(memory * GiB, 8) == tp4
 
 
-@pytest.mark.parametrize(
-    ("memory", "below", "above"), [(20, 8, 48), (35, 48, 32), (60, 32, 256), (160, 256, 512)]
-)
+@pytest.mark.parametrize(("memory", "below", "above"), [(20, 8, 48), (35, 48, 32), (60, 32, 256), (160, 256, 512)])
 def test_sglang_default_maximum_changes_at_the_byte(memory, below, above):
     """A device of exactly the bound belongs to the larger ones."""
     assert engines.sglang_default_max(memory * GiB - 1, 1) == below

@@ -84,9 +84,7 @@ def nothing_beyond_is_better(domain, graphs):
     rest = Domain(tuple((count, count) for count in counts_of(domain) if count > previous), domain.step)
     if rest:
         able = [padding(rest, ladder) for ladder in every_ladder(rest, graphs - sizes.index(previous) - 1)]
-        assert padding(rest, sizes[sizes.index(previous) + 1 :]) == min(
-            found for found in able if found is not None
-        )
+        assert padding(rest, sizes[sizes.index(previous) + 1 :]) == min(found for found in able if found is not None)
 
 
 @given(domains(), st.integers(1, 5), st.data())
@@ -97,9 +95,7 @@ def test_minimax_has_its_anchors_and_pads_least(domain, graphs, data):
     anchors = tuple(sorted(inner | {useful[-1]}))
     sizes = minimax(domain, graphs, anchors)
     assert set(anchors) <= set(sizes)
-    able = [
-        ladder for ladder in every_ladder(domain, max(graphs, len(anchors))) if set(anchors) <= set(ladder)
-    ]
+    able = [ladder for ladder in every_ladder(domain, max(graphs, len(anchors))) if set(anchors) <= set(ladder)]
     if len(anchors) <= graphs:
         assert padding(domain, sizes) == min(p for p in (padding(domain, a) for a in able) if p is not None)
     else:

@@ -16,9 +16,7 @@ from capture_planner.testing import specs
 
 def context(capability="9.0", most=256, tokens=8192, speculative=None):
     """A GPU and its limits."""
-    device = Device(
-        kind=DeviceKind.CUDA, name="g", capability=capability, memory=80 << 30, multiprocessors=132
-    )
+    device = Device(kind=DeviceKind.CUDA, name="g", capability=capability, memory=80 << 30, multiprocessors=132)
     return Context(
         limits=Limits(max_num_reqs=most, max_num_tokens=tokens),
         speculative=speculative,
@@ -148,9 +146,7 @@ def test_engine_policies_end_at_the_engines_maximum(sizes, last):
 def test_vllm_policy_lists_each_tier():
     """3 draft tokens to 21 requests and one above: sizes that are 4 times and twice the last of each."""
     eagle = Speculative(method=Method.EAGLE, num_tokens=3, schedule=((1, 21, 3), (22, 101, 1)))
-    choice = mixed_sizes(
-        Sizes(policy=Policy.VLLM), Domain.upto(8192), (), context(most=101, speculative=eagle)
-    )
+    choice = mixed_sizes(Sizes(policy=Policy.VLLM), Domain.upto(8192), (), context(most=101, speculative=eagle))
     assert choice.sizes == engines.vllm_tokens(
         max_num_reqs=101, max_num_tokens=8192, query_len=4, platform_max=512, tiers=[(4, 21), (2, 101)]
     )
@@ -184,9 +180,7 @@ def test_sglang_policy_covers_all_admissible_requests():
     choice = decode_sizes(Sizes(policy=Policy.SGLANG), Domain.upto(100), 1, context(most=100))
     assert choice.sizes == (1, 2, 4, 8, 12, *range(16, 97, 8), 100)
     eagle = Speculative(method=Method.EAGLE, num_tokens=3)
-    choice = decode_sizes(
-        Sizes(policy=Policy.SGLANG, max_reqs=12), Domain.upto(100), 4, context(speculative=eagle)
-    )
+    choice = decode_sizes(Sizes(policy=Policy.SGLANG, max_reqs=12), Domain.upto(100), 4, context(speculative=eagle))
     assert choice.sizes == (*range(1, 9), 10, 12)
     exact = Sizes(policy=Policy.SGLANG, max_reqs=12, padding=False)
     assert decode_sizes(exact, Domain.upto(100), 1, context()).sizes == tuple(range(1, 13))
@@ -199,9 +193,7 @@ def test_engine_policies_for_mixed_batches(policy, last):
     assert (sizes[-1] if sizes else None) == last
 
 
-@pytest.mark.parametrize(
-    ("num_reqs", "percent"), [((8,), "700.0%"), ((2, 3, 8), "100.0%"), ((6, 7, 8), "500.0%")]
-)
+@pytest.mark.parametrize(("num_reqs", "percent"), [((8,), "700.0%"), ((2, 3, 8), "100.0%"), ((6, 7, 8), "500.0%")])
 def test_choice_message_has_the_worst_padding(num_reqs, percent):
     """Padded over real, less one."""
     choice = decode_sizes(Sizes(policy=Policy.EXPLICIT, num_reqs=num_reqs), Domain.upto(8), 1, context())

@@ -54,9 +54,7 @@ def test_proposals_are_the_answers_or_others(drafter, tables, rows, chance, seed
 @given(st.integers(0, 2**31), st.floats(0, 1))
 def test_chance_follows_position_and_seed_alone(drafter, seed, chance):
     """The same positions are right in all places and all drafters of a seed; 0 is never, 1 always."""
-    told = answering(
-        drafter, "chance", [[place] * LENGTH for place in range(PLACES)], chance=chance, seed=seed
-    )
+    told = answering(drafter, "chance", [[place] * LENGTH for place in range(PLACES)], chance=chance, seed=seed)
     again = answering(drafter, "chance", [[9] * LENGTH] * PLACES, chance=chance, seed=seed)
     hits = [
         [token == place for token in propose(told, [(place, position) for position in range(LENGTH)])]

@@ -78,9 +78,7 @@ def test_auxiliary_states_are_mixed_by_fc(tmp_path, target):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("prefix", "first"), [("", "layers.0."), ("model.", "midlayer."), ("model.", "layers.0.")]
-)
+@pytest.mark.parametrize(("prefix", "first"), [("", "layers.0."), ("model.", "midlayer."), ("model.", "layers.0.")])
 def test_all_published_namings_are_the_same_head(method, prefix, first, tmp_path, target):
     """With the prefix and without, and whatever the first layer is called."""
     tensors = published(method, reduced=False)

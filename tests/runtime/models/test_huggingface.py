@@ -83,11 +83,7 @@ def test_auxiliary_states_are_what_enters_their_layers(family, tokens, layers, l
     (model, own), ids = loaded(family), torch.tensor(tokens)
     positions = places_of(model, len(ids), 0)
     _, aux = model.forward(
-        input_ids=ids,
-        embeddings=None,
-        positions=positions,
-        attend=attention(model.windows),
-        aux_layers=tuple(layers),
+        input_ids=ids, embeddings=None, positions=positions, attend=attention(model.windows), aux_layers=tuple(layers)
     )
     states = own_forward(own, ids, positions, output_hidden_states=True).hidden_states
     assert_close(aux, torch.cat([states[layer][0] for layer in layers], dim=-1), rtol=1e-5, atol=1e-5)
@@ -100,12 +96,8 @@ def test_no_forward_reads_a_value_on_the_host(family, loaded, attention, no_host
     ids = torch.arange(6, dtype=torch.int32)
     attend, positions = attention(model.windows), places_of(model, 6, 0)
     with no_host_reads():
-        model.forward(
-            input_ids=ids, embeddings=None, positions=positions, attend=attend, aux_layers=(0, LAYERS - 1)
-        )
-        hidden, _ = model.forward(
-            input_ids=None, embeddings=model.embed(ids), positions=positions, attend=attend
-        )
+        model.forward(input_ids=ids, embeddings=None, positions=positions, attend=attend, aux_layers=(0, LAYERS - 1))
+        hidden, _ = model.forward(input_ids=None, embeddings=model.embed(ids), positions=positions, attend=attend)
         assert model.logits(hidden).shape == (6, VOCAB)
 
 
@@ -197,17 +189,10 @@ NUMBERS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size",
 def test_differences_are_the_numbers_that_differ(target, tiny, changed):
     """One sentence for each, that begins with its name; none for those that agree or are not planned."""
     values = {name: 2 * getattr(tiny, name) for name in changed & {*NUMBERS, "max_model_len"}}
-    others = {
-        "latent": Latent(kv_lora_rank=4, rope_head_dim=2),
-        "causal": False,
-        "sinks": True,
-        "mrope": True,
-    }
+    others = {"latent": Latent(kv_lora_rank=4, rope_head_dim=2), "causal": False, "sinks": True, "mrope": True}
     shape = attrs.evolve(tiny, **values, **{name: others[name] for name in changed & others.keys()})
     sentences = differences(target, shape)
-    assert sorted(sentence.split(":")[0] for sentence in sentences) == sorted(
-        f"model.{name}" for name in changed
-    )
+    assert sorted(sentence.split(":")[0] for sentence in sentences) == sorted(f"model.{name}" for name in changed)
     for name, value in values.items():
         assert any(f"says {value}," in sentence for sentence in sentences if name in sentence)
 
@@ -224,9 +209,7 @@ def test_layers_that_are_not_there_have_no_states(target, attention):
     for layers in itertools.product((-1, 0, 5), repeat=2):
         if set(layers) != {0}:
             with pytest.raises(RunError, match="has layers 0 to 4"):
-                target.forward(
-                    input_ids=ids, embeddings=None, positions=ids, attend=attention(), aux_layers=layers
-                )
+                target.forward(input_ids=ids, embeddings=None, positions=ids, attend=attention(), aux_layers=layers)
 
 
 @pytest.mark.parametrize(

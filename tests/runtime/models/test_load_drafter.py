@@ -118,9 +118,7 @@ def test_folders_that_hold_no_head_are_refused(tmp_path, target):
 
 def test_a_configuration_alone_makes_a_random_head(tmp_path, target):
     """With its numbers; the name says that the weights are random."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(CONFIG | {"num_hidden_layers": 1, "draft_vocab_size": DRAFTED})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "draft_vocab_size": DRAFTED}))
     drafter = load_drafter(tmp_path / "config.json", speculative(Method.EAGLE3), target, seed=2)
     assert drafter.name == f"Eagle3 of {tmp_path.name}, random weights (seed 2)"
     assert (drafter.vocab_size, drafter.hidden_size, drafter.head_dim) == (DRAFTED, HIDDEN, WIDTH)

@@ -90,9 +90,7 @@ REFUSED = {
     "is not a causal language model": lambda: transformers.T5Config(num_layers=1),
     "no list of its layers": lambda: transformers.BertConfig(num_hidden_layers=1, **SMALL),
     "is not causal": lambda: transformers.Gemma3TextConfig(**BASE, use_bidirectional_attention=True),
-    "logits are not those of its output embeddings": lambda: transformers.HyperCLOVAXConfig(
-        **BASE, logits_scaling=4.0
-    ),
+    "logits are not those of its output embeddings": lambda: transformers.HyperCLOVAXConfig(**BASE, logits_scaling=4.0),
     "is quantized": lambda: transformers.LlamaConfig(**BASE, quantization_config={"quant_method": "fp8"}),
 }
 
@@ -107,13 +105,7 @@ def test_models_that_no_plan_here_executes_are_refused(reason, tmp_path, tiny):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"latent": Latent(kv_lora_rank=4, rope_head_dim=2)},
-        {"sinks": True},
-        {"causal": False},
-        {"head_dim": 7},
-    ],
+    "change", [{"latent": Latent(kv_lora_rank=4, rope_head_dim=2)}, {"sinks": True}, {"causal": False}, {"head_dim": 7}]
 )
 def test_numbers_that_no_llama_has_need_a_folder(change, tiny):
     """A random model is a Llama; what it cannot be is refused."""
@@ -172,9 +164,7 @@ class Silent(torch.nn.Module):
 
 def widen(layers):
     """Put a layer of other heads in the place of one."""
-    config = transformers.Gemma2Config(
-        **BASE | {"num_key_value_heads": 4}, attn_implementation="capture_planner"
-    )
+    config = transformers.Gemma2Config(**BASE | {"num_key_value_heads": 4}, attn_implementation="capture_planner")
     layers[1] = Gemma2DecoderLayer(config, 1)
 
 

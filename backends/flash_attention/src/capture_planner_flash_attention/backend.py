@@ -34,9 +34,7 @@ from capture_planner_flash_attention.libraries import (
 if TYPE_CHECKING:
     from capture_planner.runtime.executor import Executor, Reservation
 
-DCP_CONTEXT_KV_LENS = MetadataField(
-    name="dcp_context_kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0
-)
+DCP_CONTEXT_KV_LENS = MetadataField(name="dcp_context_kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
 """This rank's share of each context under decode context parallelism (vLLM 0.33)."""
 
 
@@ -106,7 +104,7 @@ class FlashAttention:
         heads = model.num_heads * model.decode_context
         return Workspace(
             formula=f"0: a split KV lives in the graph's pool, at most splits {MAX_SPLITS} * "
-            f"min(tokens {tokens}, {SPLIT_TOKENS}) * heads {heads} * (width {width} + 1) * 4 bytes",
+            f"min(tokens {tokens}, {SPLIT_TOKENS}) * heads {heads} * (width {width} + 1) * 4 bytes"
         )
 
     def reserve(self, reservation: Reservation) -> Executor:
@@ -149,17 +147,13 @@ def _unserved(model: Attention, environment: Environment) -> str:
         for lib in serving
         if (version := environment.packages.get(lib.package)) is not None and lib not in installed
     ]
-    remedy = (
-        f"install {serving[0].package}" if serving else "no library of the family serves these layers there"
-    )
+    remedy = f"install {serving[0].package}" if serving else "no library of the family serves these layers there"
     return f"{'; '.join((why or '', *outdated, remedy))} ({_device(environment)})."
 
 
 def _frozen(name: str) -> MetadataField:
     """Describe a host scalar that the launch bakes in (0 splits, the heuristic, is not graph safe)."""
-    return MetadataField(
-        name=name, axis=Axis.SCALAR, fill=Fill.WORST_CASE, lifetime=Lifetime.FROZEN, where=Where.HOST
-    )
+    return MetadataField(name=name, axis=Axis.SCALAR, fill=Fill.WORST_CASE, lifetime=Lifetime.FROZEN, where=Where.HOST)
 
 
 def _device(environment: Environment) -> str:

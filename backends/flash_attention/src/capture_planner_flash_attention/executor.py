@@ -68,9 +68,7 @@ class FlashAttentionExecutor:
         self._schedule = field[:length]
         self._layout = (*self._layout, length)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Write the attention of ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``.
 
         Raises ``RunError`` for a softcap or sinks that the library does not take.

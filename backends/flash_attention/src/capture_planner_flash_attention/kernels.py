@@ -181,12 +181,7 @@ class FlashAttention2:
         if call.query_len is not None:
             rows = call.query.reshape(-1, call.query_len, *call.query.shape[1:])
             result = self._uniform(
-                rows,
-                call.keys,
-                call.values,
-                cache_seqlens=call.seqused_k,
-                num_splits=call.num_splits,
-                **shared,
+                rows, call.keys, call.values, cache_seqlens=call.seqused_k, num_splits=call.num_splits, **shared
             )
             return _tensor(result).flatten(0, 1)
         result = self._mixed(

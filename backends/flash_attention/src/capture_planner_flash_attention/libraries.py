@@ -166,9 +166,7 @@ def select(model: Attention, environment: Environment) -> Library | None:
     major, _ = environment.device.sm
     if model.latent is not None:
         return FA3 if FA3.installed(environment) and latent_refusal(model, major) is None else None
-    return next(
-        (lib for lib in LIBRARIES if lib.installed(environment) and lib.refusal(model, major) is None), None
-    )
+    return next((lib for lib in LIBRARIES if lib.installed(environment) and lib.refusal(model, major) is None), None)
 
 
 def latent_refusal(model: Attention, major: int) -> str | None:

@@ -78,9 +78,7 @@ class FlashInfer:
         fields = [_frozen("max_query_len"), _frozen("max_seq_len")]
         if model.max_query_len > 1:
             fields.append(
-                MetadataField(
-                    name="seq_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=model.max_query_len
-                )
+                MetadataField(name="seq_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=model.max_query_len)
             )
         return PaddingContract(fields=tuple(fields))
 
@@ -101,9 +99,7 @@ class FlashInfer:
             return Workspace(formula="0: FlashInfer does not run there")
         parts = workspace_parts(model, environment, entries)
         return Workspace(
-            device=parts.device,
-            pinned=parts.plans * INT_WORKSPACE,
-            formula=formula(model, environment, entries),
+            device=parts.device, pinned=parts.plans * INT_WORKSPACE, formula=formula(model, environment, entries)
         )
 
     def reserve(self, reservation: Reservation) -> Executor:
@@ -151,13 +147,9 @@ def _frozen(name: str, dtype: str = "int32", scale: int = 1) -> MetadataField:
 
 
 PAGE_LISTS = (
-    MetadataField(
-        name="paged_kv_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REPEAT_LAST, where=Where.BOTH
-    ),
+    MetadataField(name="paged_kv_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REPEAT_LAST, where=Where.BOTH),
     MetadataField(name="paged_kv_indices", axis=Axis.PAGE, fill=Fill.CONSTANT, value=0, indexes=Bound.PAGES),
-    MetadataField(
-        name="paged_kv_last_page_len", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH
-    ),
+    MetadataField(name="paged_kv_last_page_len", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH),
 )
 """The fields of every wrapper. A plan reads the host's copies; a fast plan copies none to the device."""
 
@@ -180,11 +172,7 @@ _WRAPPER_FIELDS = {
     # No custom mask: a wrapper with a mask buffer keeps the old bits under a plan without a mask.
     KernelFamily.PREFILL: (
         MetadataField(
-            name="qo_indptr",
-            axis=Axis.REQUEST_PLUS_ONE,
-            fill=Fill.REAL_TOTAL,
-            indexes=Bound.TOKENS,
-            where=Where.BOTH,
+            name="qo_indptr", axis=Axis.REQUEST_PLUS_ONE, fill=Fill.REAL_TOTAL, indexes=Bound.TOKENS, where=Where.BOTH
         ),
         MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, where=Where.BOTH),
         _frozen("plan_info", "int64", 15),

@@ -19,14 +19,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType
 from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_flashinfer.kernels import PlanlessKernel
-from capture_planner_flashinfer.selection import (
-    KV_LENS,
-    PACKAGE,
-    KernelFamily,
-    kernel_family,
-    refusal,
-    xqa_splits,
-)
+from capture_planner_flashinfer.selection import KV_LENS, PACKAGE, KernelFamily, kernel_family, refusal, xqa_splits
 from capture_planner_flashinfer.stock import Stock
 from capture_planner_flashinfer.workspace import INT_WORKSPACE, WorkspaceParts, workspace_parts
 from capture_planner_flashinfer.wrappers import (
@@ -108,9 +101,7 @@ class FlashInferExecutor:
         if self._family is KernelFamily.PREFILL:
             return PrefillGraph(library, self._shape, memory, reservation.fields, num_reqs, query_len)
         tensor_cores = self._family is KernelFamily.TENSOR_CORE
-        return DecodeGraph(
-            library, self._shape, memory, reservation.fields, num_reqs, tensor_cores=tensor_cores
-        )
+        return DecodeGraph(library, self._shape, memory, reservation.fields, num_reqs, tensor_cores=tensor_cores)
 
     def prepare(self, metadata: Metadata) -> None:
         """Plan the step's wrapper, unless its last plan still holds; XQA and trtllm-gen need no plan.
@@ -124,14 +115,10 @@ class FlashInferExecutor:
         entry = metadata.entry if metadata.is_full else None
         self._current = self._wrappers.get(None if entry is None else _batch_shape(entry))
         if self._current is None:
-            raise RunError(
-                f"{self._where}: no wrapper was reserved for {entry}; reserve with all entries of the plan"
-            )
+            raise RunError(f"{self._where}: no wrapper was reserved for {entry}; reserve with all entries of the plan")
         self.plans += self._current.plan(metadata.host, self._softcap)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Write the attention of ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``.
 
         Raises ``BackendError`` for sinks, a custom mask, a softcap that the kernel does not have, and for
@@ -150,9 +137,7 @@ class FlashInferExecutor:
         assert self._current is not None, "attend comes after prepare"
         self._current.run(query, cache, out, scoring.scale)
 
-    def _set_softcap(
-        self, layer: int, softcap: float | None, query: torch.Tensor, metadata: Metadata
-    ) -> None:
+    def _set_softcap(self, layer: int, softcap: float | None, query: torch.Tensor, metadata: Metadata) -> None:
         """Adopt the softcap of the first layer that attends, and plan again if it has one."""
         if self._has_softcap:
             raise BackendError(
@@ -184,9 +169,7 @@ class FlashInferExecutor:
         """
         entry = metadata.entry
         if not metadata.is_full or entry is None:
-            raise RunError(
-                f"{self._where}: {entry or 'an eager step'} has no plan of its own to compare with"
-            )
+            raise RunError(f"{self._where}: {entry or 'an eager step'} has no plan of its own to compare with")
         return self._stock.plan(metadata.host, *_batch_shape(entry))
 
     def release(self) -> None:
@@ -254,8 +237,7 @@ def _unsupported_layers(attention: Attention) -> str | None:
     if attention.sinks:
         return _no_sinks("its layers")
     return next(
-        (f"{reason}; name another backend for this group" for reason, true in unsupported.items() if true),
-        None,
+        (f"{reason}; name another backend for this group" for reason, true in unsupported.items() if true), None
     )
 
 
@@ -304,9 +286,7 @@ def _split_workspace(reservation: Reservation, parts: WorkspaceParts) -> tuple[l
     rest = reservation.workspace[pinned : parts.device]
     memories = [
         Memory(floats=rest[parts.counters :], ints=device, pinned=host)
-        for device, host in zip(
-            ints, reservation.pinned[:pinned].view(parts.plans, INT_WORKSPACE), strict=True
-        )
+        for device, host in zip(ints, reservation.pinned[:pinned].view(parts.plans, INT_WORKSPACE), strict=True)
     ]
     return memories, rest
 

@@ -24,13 +24,7 @@ class Stock:
     """The wrappers that a user of FlashInfer would plan: one for each (requests, query length)."""
 
     def __init__(
-        self,
-        library: Any,
-        attention: Attention,
-        shape: GroupShape,
-        floats: int,
-        pages: int,
-        device: torch.device,
+        self, library: Any, attention: Attention, shape: GroupShape, floats: int, pages: int, device: torch.device
     ) -> None:
         """Allocate nothing yet. ``floats``: bytes of the group's workspace; ``pages``: most per request."""
         self._library, self._shape, self._device = library, shape, device

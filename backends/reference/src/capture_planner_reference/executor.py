@@ -45,9 +45,7 @@ class ReferenceExecutor:
         """
         self._check_extents(metadata)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Write the attention of ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``.
 
         Rows that no request owns, and rows that see no key, become exact zeros.

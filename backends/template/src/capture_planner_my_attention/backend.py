@@ -22,9 +22,7 @@ class MyBackend:
         # Replace: how far your kernels go in a full graph, from environment.device and .packages. The
         # reason names the hardware or the version that decides.
         if model.latent or model.sinks or not model.causal or model.decode_context > 1:
-            return Support(
-                level=GraphSupport.NEVER, reason="It has causal attention with ordinary heads alone."
-            )
+            return Support(level=GraphSupport.NEVER, reason="It has causal attention with ordinary heads alone.")
         return Support(level=GraphSupport.ALWAYS, reason="Lengths and pages are read from tensors.")
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:

@@ -13,9 +13,7 @@ class MyExecutor:
     def prepare(self, metadata: Metadata) -> None:
         pass  # Replace: fill the fields that are your own, and plan on the host. Padding is done.
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         # Replace by your kernel. In a full graph this is captured: no .item(), no mask as an index, no
         # number of this step. Every row of out is written, and what pads reaches no other row.
         starts, lengths = metadata.fields["query_start_loc"], metadata.fields["seq_lens"]

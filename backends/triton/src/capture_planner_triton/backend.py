@@ -99,9 +99,7 @@ def _missing(environment: Environment) -> str | None:
     if triton is not None:
         return None if triton >= MIN_VERSION else "the kernel needs Triton 3.6 or newer"
     # An environment need not list Triton: torch's CUDA builds depend on one.
-    return (
-        None if torch is not None and torch >= MIN_TORCH else "neither triton 3.6 nor torch 2.11 is installed"
-    )
+    return None if torch is not None and torch >= MIN_TORCH else "neither triton 3.6 nor torch 2.11 is installed"
 
 
 def _device(environment: Environment) -> str:

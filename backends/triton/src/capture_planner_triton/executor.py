@@ -34,9 +34,7 @@ class TritonExecutor:
     def prepare(self, metadata: Metadata) -> None:
         """Do nothing: the kernels read the metadata of a step on the device."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Write the attention of ``query`` to ``out``, both ``[num_tokens, num_heads, head_dim]``.
 
         Rows that no request owns, and rows that see no key, become exact zeros. Raises ``RunError`` if
@@ -48,9 +46,7 @@ class TritonExecutor:
             return
         cut = self._geometry(metadata)
         model, cache = self._attention, self._caches[layer]
-        starts, lengths, table = (
-            metadata.fields[name] for name in ("query_start_loc", "seq_lens", "block_table")
-        )
+        starts, lengths, table = (metadata.fields[name] for name in ("query_start_loc", "seq_lens", "block_table"))
         heads, kv_heads = model.num_heads, model.num_kv_heads
         partial = self._workspace[: partial_bytes(model, metadata.num_tokens, cut.splits) // 4]
         # The sums lie behind the partial outputs, in the same memory.

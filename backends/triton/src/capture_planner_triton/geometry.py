@@ -54,13 +54,9 @@ A decode waits for memory, and other programs keep the device busy meanwhile; th
 def refusal(model: Attention) -> str | None:
     """Return why the kernel cannot compute these layers on any device, or None."""
     if model.latent is not None:
-        return (
-            "latent attention has keys and values of two widths in one cache, which the kernel does not read"
-        )
+        return "latent attention has keys and values of two widths in one cache, which the kernel does not read"
     if model.decode_context > 1:
-        return (
-            f"{model.decode_context} decode-context ranks need the log-sum-exp, which attend does not return"
-        )
+        return f"{model.decode_context} decode-context ranks need the log-sum-exp, which attend does not return"
     if model.dtype not in ITEMSIZE:
         return f"activations in {model.dtype.value}; the kernel takes bfloat16, float16 and float32"
     if model.kv_dtype is not model.dtype:
@@ -131,9 +127,7 @@ def geometry(
     blocks = num_tokens // queries + num_reqs if blocks_each is None else num_reqs * blocks_each
     keys = min(fitting, MAX_KEYS)
     reach = max_seq_len if model.window is None else min(max_seq_len, model.window + queries)
-    splits = min(
-        PROGRAMS * multiprocessors // (blocks * model.num_kv_heads), MAX_SPLITS, _ceil_div(reach, keys)
-    )
+    splits = min(PROGRAMS * multiprocessors // (blocks * model.num_kv_heads), MAX_SPLITS, _ceil_div(reach, keys))
     if workspace is not None:
         splits = min(splits, workspace // partial_bytes(model, num_tokens, 1))
     return Geometry(

@@ -82,9 +82,7 @@ def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
             data = _object(line) if as_json else {"prompt": line}
             prompts.append(_prompt(data, max_new_tokens, number))
         except _Wrong as wrong:
-            problem = Problem(
-                file=file, line=number, column=wrong.column, path=wrong.path, message=wrong.message
-            )
+            problem = Problem(file=file, line=number, column=wrong.column, path=wrong.path, message=wrong.message)
             problems.append(problem)
             if len(problems) == MAX_PROBLEMS:
                 break

@@ -56,9 +56,7 @@ class Request:
         return len(self.prompt) + self.max_new_tokens
 
 
-def admit(
-    requests: Iterable[Request], *, max_model_len: int, vocab_size: int, clip: bool
-) -> tuple[Request, ...]:
+def admit(requests: Iterable[Request], *, max_model_len: int, vocab_size: int, clip: bool) -> tuple[Request, ...]:
     """Return requests that a model can serve, in the order given.
 
     Each has a prompt; its tokens, and those that stop it, are of the vocabulary; prompt and output fit

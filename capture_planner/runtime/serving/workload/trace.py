@@ -99,9 +99,7 @@ def read_trace(path: str | Path) -> list[TraceRow]:
     ]
 
 
-_REMEDY = "its first line names a column of each: " + "; ".join(
-    ", ".join(names) for names in ALIASES.values()
-)
+_REMEDY = "its first line names a column of each: " + "; ".join(", ".join(names) for names in ALIASES.values())
 
 
 def _columns(header: list[_Cell], file: str) -> list[int]:
@@ -114,9 +112,7 @@ def _columns(header: list[_Cell], file: str) -> list[int]:
             cell = header[found[1]] if found else header[0]
             message = f"a second column of the {what}" if found else f"no column of the {what}"
             remedy = f"name one of {', '.join(names)}"
-            problems.append(
-                Problem(file=file, line=cell.line, column=cell.column, message=message, remedy=remedy)
-            )
+            problems.append(Problem(file=file, line=cell.line, column=cell.column, message=message, remedy=remedy))
         columns.extend(found[:1])
     if problems:
         raise InvalidDocument(problems)

@@ -5,21 +5,8 @@ from __future__ import annotations
 from capture_planner.engines.emulation import written
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, Role
-from capture_planner_sglang.managers import (
-    DecodeGraphs,
-    PrefillGraphs,
-    SglangManager,
-    decode_sizes,
-    prefill_sizes,
-)
-from capture_planner_sglang.resolution import (
-    ASSUMED_CONTEXT,
-    BREAKABLE,
-    DECODE,
-    DISABLED,
-    FULL,
-    Launch,
-)
+from capture_planner_sglang.managers import DecodeGraphs, PrefillGraphs, SglangManager, decode_sizes, prefill_sizes
+from capture_planner_sglang.resolution import ASSUMED_CONTEXT, BREAKABLE, DECODE, DISABLED, FULL, Launch
 from capture_planner_sglang.rules import EAGLE_FAMILY
 
 _POOL_LEAST, _POOL_MOST = 2048, 4096
@@ -180,9 +167,7 @@ def _prefill_list(r: Launch, pool: int) -> tuple[int, ...]:
     if prefill.backend == DISABLED:
         return ()
     if any(size < 1 for size in prefill.bs):
-        raise refusal(
-            "--cuda-graph-bs-prefill", "SGLang cannot capture a prefill of no tokens", "give sizes from 1 on"
-        )
+        raise refusal("--cuda-graph-bs-prefill", "SGLang cannot capture a prefill of no tokens", "give sizes from 1 on")
     most = (_slots(r, pool) if prefill.backend == FULL else pool) * context(r)
     found = prefill_sizes(prefill.bs, most=most, alignment=alignment(r))
     if not found:
@@ -206,9 +191,7 @@ def _prefills(r: Launch, role: Role, pool: int, sizes: tuple[int, ...]) -> Prefi
     lora = bool(args.enable_lora) and not role.is_drafter
     if lora and (r.attention_dp or args.lora_backend == "torch_native"):
         why = "attention DP" if r.attention_dp else "torch_native adapters"
-        r.decisions.note(
-            "no-lora-prefill", r.prefill.backend, DISABLED, f"prefills with {why} run eager", role
-        )
+        r.decisions.note("no-lora-prefill", r.prefill.backend, DISABLED, f"prefills with {why} run eager", role)
         return None
     if whole and r.attention[0] in _NO_WHOLE_PREFILL:
         raise refusal(

@@ -149,15 +149,10 @@ def _settings(r: Launch, pool: int) -> tuple[Setting, ...]:
         Setting(name="model_path", value=r.args.model_path, source=r.sources.get("model_path", ASSUMED)),
         Setting(name="model_facts", value=facts, source=r.model.source),
         Setting(
-            name="context_length",
-            value=capture.context(r),
-            source=r.sources.get("context_length", r.model.source),
+            name="context_length", value=capture.context(r), source=r.sources.get("context_length", r.model.source)
         ),
     ]
-    shown += [
-        Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default"))
-        for name in _SHOWN
-    ]
+    shown += [Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default")) for name in _SHOWN]
     for phase in ("decode", "prefill"):
         settings = r.phase(phase)
         for key in ("backend", "max_bs", "bs"):

@@ -47,10 +47,7 @@ def export_sglang(plan: Plan) -> Export:
     backend, unnamed = backend_setting(plan, BACKENDS, "SGLang")
     if backend is not None:
         settings["attention-backend"] = backend
-    for name, count in (
-        ("tp-size", plan.parallel.tensor),
-        ("dp-size", plan.parallel.data),
-    ):
+    for name, count in (("tp-size", plan.parallel.tensor), ("dp-size", plan.parallel.data)):
         if count > 1:
             settings[name] = count
     if plan.lora is not None:
@@ -100,9 +97,7 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
             "another width run eager"
         )
         losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
-    losses += drafter_losses(
-        plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}"
-    )
+    losses += drafter_losses(plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}")
     if plan.lora is not None:
         says = (
             "SGLang has no graphs by the number of adapters; it wants their rank, which a plan does not know: "
@@ -110,11 +105,7 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
         )
         losses.append(Loss(name="lora-cases", says=says, scope=(decodes, mixed)))
     if prefill:
-        wide = [
-            (before, after)
-            for before, after in zip((0, *prefill), prefill, strict=False)
-            if after > 2 * before
-        ]
+        wide = [(before, after) for before, after in zip((0, *prefill), prefill, strict=False) if after > 2 * before]
         refused = sum(max(0, (after - 1) // 2 - before) for before, after in wide)
         if refused:
             says = (
@@ -134,8 +125,6 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
     if plan.pool is Pool.PER_ROLE:
         losses.append(Loss(name="pool", says="SGLang has one memory pool for target and drafter"))
     if plan.parallel.sequence:
-        says = (
-            "SGLang drops decode sizes whose tokens its attention ranks do not divide; no flag sets the step"
-        )
+        says = "SGLang drops decode sizes whose tokens its attention ranks do not divide; no flag sets the step"
         losses.append(Loss(name="sequence-parallel", says=says, scope=all_scopes(plan)))
     return losses

@@ -16,8 +16,7 @@ class SglangFixes(Fixes):
     """Fixes by ``--cuda-graph-bs-decode`` and its like; sizes of decodes are requests."""
 
     general: ClassVar = {
-        "EN001": "raise --cuda-graph-max-bs-decode to the most running requests, or list it in "
-        "--cuda-graph-bs-decode",
+        "EN001": "raise --cuda-graph-max-bs-decode to the most running requests, or list it in --cuda-graph-bs-decode",
         "EN002": "remove --disable-cuda-graph-padding, and give --cuda-graph-bs-decode sizes close to each other",
         "EN003": "list in --cuda-graph-bs-decode only sizes up to the most running requests",
         "EN004": "give --cuda-graph-bs-decode whose sizes times the draft tokens fit the alignment",

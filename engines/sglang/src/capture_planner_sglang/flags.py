@@ -68,9 +68,7 @@ def count(text: str) -> int:
         try:
             return int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no whole number; give one, or one with k or Ki"
-            ) from None
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give one, or one with k or Ki") from None
     number, suffix = match.groups()
     power = "KMGT".index(suffix[0].upper()) + 1
     if not suffix.endswith("i"):
@@ -108,9 +106,7 @@ class SglangParser(Parser):
     wanted: ClassVar = {"int": "give a whole number, in digits", "float": "give a number"}
     renamed: ClassVar = {
         "--cuda-graph-bs": "--cuda-graph-bs-decode, in requests, or --cuda-graph-bs-prefill, in tokens",
-        "--cuda-graph-max-bs": (
-            "--cuda-graph-max-bs-decode, in requests, or --cuda-graph-max-bs-prefill, in tokens"
-        ),
+        "--cuda-graph-max-bs": ("--cuda-graph-max-bs-decode, in requests, or --cuda-graph-max-bs-prefill, in tokens"),
         "--piecewise-cuda-graph-tokens": "--cuda-graph-bs-prefill",
         "--piecewise-cuda-graph-max-tokens": "--cuda-graph-max-bs-prefill",
         "--disable-piecewise-cuda-graph": "--disable-prefill-cuda-graph",

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capture_planner.engines.parsing import refusal
-from capture_planner.planning.sizing.engine_lists import (
-    GiB,
-    sglang_default_max,
-    sglang_requests,
-    sglang_tokens,
-)
+from capture_planner.planning.sizing.engine_lists import GiB, sglang_default_max, sglang_requests, sglang_tokens
 from capture_planner_sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Launch
 
 _PIPELINE_PREFILL_TOKENS = 8192
@@ -133,9 +128,7 @@ def _fill_decode(r: Launch) -> None:
             r.put(DECODE, "max_bs", largest, source)
         return
     sizes = sglang_requests(
-        decode.max_bs,
-        speculative=args.speculative_algorithm is not None,
-        padding=not args.disable_cuda_graph_padding,
+        decode.max_bs, speculative=args.speculative_algorithm is not None, padding=not args.disable_cuda_graph_padding
     )
     r.put(DECODE, "bs", list(sizes), "default")
 

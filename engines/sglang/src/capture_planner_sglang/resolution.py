@@ -101,11 +101,7 @@ def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> i
     stated = next((text[key] for key in _LENGTHS if text.get(key) is not None), _LENGTH_LEFT_OUT)
     rope = ropes[0] if len(ropes) == 1 else {}
     # What has a length before scaling, its own or one that Transformers fills in, states the scaled one.
-    scaled = "original_max_position_embeddings" in rope or rope.get("rope_type") in (
-        "llama3",
-        "yarn",
-        "longrope",
-    )
+    scaled = "original_max_position_embeddings" in rope or rope.get("rope_type") in ("llama3", "yarn", "longrope")
     return int(stated if scaled else stated * rope.get("factor", 1))
 
 

@@ -6,14 +6,7 @@ from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.parsing import did_you_mean, refusal, unfollowed
 from capture_planner_sglang.flags import ATTENTION_BACKENDS
-from capture_planner_sglang.resolution import (
-    COUNTS_AS,
-    DECODE,
-    DISABLED,
-    PREFILL,
-    Launch,
-    architectures,
-)
+from capture_planner_sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Launch, architectures
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
@@ -27,10 +20,7 @@ _SPECULATIVE_REQUESTS = 48
 def check_followed(r: Launch) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
-    halves: tuple[str | None, ...] = (
-        None,
-        *(name for name in ATTENTION_BACKENDS if name not in WITHOUT_GRAPHS),
-    )
+    halves: tuple[str | None, ...] = (None, *(name for name in ATTENTION_BACKENDS if name not in WITHOUT_GRAPHS))
     wanted: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
         ("--device", args.device, (None, "cuda")),
         ("--moe-a2a-backend", args.moe_a2a_backend, ("none",)),
@@ -42,9 +32,7 @@ def check_followed(r: Launch) -> None:
     for flag, value, known in wanted:
         if value not in known:
             names = " or ".join(str(name) for name in known if name is not None)
-            raise unfollowed(
-                flag, f"SGLang may take {value}, and its graphs are not emulated", f"give {names}"
-            )
+            raise unfollowed(flag, f"SGLang may take {value}, and its graphs are not emulated", f"give {names}")
     for flag, given, other in (
         ("--load-format", args.load_format, "expert_pack"),
         ("--lora-backend", args.lora_backend, "ascend"),

@@ -22,9 +22,7 @@ def resolve(command: Sequence[str]) -> ServeSettings:
     line = read_flags(command, problems)
     in_file = {} if line.file is None else read_file(line.file, problems)
     keys = {row["key"] for row in OPTIONS["flags"].values()}
-    only(
-        in_file, {*keys, *_READ, *OPTIONS["ignored_keys"], *OPTIONS["emulated_values"]}, (_CONFIG,), problems
-    )
+    only(in_file, {*keys, *_READ, *OPTIONS["ignored_keys"], *OPTIONS["emulated_values"]}, (_CONFIG,), problems)
     values: dict[str, Any] = {**in_file, **line.values}
     for name, emulated in OPTIONS["emulated_values"].items():
         if name in values and values[name] not in emulated["values"]:

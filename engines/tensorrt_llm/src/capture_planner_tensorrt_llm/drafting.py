@@ -60,11 +60,7 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
         ours = f"decodes of {1 + longest} tokens a request"
         problems.skip((*path, "max_draft_len"), ours, "draft fewer tokens")
     return Drafting(
-        decoding_type=kind,
-        max_draft_len=drafts,
-        total_draft_tokens=total,
-        schedule=schedule,
-        max_concurrency=most,
+        decoding_type=kind, max_draft_len=drafts, total_draft_tokens=total, schedule=schedule, max_concurrency=most
     )
 
 
@@ -128,10 +124,7 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
     if data.get("eagle_choices") is not None:
         problems.skip((*path, "eagle_choices"), "a static tree of drafts")
         return drafts
-    if not (
-        "use_dynamic_tree" in data
-        and boolean(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), problems)
-    ):
+    if not ("use_dynamic_tree" in data and boolean(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), problems)):
         return _linear_total(data, drafts, path, problems)
     where = (*path, "dynamic_tree_max_topK")
     wide = data.get("dynamic_tree_max_topK")

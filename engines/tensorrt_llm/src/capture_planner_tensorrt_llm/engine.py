@@ -44,9 +44,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         speculative=None
         if drafting is None
         else drafting.speculative(resolved.max_batch_size, resolved.max_num_tokens),
-        parallel=Parallel(data=resolved.tensor)
-        if resolved.attention_dp
-        else Parallel(tensor=resolved.tensor),
+        parallel=Parallel(data=resolved.tensor) if resolved.attention_dp else Parallel(tensor=resolved.tensor),
     )
 
 
@@ -66,18 +64,14 @@ ENGINE = Engine(
 def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs, str]:
     """Run the rules, and note what each one did; return with the graphs where their sizes come from."""
     for name in resolved.overridden:
-        decisions.note(
-            "flag-over-file", "file", "flag", f"{name} is given twice; the flag holds, not the file"
-        )
+        decisions.note("flag-over-file", "file", "flag", f"{name} is given twice; the flag holds, not the file")
     drafting = resolved.drafting
     if drafting is not None:
         _note_drafting(drafting, resolved, decisions)
     if resolved.graphs is None:
         says = "cuda_graph_config is null: everything runs eager"
         decisions.note("graphs-off", None, "NONE", says)
-        off = TargetGraphs(
-            sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False
-        )
+        off = TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False)
         return off, "file"
     sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
     most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
@@ -123,21 +117,15 @@ def _note_drafting(drafting: Drafting, resolved: ServeSettings, decisions: Decis
         says = "this backend knows Eagle3 alone, and takes Eagle for it"
         decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", says)
     if drafting.algorithm.one_engine:
-        says = (
-            f"the drafter of {drafting.decoding_type} runs inside the target's graphs: no role but the target"
-        )
+        says = f"the drafter of {drafting.decoding_type} runs inside the target's graphs: no role but the target"
         decisions.note("one-engine", drafting.decoding_type, "target", says)
     schedule = drafting.schedule
     if schedule is not None and resolved.schedule is None:
-        says = (
-            f"{drafting.decoding_type} pads its drafts to the longest: the schedule changes no graph's length"
-        )
+        says = f"{drafting.decoding_type} pads its drafts to the longest: the schedule changes no graph's length"
         decisions.note("schedule-without-effect", _written(schedule), drafting.max_draft_len, says)
 
 
-def _sizes(
-    given: GraphConfig, drafting: Drafting | None, decisions: Decisions
-) -> tuple[tuple[int, ...], bool, str]:
+def _sizes(given: GraphConfig, drafting: Drafting | None, decisions: Decisions) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes before any is dropped, whether batches are padded, and where the sizes come from."""
     padding, source = given.enable_padding, "file"
     sizes = rules.configured_sizes(given.batch_sizes, given.max_batch_size, padding)

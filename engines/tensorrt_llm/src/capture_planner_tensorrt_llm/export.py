@@ -47,10 +47,7 @@ def export_tensorrt_llm(plan: Plan) -> Export:
     speculative = plan.speculative
     schedule = draft_len_schedule(plan)
     if speculative is not None and drafts:
-        options["speculative_config"] = {
-            "decoding_type": _METHODS[speculative.method],
-            "max_draft_len": drafts,
-        }
+        options["speculative_config"] = {"decoding_type": _METHODS[speculative.method], "max_draft_len": drafts}
         if speculative.method is not Method.MTP:
             options["speculative_config"]["speculative_model"] = DRAFT_MODEL
         if schedule is not None:
@@ -94,9 +91,7 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> li
                 scope=(_DECODES, _MIXED),
             )
         )
-    losses += drafter_losses(
-        plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone"
-    )
+    losses += drafter_losses(plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone")
     if speculative is not None:
         if len(decode_tiers(plan)) > 1 and schedule is None:
             says = (

@@ -58,9 +58,7 @@ class ServeCommand:
         if self.file is None:
             return renamed
         try:
-            return located(
-                renamed, self.file, lambda p: p.path[1:] if p.path[:1] == (self.file_flag,) else ()
-            )
+            return located(renamed, self.file, lambda p: p.path[1:] if p.path[:1] == (self.file_flag,) else ())
         except InvalidDocument:
             return renamed  # One of them is about the file itself.
 
@@ -112,8 +110,6 @@ def read_file(path: str, problems: Problems) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
         remedy = "write one option: value on each line, as in max_batch_size: 64"
         message = "TensorRT-LLM refuses it: expected a mapping"
-        problems.refused.append(
-            Problem(path=("--config",), file=path, line=1, message=message, remedy=remedy)
-        )
+        problems.refused.append(Problem(path=("--config",), file=path, line=1, message=message, remedy=remedy))
         return {}
     return data

@@ -87,12 +87,7 @@ class TargetGraphs:
         if not self.padding or draft_len is None:
             return batch.num_reqs
         return rules.padded_size(
-            self.sizes,
-            batch.num_reqs,
-            largest_rank,
-            draft_len,
-            self.schedule,
-            max_batch_size=self.max_batch_size,
+            self.sizes, batch.num_reqs, largest_rank, draft_len, self.schedule, max_batch_size=self.max_batch_size
         )
 
     def decodes(self, batch: Batch) -> bool:

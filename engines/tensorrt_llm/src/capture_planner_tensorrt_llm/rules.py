@@ -29,9 +29,7 @@ Shape = tuple[int, int]
 """A captured graph: requests, and the draft length that all of them have."""
 
 
-def configured_sizes(
-    batch_sizes: Sequence[int] | None, max_batch_size: int, padding: bool
-) -> tuple[int, ...]:
+def configured_sizes(batch_sizes: Sequence[int] | None, max_batch_size: int, padding: bool) -> tuple[int, ...]:
     """Return the batch sizes of a ``cuda_graph_config``, ascending: those given, or the generated list.
 
     An empty list counts as none, and a ``max_batch_size`` of 0 as the default.
@@ -85,9 +83,7 @@ def captured_shapes(
     return tuple(sorted(shapes, reverse=True))
 
 
-def rounded_up(
-    sizes: Sequence[int], num_reqs: int, draft_len: int, schedule: Mapping[int, int] | None
-) -> int:
+def rounded_up(sizes: Sequence[int], num_reqs: int, draft_len: int, schedule: Mapping[int, int] | None) -> int:
     """Return the size that a batch is padded to, or 0 where none holds it.
 
     With a schedule, that is the first size with this draft length. The search takes lengths to fall

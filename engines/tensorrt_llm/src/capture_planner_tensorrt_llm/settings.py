@@ -125,6 +125,4 @@ class ServeSettings:
     @property
     def schedule(self) -> Mapping[int, int] | None:
         """The schedule of draft lengths where there is one that the engine follows."""
-        return (
-            None if self.drafting is None or not self.drafting.algorithm.dynamic else self.drafting.schedule
-        )
+        return None if self.drafting is None or not self.drafting.algorithm.dynamic else self.drafting.schedule

@@ -207,12 +207,7 @@ class AttentionChoice:
         if backend != "FLASH_ATTN":
             return int(_RULES["blocks"].get(backend, 16))
         size, major = self.model.head_size, self.capability[0]
-        if (
-            major == 9
-            and size == 512
-            and self.cache in _RULES["mla_cache"]
-            and self.flash_attn_version(size) == 4
-        ):
+        if major == 9 and size == 512 and self.cache in _RULES["mla_cache"] and self.flash_attn_version(size) == 4:
             return 64
         if size == 256 and major in (10, 11) and self.flash_attn_version(size, wide=True) == 4:
             return 128

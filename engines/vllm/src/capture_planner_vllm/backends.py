@@ -66,12 +66,7 @@ def final_settings(config: Configuration) -> VllmSettings:
     prefill = decode = None
     if spec is not None and draft is not None:
         prefill, decode = draft_modes(
-            mode,
-            spec.drafter,
-            config.runner,
-            support=draft.own,
-            breakable=config.breakable,
-            eager=spec.eager,
+            mode, spec.drafter, config.runner, support=draft.own, breakable=config.breakable, eager=spec.eager
         )
     loras, separate, specialize = config.max_loras, config.separate_lora, config.specialize
     return VllmSettings(

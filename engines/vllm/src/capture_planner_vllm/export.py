@@ -33,11 +33,7 @@ FILE_NAME = "vllm.yaml"
 
 BACKENDS = {"flash_attention": "FLASH_ATTN", "flashinfer": "FLASHINFER", "triton": "TRITON_ATTN"}
 """Our backends' names in vLLM."""
-LATENT_BACKENDS = {
-    "flash_attention": "FLASH_ATTN_MLA",
-    "flashinfer": "FLASHINFER_MLA",
-    "triton": "TRITON_MLA",
-}
+LATENT_BACKENDS = {"flash_attention": "FLASH_ATTN_MLA", "flashinfer": "FLASHINFER_MLA", "triton": "TRITON_MLA"}
 """The same for models with latent attention."""
 
 _WORST = Fraction(3, 2)
@@ -138,11 +134,7 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _replacement(
-    plan: Plan,
-    decodes: Sequence[DecodeFamily],
-    widths: Sequence[int],
-    own: Sequence[int],
-    mixed: Sequence[int],
+    plan: Plan, decodes: Sequence[DecodeFamily], widths: Sequence[int], own: Sequence[int], mixed: Sequence[int]
 ) -> SizeList:
     """Return the sizes that pad least with at most the graphs of ``own``, or that pad as the plan does."""
     reqs, worst = plan.limits.max_num_reqs, min(_worst(plan), _WORST)
@@ -190,15 +182,11 @@ def _other_losses(plan: Plan, target: RolePlan) -> Iterator[Loss]:
     for drafter in drafters(plan):
         role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
         if drafter.mode is not mode:
-            message = (
-                f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
-            )
+            message = f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
             yield Loss(name=f"{role.replace('_', '-')}-mode", says=message, scope=both(drafter.role))
     speculative, limits = plan.speculative, plan.limits
     if speculative is not None and speculative.schedule and plan.parallel.data > 1:
-        message = (
-            f"with data parallelism vLLM drops the schedule and always drafts {speculative.num_tokens} tokens"
-        )
+        message = f"with data parallelism vLLM drops the schedule and always drafts {speculative.num_tokens} tokens"
         yield Loss(name="schedule-data-parallel", says=message, scope=all_scopes(plan))
     if speculative is not None and speculative.chain is Chain.SINGLE:
         message = "vLLM makes a draft chain one graph wherever its backend can; no flag asks for single steps"

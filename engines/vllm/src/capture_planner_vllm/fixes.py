@@ -71,9 +71,7 @@ class VllmFixes(Fixes):
 
     def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
         limit, most = emulation.limits.max_num_tokens, max(sizes)
-        return (
-            f"remove them, or raise --max-num-batched-tokens from {limit} to {most}" if most > limit else ""
-        )
+        return f"remove them, or raise --max-num-batched-tokens from {limit} to {most}" if most > limit else ""
 
     def lowered(self, emulation: Emulation, decision: Decision) -> str:
         return _LOWERED.get(decision.rule, "")

@@ -247,11 +247,7 @@ _KINDS: dict[str, tuple[Any, str, str]] = {
     "float": (float, "number", "give a number"),
     "json": (json.loads, "JSON", ""),
     "object": (_object, "JSON object", "give a JSON object, as in '{\"a\": 1}', or dotted parts"),
-    "count": (
-        short_number,
-        "count",
-        "give a whole number, or one such as 8k or 8K; fractions go with k only",
-    ),
+    "count": (short_number, "count", "give a whole number, or one such as 8k or 8K; fractions go with k only"),
     "length": (_length, "length", "give auto, a whole number, or one such as 8k or 8K"),
     "name": (lambda text: text.lower().replace("-", "_"), "name", "give one of its names"),
 }

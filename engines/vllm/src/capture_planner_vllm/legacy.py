@@ -24,9 +24,7 @@ def draft_mode(mode: GraphMode) -> GraphMode:
     return GraphMode.NONE if mode.mixed_mode is GraphMode.NONE else GraphMode.PIECEWISE
 
 
-def speculative_sizes(
-    sizes: tuple[int, ...], max_size: int, *, query_len: int, mode: GraphMode
-) -> tuple[int, ...]:
+def speculative_sizes(sizes: tuple[int, ...], max_size: int, *, query_len: int, mode: GraphMode) -> tuple[int, ...]:
     """Return the sizes, rounded up to multiples of ``query_len`` where decodes run in FULL graphs.
 
     The same sizes hold for mixed batches and for drafters. Raises ``FlagError`` where none is left.
@@ -67,9 +65,7 @@ class PaddedManager:
     def __attrs_post_init__(self) -> None:
         keys = frozenset(self._entries())
         ordered = sorted(keys, key=_order)
-        object.__setattr__(
-            self, "graphs", tuple(CapturedGraph(role=self.role, entry=entry) for entry in ordered)
-        )
+        object.__setattr__(self, "graphs", tuple(CapturedGraph(role=self.role, entry=entry) for entry in ordered))
         object.__setattr__(self, "_keys", keys)
 
     def dispatch(self, batch: Batch) -> Dispatch:
@@ -114,9 +110,7 @@ class PaddedManager:
     def _full(self, tokens: int, is_decode: bool, case: int) -> Entry:
         query_len = self.query_len if is_decode else None
         reqs = min(tokens // (query_len or 1), self.max_num_reqs)
-        return Entry(
-            mode=GraphMode.FULL, num_tokens=tokens, num_reqs=reqs, query_len=query_len, active_loras=case
-        )
+        return Entry(mode=GraphMode.FULL, num_tokens=tokens, num_reqs=reqs, query_len=query_len, active_loras=case)
 
     def _entries(self) -> Iterable[Entry]:
         for size in self.sizes:

@@ -49,9 +49,7 @@ class SizeList:
     """Largest padded/real ratio of a decode."""
 
 
-def full_graphs(
-    sizes: Iterable[int], query_lens: Iterable[int], max_num_reqs: int
-) -> tuple[tuple[int, int], ...]:
+def full_graphs(sizes: Iterable[int], query_lens: Iterable[int], max_num_reqs: int) -> tuple[tuple[int, int], ...]:
     """Return vLLM's uniform decode graphs, each as tokens and query length, ascending.
 
     ``query_lens`` are all that the schedule has.
@@ -62,9 +60,7 @@ def full_graphs(
         sorted(
             (reqs * length, length)
             for length in set(lengths)
-            for reqs in vllm_requests(
-                tokens, query_len=length, max_query_len=widest, max_num_reqs=max_num_reqs
-            )
+            for reqs in vllm_requests(tokens, query_len=length, max_query_len=widest, max_num_reqs=max_num_reqs)
         )
     )
 
@@ -171,12 +167,7 @@ class _Search:
     """Shortest path over lists of sizes, in ascending order of their last size."""
 
     def __init__(
-        self,
-        decodes: Sequence[DecodeFamily],
-        query_lens: Sequence[int],
-        max_num_reqs: int,
-        worst: Fraction,
-        cap: int,
+        self, decodes: Sequence[DecodeFamily], query_lens: Sequence[int], max_num_reqs: int, worst: Fraction, cap: int
     ) -> None:
         self._max_num_reqs, self._worst, self._cap = max_num_reqs, worst, cap
         self._lengths = query_lens

@@ -59,9 +59,7 @@ def serves(graph: CapturedGraph, query: Query, loras: int) -> bool:
     return enough_rows and entry.num_tokens >= query.num_tokens and entry.active_loras == loras
 
 
-def answered(
-    graph: CapturedGraph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0
-) -> Dispatch:
+def answered(graph: CapturedGraph | None, batch: Batch, reason: Reason | None, *, tokens: int = 0) -> Dispatch:
     """Return the answer in terms of the real batch; an eager batch is padded to ``tokens``."""
     if graph is None:
         return Dispatch(None, padded_tokens=max(tokens - batch.num_tokens, 0), reason=reason)

@@ -113,9 +113,7 @@ def _speculative(plan: Plan, config: Any, max_num_seqs: int) -> Iterator[str]:
 class _Finder(MetaPathFinder):
     """Finds nothing itself; wraps the loader of the manager's module."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != MODULE:
             return None
         for finder in sys.meta_path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +16,11 @@ pytest.importorskip("torch")
 from capture_planner.conformance import (
     Case,
     Check,
-    Choices,
-    Finding,
+    Failure,
     Log,
     Profile,
     Scene,
-    Violation,
+    SuiteOptions,
     dumps,
     loads,
     play,
@@ -30,9 +28,9 @@ from capture_planner.conformance import (
     search,
     under_test,
 )
-from capture_planner.conformance.scene import Arrive, Depart, Forward, Move, Reload, Serve
+from capture_planner.conformance.minimize import PLAYS, minimize
+from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve
 from capture_planner.conformance.shapes import SMALL
-from capture_planner.conformance.smaller import PLAYS, smaller
 from capture_planner.conformance.suite import DRAFTS
 from capture_planner_reference import Reference
 from capture_planner_reference.executor import ReferenceExecutor
@@ -41,16 +39,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 REQUESTS = st.integers(0, 4)
 ROWS = st.lists(
-    st.tuples(REQUESTS, st.integers(0, 6), st.integers(0, 5)),
-    min_size=1,
-    max_size=5,
-    unique_by=lambda r: r[0],
+    st.tuples(REQUESTS, st.integers(0, 6), st.integers(0, 5)), min_size=1, max_size=5, unique_by=lambda r: r[0]
 )
 STEPS = st.one_of(
     st.builds(Depart, request=REQUESTS),
     st.builds(Move, request=REQUESTS),
     st.builds(Reload, seed=st.integers(8, 15)),
-    st.builds(Forward, rows=ROWS.map(tuple)),
+    st.builds(RunBatch, rows=ROWS.map(tuple)),
     st.builds(
         Serve,
         requests=st.lists(
@@ -58,9 +53,7 @@ STEPS = st.one_of(
         ).map(tuple),
     ),
 )
-ARRIVALS = st.builds(
-    Arrive, prompt=st.integers(1, 24), computed=st.integers(0, 24), shares=st.none() | REQUESTS
-)
+ARRIVALS = st.builds(Arrive, prompt=st.integers(1, 24), computed=st.integers(0, 24), shares=st.none() | REQUESTS)
 CASES = st.builds(
     lambda scene, arrivals, steps: Case(scene=scene, steps=(*arrivals, *steps)),
     scenes(SMALL, DRAFTS),
@@ -72,7 +65,7 @@ CASES = st.builds(
 def has_zero_row(case: Case, least: int) -> bool:
     """Whether a step has so many rows, one of them without a token."""
     return any(
-        isinstance(step, Forward) and len(step.rows) >= least and any(not count for _, count, _ in step.rows)
+        isinstance(step, RunBatch) and len(step.rows) >= least and any(not count for _, count, _ in step.rows)
         for step in case.steps
     )
 
@@ -94,23 +87,23 @@ LAWS: dict[str, tuple[int, Callable[[Case], bool]]] = {
 """What a case needs, and how many requests that takes."""
 
 
-def failing(holds: Callable[[Case], bool], check: Check = Check.ROWS) -> Callable[[Case], Violation | None]:
+def failing(holds: Callable[[Case], bool], check: Check = Check.ROWS) -> Callable[[Case], Failure | None]:
     """Return a play that fails where ``holds``."""
 
-    def played(case: Case) -> Violation | None:
-        return Violation(Finding(check=check, says="off", case=dumps(case))) if holds(case) else None
+    def played(case: Case) -> Failure | None:
+        return Failure(check=check, message="off", case=dumps(case)) if holds(case) else None
 
     return played
 
 
-def smallest(case: Case, played: Callable[[Case], Violation | None], plays: int = PLAYS) -> tuple[Case, int]:
+def smallest(case: Case, played: Callable[[Case], Failure | None], plays: int = PLAYS) -> tuple[Case, int]:
     """Return what a case comes to, and how often it was done."""
     found = played(case)
     assert found is not None, "the case fails"
     last, count = case, 0
-    for violation in smaller(found, played, SMALL, DRAFTS, plays):
+    for result in minimize(found, played, SMALL, DRAFTS, plays):
         count += 1
-        last = case if violation is None else (case := loads(violation.finding.case))
+        last = case if result is None else (case := loads(result.case))
     return last, count
 
 
@@ -128,7 +121,7 @@ def test_what_is_left_fails_and_nothing_can_be_left_out(name: str, case: Case) -
     (requests, law), tried = LAWS[name], []
     assume(law(case))
 
-    def played(each: Case) -> Violation | None:
+    def played(each: Case) -> Failure | None:
         tried.append(each)
         return failing(law)(each)
 
@@ -167,16 +160,16 @@ def test_another_check_is_another_bug(case: Case) -> None:
     """What breaks something else, or ends with another error, is a cut too many."""
     whole = failing(lambda case: True)
     for other in (
-        Finding(check=Check.FILLED, says="off"),
-        Finding(check=Check.RAN, says="ValueError: no such size"),
+        Failure(check=Check.FILLED, message="off"),
+        Failure(check=Check.RAN, message="ValueError: no such size"),
     ):
         found = whole(case) if other.check is Check.FILLED else None
-        found = found or Violation(Finding(check=Check.RAN, says="TypeError: a slip", case=dumps(case)))
+        found = found or Failure(check=Check.RAN, message="TypeError: a slip", case=dumps(case))
 
-        def played(each: Case, found: Violation = found, other: Finding = other) -> Violation:
-            return found if each == case else Violation(attrs.evolve(other, case=dumps(each)))
+        def played(each: Case, found: Failure = found, other: Failure = other) -> Failure:
+            return found if each == case else attrs.evolve(other, case=dumps(each))
 
-        results = list(smaller(found, played, SMALL, DRAFTS, 40))
+        results = list(minimize(found, played, SMALL, DRAFTS, 40))
         assert results[0] is found
         assert results[-1] is found
         assert not any(results[1:-1])
@@ -187,7 +180,7 @@ def test_what_does_not_fail_again_is_left_alone(case: Case) -> None:
     """One play says so."""
     found = failing(lambda case: True)(case)
     assert found is not None
-    assert list(smaller(found, lambda case: None, SMALL, DRAFTS)) == [None]
+    assert list(minimize(found, lambda case: None, SMALL, DRAFTS)) == [None]
 
 
 @given(scene=scenes(SMALL, DRAFTS), requests=st.integers(1, 4))
@@ -196,14 +189,14 @@ def test_a_wrong_token_is_told_by_the_step_that_makes_it(scene: Scene, requests:
     case = Case(scene=scene, steps=(Serve(requests=((3, 2, 0),) * requests),))
     entry: Any = "a graph"
 
-    def played(each: Case) -> Violation:
+    def played(each: Case) -> Failure:
         served = any(isinstance(step, Serve) for step in each.steps)
         told = {"check": Check.TOKENS} if served else {"check": Check.ROWS, "entry": entry}
-        return Violation(Finding(says="off", case=dumps(each), **told))
+        return Failure(message="off", case=dumps(each), **told)
 
-    last = list(smaller(played(case), played, SMALL, DRAFTS))[-1]
+    last = list(minimize(played(case), played, SMALL, DRAFTS))[-1]
     assert last is not None
-    assert last.finding.check is Check.ROWS
+    assert last.check is Check.ROWS
 
 
 class Skipping(ReferenceExecutor):
@@ -234,12 +227,12 @@ def test_rows_without_a_token_come_down_to_three_requests() -> None:
     scene = Scene(shape=SMALL[0], num_reqs=5, num_tokens=12, size_tokens=(12,), size_reqs=(5,), layers=2)
     arrivals = tuple(Arrive(prompt=6, computed=number) for number in range(5))
     rows = tuple((number, count, 0) for number, count in enumerate((2, 2, 0, 1, 0)))
-    case = Case(scene=scene, steps=(*arrivals, Move(request=1), Reload(seed=9), Forward(rows=rows)))
-    small, count = smallest(case, partial(play, tested))
+    case = Case(scene=scene, steps=(*arrivals, Move(request=1), Reload(seed=9), RunBatch(rows=rows)))
+    small, count = smallest(case, lambda case: play(tested, case).failure)
     assert count < PLAYS
     assert sum(isinstance(step, Arrive) for step in small.steps) == 3
-    assert [type(step) for step in small.steps] == [Arrive, Arrive, Arrive, Forward]
-    assert isinstance(small.steps[-1], Forward)
+    assert [type(step) for step in small.steps] == [Arrive, Arrive, Arrive, RunBatch]
+    assert isinstance(small.steps[-1], RunBatch)
     assert [count for _, count, _ in small.steps[-1].rows] in ([1, 0, 2], [2, 0, 1])
     assert small.scene.num_reqs == 3
 
@@ -260,11 +253,12 @@ def test_what_fails_now_and_then_is_said_to(shrink: bool) -> None:
     tested = under_test(Broken(reserve=Once))
     log = Log()
     profile = Profile(name="few", examples=20, steps=6)
-    found = search(tested, SMALL[:1], Choices(profile=profile, shrink=shrink), log)
+    found = search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), log)
     assert found is not None
-    assert found.finding.says.startswith("(not at every run) ")
-    assert found.finding.says.count("not at every run") == 1
-    assert log.violation is found
+    assert found.message.startswith("(not at every run) ")
+    assert found.message.count("not at every run") == 1
+    assert log.violation is not None
+    assert log.violation.failure is found
 
 
 def test_what_always_fails_is_not_doubted() -> None:
@@ -272,9 +266,9 @@ def test_what_always_fails_is_not_doubted() -> None:
     tested = under_test(Broken(reserve=Skipping))
     profile = Profile(name="some", examples=60, steps=10)
     kept, small = (
-        search(tested, SMALL[:1], Choices(profile=profile, shrink=shrink), Log()) for shrink in (False, True)
+        search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), Log()) for shrink in (False, True)
     )
     assert kept is not None
     assert small is not None
-    assert "not at every run" not in kept.finding.says + small.finding.says
-    assert len(small.finding.case) < len(kept.finding.case)
+    assert "not at every run" not in kept.message + small.message
+    assert len(small.case) < len(kept.case)

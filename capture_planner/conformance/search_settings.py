@@ -1,15 +1,12 @@
-"""How examples are drawn: from a seed alone, without a word, and nothing kept."""
+"""Hypothesis settings of a search: random from a seed alone, silent, and without a database."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 
 
-def drawn(examples: int, *, steps: int = 50, shrink: bool = True) -> settings:
-    """Return the settings of a search for so many examples, those of a state machine of at most ``steps``.
-
-    ``shrink``: a failing one is made small.
-    """
+def search_settings(examples: int, *, steps: int = 50, shrink: bool = True) -> settings:
+    """Return settings for so many examples; ``steps`` bounds those of a state machine."""
     return settings(
         max_examples=examples,
         database=None,

@@ -1,7 +1,7 @@
-"""Whether data-parallel ranks agree: law 8, of any function that decides for all of them.
+"""Check law 8, ranks agree, of any function that decides for data-parallel ranks.
 
-The checks know the law and not the function: they ask it as each rank would, alone, and hold its
-answers against a scan over all entries.
+The checks know the law and not the function: they call it as each rank would, and compare its answers with a
+scan over all entries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import hypothesis
 from hypothesis import strategies as st
 
 from capture_planner.analysis.data_parallel import Agreement, Vector
-from capture_planner.conformance.drawing import drawn
 from capture_planner.conformance.reference_dispatch import cheapest
+from capture_planner.conformance.search_settings import search_settings
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
 from capture_planner.planning import planner
@@ -32,31 +32,31 @@ from capture_planner.testing.strategies.machines import FakeBackend
 from capture_planner.testing.strategies.ranks import vectors as any_vectors
 
 Agree = Callable[[Dispatcher, Vector], Agreement]
-"""What decides for all ranks, as ``ranks.agree`` does."""
+"""A function that decides for all ranks, such as ``analysis.data_parallel.agree``."""
 
 MOST_REQS, MOST_TOKENS = 12, 64
-"""Of a rank, in the plans that are asked."""
+"""Limits of a rank in the plans of the check."""
 
 
 def check_agreement(agree: Agree, seed: int, vectors: int = 300) -> str | None:
-    """Hold ``agree`` against law 8 with so many random vectors; return what is wrong in the smallest.
+    """Check ``agree`` with so many random vectors; return what is wrong with the smallest that fails.
 
     The same seed draws the same vectors.
     """
 
     @hypothesis.seed(seed)
-    @drawn(vectors)
+    @search_settings(vectors)
     @hypothesis.given(st.data())
     def hold(data: st.DataObject) -> None:
         plan = data.draw(st.sampled_from(plans()))
         vector = data.draw(any_vectors(plan))
         order = data.draw(st.permutations(range(len(vector.ranks))))
-        for says in broken(agree, plan, vector, tuple(order)):
-            raise _Broken(f"{says} ({shown(vector)})")
+        for message in disagreements(agree, plan, vector, tuple(order)):
+            raise _Disagreement(f"{message} ({shown(vector)})")
 
     try:
         hold()
-    except _Broken as found:
+    except _Disagreement as found:
         return str(found)
     return None
 
@@ -64,8 +64,8 @@ def check_agreement(agree: Agree, seed: int, vectors: int = 300) -> str | None:
 @cache
 def plans() -> tuple[Plan, ...]:
     """Return plans with and without drafts, of one K and of two, with and without adapters."""
-    told = dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="told"))
-    backend = FakeBackend(name="b", supports=told, refreshes=Refresh.IN_GRAPH)
+    support = dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="always"))
+    backend = FakeBackend(name="b", supports=support, refreshes=Refresh.IN_GRAPH)
     registry = Registry([Registered(backend=backend, distribution="b", version="1")])
     machine = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="cpu", memory=1 << 34))
     plain = Spec(
@@ -85,23 +85,19 @@ def plans() -> tuple[Plan, ...]:
     )
 
 
-class _Broken(AssertionError):
+class _Disagreement(AssertionError):
     """A vector whose ranks do not agree."""
 
 
 def shown(vector: Vector) -> str:
-    """Write a vector on one line."""
+    """Return a vector on one line."""
     ranks = []
     for submitted in vector.ranks:
         batch = submitted.batch
         text = "idle"
         if batch is not None:
             each = batch.uniform_query_len
-            text = (
-                f"{batch.num_reqs} x {each}"
-                if each
-                else f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
-            )
+            text = f"{batch.num_reqs} x {each}" if each else f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
             text += f", {batch.active_loras} LoRA" if batch.active_loras else ""
         if not submitted.captured:
             text += ", no graphs"
@@ -111,15 +107,15 @@ def shown(vector: Vector) -> str:
     return f"{vector.role}: {' | '.join(ranks)}"
 
 
-def broken(agree: Agree, plan: Plan, vector: Vector, order: tuple[int, ...]) -> Iterator[str]:
-    """Yield what of law 8 does not hold for one vector; ``order`` is a permutation of its ranks."""
+def disagreements(agree: Agree, plan: Plan, vector: Vector, order: tuple[int, ...]) -> Iterator[str]:
+    """Yield each way in which a vector breaks law 8; ``order`` is a permutation of its ranks."""
     agreement = agree(Dispatcher(plan), vector)
     if agree(Dispatcher(plan), vector) != agreement:
-        yield "asked alone, another rank finds another answer"
+        yield "a rank that decides alone finds another answer"
     answers = agreement.answers
     entries = {answer.dispatch.entry for answer in answers}
     if len(entries) > 1:
-        yield f"ranks go apart: {' and '.join(sorted(map(str, entries)))}"
+        yield f"ranks diverge: {' and '.join(sorted(map(str, entries)))}"
     if len({answer.dispatch.reason for answer in answers}) > 1:
         yield "ranks have different reasons"
     working = [submitted.batch for submitted in vector.ranks if submitted.batch is not None]
@@ -136,7 +132,7 @@ def broken(agree: Agree, plan: Plan, vector: Vector, order: tuple[int, ...]) -> 
     if working:
         best = _best(plan, vector, working)
         if entries != {best}:
-            yield f"every rank can run {best}, and {answers[0].dispatch.entry} was chosen"
+            yield f"every rank can run {best}, and the choice is {answers[0].dispatch.entry}"
     permuted = attrs.evolve(vector, ranks=tuple(vector.ranks[rank] for rank in order))
     if agree(Dispatcher(plan), permuted).answers != tuple(answers[rank] for rank in order):
         yield "in another order, ranks have other answers"

@@ -1,17 +1,17 @@
-"""A batch of a scene: whose rows, and the values of its fields, made from what is known of each request."""
+"""A batch of a scene: its rows, and the values of its fields, made from its requests."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
-from capture_planner.conformance.finding import Check
+from capture_planner.conformance.failure import Check
 from capture_planner.conformance.scene import VOCABULARY
-from capture_planner.conformance.world import Live
+from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.inputs import Array, StepInputs
@@ -20,42 +20,42 @@ from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_pr
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 
-if TYPE_CHECKING:
-    from capture_planner.conformance.stage import Stage
+Row = tuple[LiveRequest, int, int]
+"""A request, its tokens in the batch, and how many of its drafts are accepted."""
 
 
-class Rows:
-    """For each row its request, its tokens, and how many of its drafts are kept."""
+class SceneBatch:
+    """Rows of requests. Each value is computed here a second time, and compared with the runner's."""
 
-    def __init__(self, stage: Stage, rows: Sequence[tuple[Live, int, int]]) -> None:
+    def __init__(self, stage: Stage, rows: Sequence[Row]) -> None:
         self._stage, self.rows = stage, tuple(rows)
         self.starts = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum([count for _, count, _ in rows], out=self.starts[1:])
+        self.ids = np.concatenate([self._fed(live, count, accepted) for live, count, accepted in rows])
         self.inputs_by_role: dict[Role, StepInputs] = {}
-        self.ids = np.concatenate([self._fed(live, count, kept) for live, count, kept in rows])
 
     @staticmethod
-    def _fed(live: Live, count: int, kept: int, shift: int = 0) -> np.ndarray:
-        """Return the ids of a row: its own tokens, and wrong ones after the last draft that is kept."""
+    def _fed(live: LiveRequest, count: int, accepted: int, shift: int = 0) -> np.ndarray:
+        """Return the ids of a row: its own tokens, and wrong ones after the last accepted draft."""
         ids = live.tokens[live.computed + shift : live.computed + count + shift].copy()
         if live.computed >= live.prompt:
-            ids[kept + 1 :] = (ids[kept + 1 :] + 1) % VOCABULARY
+            ids[accepted + 1 :] = (ids[accepted + 1 :] + 1) % VOCABULARY
         return ids
 
     @staticmethod
-    def settled(live: Live, count: int, kept: int) -> int:
-        """Return how many tokens of a row stay."""
-        return min(kept + 1, count) if live.computed >= live.prompt else count
+    def settled(live: LiveRequest, count: int, accepted: int) -> int:
+        """Return how many tokens of a row are final after the step."""
+        return min(accepted + 1, count) if live.computed >= live.prompt else count
 
-    def each(self, shift: int = 0) -> Iterator[tuple[int, Live, slice, np.ndarray]]:
-        """Yield each row: its number, its request, its place in the batch, and all ids up to its end."""
-        for index, (live, count, kept) in enumerate(self.rows):
+    def each(self, shift: int = 0) -> Iterator[tuple[int, LiveRequest, slice, np.ndarray]]:
+        """Yield each row: its number, request, slice of the batch, and all ids of the request up to its end."""
+        for index, (live, count, accepted) in enumerate(self.rows):
             before = live.tokens[shift : live.computed + shift]
             where = slice(int(self.starts[index]), int(self.starts[index + 1]))
-            yield index, live, where, np.concatenate([before, self._fed(live, count, kept, shift)])
+            yield index, live, where, np.concatenate([before, self._fed(live, count, accepted, shift)])
 
     def batch(self, role: Role) -> Batch:
-        """Return the batch of a role, as dispatch is asked about it."""
+        """Return the batch that is dispatched for a role."""
         reqs = len(self.rows)
         if role is Role.DRAFT_DECODE:
             return Batch(role=role, num_reqs=reqs, num_tokens=reqs, query_len=1)
@@ -77,21 +77,14 @@ class Rows:
         return table
 
     def target(self) -> StepInputs:
-        """Return the target's values."""
+        """Return the values of the target's fields."""
         world, starts = self._stage.world, self.starts
-        positions = np.concatenate(
-            [np.arange(live.computed, live.computed + count) for live, count, _ in self.rows]
-        )
+        positions = np.concatenate([np.arange(live.computed, live.computed + count) for live, count, _ in self.rows])
         slots = np.concatenate(
-            [
-                world.slots(live, np.arange(live.computed, live.computed + count))
-                for live, count, _ in self.rows
-            ]
+            [world.slots(live, np.arange(live.computed, live.computed + count)) for live, count, _ in self.rows]
         )
         lengths = np.array([live.computed + count for live, count, _ in self.rows], dtype=np.int32)
-        drafts = np.array(
-            [count - 1 if live.computed >= live.prompt and count else 0 for live, count, _ in self.rows]
-        )
+        drafts = np.array([count - 1 if live.computed >= live.prompt and count else 0 for live, count, _ in self.rows])
         made: dict[str, Array] = {
             "input_ids": self.ids.astype(np.int32),
             "positions": positions.astype(np.int64),
@@ -103,27 +96,25 @@ class Rows:
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
             "cu_num_draft_tokens": np.cumsum(drafts, dtype=np.int32),
         }
-        return self._held(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
+        return self._verified(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
     def draft_prefill(self, target: StepInputs) -> StepInputs:
-        """Return the drafter's values on the same batch: each token shifted by one."""
-        ids = np.concatenate([self._fed(live, count, kept, 1) for live, count, kept in self.rows])
-        kept = np.array([self.settled(*row) for row in self.rows])
+        """Return the draft prefill's values: the same batch, each token shifted by one."""
+        ids = np.concatenate([self._fed(live, count, accepted, 1) for live, count, accepted in self.rows])
+        accepted = np.array([self.settled(*row) for row in self.rows])
         made = {
             **target.declared,
             "input_ids": ids.astype(np.int32),
-            "last_token_indices": (self.starts[:-1] + kept - 1).astype(np.int32),
+            "last_token_indices": (self.starts[:-1] + accepted - 1).astype(np.int32),
         }
         self._settle()
-        theirs = draft_prefill_inputs(target, self._scheduled, kept, self._states)
-        return self._held(Role.DRAFT_PREFILL, made, theirs)
+        runners = draft_prefill_inputs(target, self._scheduled, accepted, self._states)
+        return self._verified(Role.DRAFT_PREFILL, made, runners)
 
     def draft_decode(self) -> StepInputs:
-        """Return the values of the first draft decode: one token a request, after what is settled."""
+        """Return the values of the first draft decode: one token per request, after its final ones."""
         longest, world = self._stage.scene.shape.longest, self._stage.world
-        wanted = np.array(
-            [live.computed + self.settled(live, count, kept) for live, count, kept in self.rows]
-        )
+        wanted = np.array([live.computed + self.settled(live, count, accepted) for live, count, accepted in self.rows])
         positions = np.minimum(wanted, longest - 1)
         slots = np.array(
             [
@@ -143,24 +134,23 @@ class Rows:
             "last_token_indices": starts[:-1],
             "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
         }
-        theirs = draft_decode_inputs(self._scheduled, wanted, self._states, self._pages)
-        return self._held(Role.DRAFT_DECODE, made, theirs)
+        runners = draft_decode_inputs(self._scheduled, wanted, self._states, self._pages)
+        return self._verified(Role.DRAFT_DECODE, made, runners)
 
-    def _held(self, role: Role, ours: Mapping[str, Array], theirs: StepInputs) -> StepInputs:
-        """Return the values that the runner makes of the batch, which must be those that it has."""
-        for name, value in ours.items():
-            found = theirs.declared[name]
+    def _verified(self, role: Role, own: Mapping[str, Array], runners: StepInputs) -> StepInputs:
+        """Return the runner's values, which must equal ours."""
+        for name, value in own.items():
+            found = runners.declared[name]
             if name == "block_table":
                 found = found[:, : value.shape[1]]
             if not all(count for _, count, _ in self.rows) and name == "last_token_indices":
-                # No scheduler hands out a row without a token, so nobody clamps what would follow from one.
-                theirs, found = attrs.evolve(theirs, last_token_indices=value), value
+                # No scheduler hands out a row without a token, so the runner need not clamp this value.
+                runners, found = attrs.evolve(runners, last_token_indices=value), value
             if found.shape != value.shape or (found != value).any():
-                self._stage.refuse(
-                    Check.MADE, f"{name} is made {found.tolist()}, and is {value.tolist()}", self, role, None
-                )
-        self.inputs_by_role[role] = theirs
-        return theirs
+                message = f"{name} is {found.tolist()}, expected {value.tolist()}"
+                raise self._stage.violation(Check.MADE, message, batch=self.batch(role))
+        self.inputs_by_role[role] = runners
+        return runners
 
     @functools.cached_property
     def _pages(self) -> PageFormat:
@@ -168,7 +158,7 @@ class Rows:
 
     @functools.cached_property
     def _scheduled(self) -> ScheduledBatch:
-        """The batch as a scheduler hands it out."""
+        """The batch in the scheduler's form."""
         decodes = [live.computed >= live.prompt for live, _, _ in self.rows]
         counts = np.array([count for _, count, _ in self.rows], dtype=np.int64)
         return ScheduledBatch(
@@ -182,21 +172,21 @@ class Rows:
 
     @functools.cached_property
     def _states(self) -> RequestStates:
-        """What a scheduler knows of each request, before the step."""
+        """The scheduler's state of each request, before the step."""
         scene = self._stage.scene
         found = RequestStates(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
-        for live, count, kept in self.rows:
+        for live, count, accepted in self.rows:
             row, at = live.place, live.computed
             found.tokens[row, :at] = live.tokens[:at]
-            found.tokens[row, at : at + count + 1] = self._fed(live, count + 1, kept)
+            found.tokens[row, at : at + count + 1] = self._fed(live, count + 1, accepted)
             found.computed[row], found.prompt[row] = at, live.prompt
             found.length[row] = max(live.prompt, at + 1)
             found.table[row, : len(live.pages)] = live.pages
         return found
 
     def _settle(self) -> None:
-        """Let the states know what was kept, as verification does."""
-        for live, count, kept in self.rows:
-            row, at, stays = live.place, live.computed, self.settled(live, count, kept)
+        """Update the states with what was accepted, as verification does."""
+        for live, count, accepted in self.rows:
+            row, at, stays = live.place, live.computed, self.settled(live, count, accepted)
             self._states.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
             self._states.computed[row] = at + stays

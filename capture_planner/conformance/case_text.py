@@ -1,25 +1,15 @@
-"""A case of the conformance suite in words: what is set up, then each step."""
+"""Describe a case of the conformance suite: its set-up, then each step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.conformance.scene import (
-    Arrive,
-    Case,
-    Depart,
-    Forward,
-    Move,
-    Reload,
-    Scene,
-    Serve,
-    Step,
-)
+from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, Step
 from capture_planner.records.text import counted
 
 
-def case_in_words(case: Case) -> tuple[str, ...]:
-    """Return a sentence for what is set up and one for each step. Requests are named by their arrival, from 0."""
+def describe_case(case: Case) -> tuple[str, ...]:
+    """Return a line for the set-up and one for each step. Requests are numbered by arrival, from 0."""
     return (_scene(case.scene), *_steps(case.steps))
 
 
@@ -39,7 +29,7 @@ def _scene(scene: Scene) -> str:
             drafting += f", {k} at {first} to {last} requests"
         parts += [drafting, "chains as one graph" if scene.fused else "chains in single steps"]
     if scene.per_role:
-        parts.append("a pool for each role")
+        parts.append("a pool per role")
     if scene.ahead:
         parts.append("steps launched ahead")
     return f"{'; '.join(parts)}; seed {scene.seed}"
@@ -55,26 +45,26 @@ def _steps(steps: tuple[Step, ...]) -> Iterator[str]:
                 yield f"request {arrived} arrives: a prompt of {counted(step.prompt, 'token')}{computed}{shares}"
                 arrived += 1
             case Depart():
-                yield f"request {step.request} leaves, and its pages are free"
+                yield f"request {step.request} leaves and frees its pages"
             case Move():
                 yield f"the pages of request {step.request} are exchanged for others"
             case Reload():
-                yield f"weights are loaded anew, in place, from seed {step.seed}"
-            case Forward():
+                yield f"weights are reloaded in place, from seed {step.seed}"
+            case RunBatch():
                 yield f"a step of {counted(len(step.rows), 'request')}: {'; '.join(map(_row, step.rows))}"
             case Serve():
                 served = "; ".join(map(_served, step.requests))
-                yield f"{counted(len(step.requests), 'request')} served to the end beside what lives: {served}"
+                yield f"{counted(len(step.requests), 'request')} served to the end, next to live ones: {served}"
 
 
 def _row(row: tuple[int, int, int]) -> str:
-    request, count, kept = row
-    drafts = f", {counted(kept, 'draft')} kept" if kept else ""
+    request, count, accepted = row
+    drafts = f", {counted(accepted, 'draft')} accepted" if accepted else ""
     return f"request {request} with {counted(count, 'token')}{drafts}"
 
 
-def _served(asked: tuple[int, int, int]) -> str:
-    prompt, output, arrival = asked
+def _served(request: tuple[int, int, int]) -> str:
+    prompt, output, arrival = request
     later = f", {counted(arrival, 'step')} later" if arrival else ""
     return f"a prompt of {prompt} and {counted(output, 'new token')}{later}"
 

@@ -1,0 +1,214 @@
+"""What ``conformance`` runs: the suite, or one printed case, with progress bars."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import Any
+
+import attrs
+import click
+import torch
+from hypothesis.configuration import set_hypothesis_home_dir
+
+from capture_planner.cli.common import progress_bars
+from capture_planner.codec import shipped as catalog
+from capture_planner.conformance import (
+    DEFAULT,
+    THOROUGH,
+    Log,
+    Profile,
+    Shape,
+    Subject,
+    SuiteOptions,
+    SuiteResult,
+    conform,
+    loads,
+    replay,
+    under_test,
+    usable_shapes,
+    with_causes,
+)
+from capture_planner.conformance.audit import Attack, AuditResult, attack_case
+from capture_planner.conformance.failure import Failure
+from capture_planner.conformance.shapes import CANDIDATES
+from capture_planner.conformance.suite import DRAFTS
+from capture_planner.errors import RunError
+from capture_planner.modes import Role
+from capture_planner.records.environment import DeviceKind
+from capture_planner.report.conformance_record import Conformance
+from capture_planner.runtime.host import differences, facts
+
+
+def run_suite(
+    backend: str,
+    environment: str | None,
+    given: dict[str, Any],
+    case: str | None,
+    words: tuple[str, ...],
+    named: Callable[[tuple[Shape, ...]], tuple[Shape, ...]],
+) -> Conformance:
+    """Run the suite, or one printed case, and return what was asked with the outcome.
+
+    ``given``: the other options of the command. ``words``: the options that name shapes; ``named`` puts
+    their values into candidate shapes.
+    """
+    tested = _tested(backend, environment)
+    choices = _choices(given)
+    interrupted = False
+    left_out: tuple[int, ...] = ()
+    if case is None:
+        sets: list[tuple[Shape, ...]] = list(dict.fromkeys(map(named, CANDIDATES))) if words else [()]
+        outcome, interrupted = _search(tested, choices, sets, given["progress"])
+    else:
+        outcome, left_out = _again(tested, case, given["attack"])
+    registered = tested.registry[tested.backend]
+    options = [] if environment is None else ["-e", environment]
+    options += [] if given["threads"] == 1 else ["--threads", str(given["threads"])]
+    return Conformance(
+        backend=registered.name,
+        distribution=registered.distribution,
+        version=registered.version,
+        environment=tested.environment,
+        differences=() if environment is None else differences(tested.environment),
+        host=facts(),
+        seed=given["seed"],
+        profile=choices.profile if case is None else None,
+        drafts=choices.drafts if case is None else (),
+        base=("capture-planner", "conformance", backend, *options),
+        named=words,
+        outcome=outcome,
+        interrupted=interrupted,
+        attack=given["attack"] or "",
+        left_out=left_out,
+    )
+
+
+def _tested(backend: str, environment: str | None) -> Subject:
+    planned = None if environment is None else catalog.find_environment(environment)
+    if planned is not None and planned.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
+        raise RunError(
+            f"{planned.name} is {planned.device.name}, and this machine has no CUDA device; "
+            "omit --environment, or run it there"
+        )
+    return under_test(backend, environment=planned)
+
+
+def _choices(given: dict[str, Any]) -> SuiteOptions:
+    profile = THOROUGH if given["thorough"] or given["profile"] == "thorough" else DEFAULT
+    examples, steps = given["examples"], given["steps"]
+    if examples is not None or steps is not None:
+        profile = Profile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
+    return SuiteOptions(
+        profile=profile,
+        seed=given["seed"],
+        drafts=DRAFTS if given["drafts"] is None else given["drafts"],
+        shrink=given["shrink"],
+        audits=given["audits"],
+    )
+
+
+def _search(
+    tested: Subject, choices: SuiteOptions, sets: list[tuple[Shape, ...]], progress: bool | None
+) -> tuple[SuiteResult, bool]:
+    """Run the suite on the first set of shapes that the backend supports; returns whether it was stopped too."""
+    started = perf_counter()
+    with _temporary_home(), _Bars(progress, choices.profile.examples) as bars:
+        for number, shapes in enumerate(sets, 1):
+            try:
+                wanted = attrs.evolve(choices, shapes=shapes)
+                return conform(tested, wanted, bars.scene, bars.attack), False
+            except RunError:
+                # None of these shapes runs here; the last set says why.
+                if number == len(sets):
+                    raise
+            except KeyboardInterrupt:
+                if bars.log is None:
+                    raise
+                violation = bars.log.violation
+                failures = () if violation is None else (violation.failure,)
+                return _outcome(bars.log.shapes, bars.log, started, failures), True
+    raise AssertionError("the last set of shapes returns or raises")
+
+
+def _outcome(
+    shapes: tuple[Shape, ...],
+    log: Log,
+    started: float,
+    failures: tuple[Failure, ...] = (),
+    audited: tuple[AuditResult, ...] = (),
+) -> SuiteResult:
+    seconds = perf_counter() - started
+    return SuiteResult(shapes=shapes, refused=(), log=log, failures=failures, audited=audited, seconds=seconds)
+
+
+@contextmanager
+def _temporary_home() -> Iterator[None]:
+    """Keep Hypothesis from leaving its cache in the working folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            set_hypothesis_home_dir(None)
+
+
+class _Bars:
+    """A bar of scenes, and after it one of attacks."""
+
+    def __init__(self, wanted: bool | None, scenes: int) -> None:
+        self._task, self._scenes = progress_bars(wanted), scenes
+        self._shown = ExitStack()
+        self._advance: Callable[[str], None] | None = None
+        self._attacking = False
+        self.log: Log | None = None
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._shown.close()
+
+    def scene(self, log: Log) -> None:
+        """Note one more scene."""
+        self.log = log
+        if self._advance is None:
+            self._advance = self._shown.enter_context(self._task("scenes", self._scenes))
+        self._advance("minimizing the failing case" if log.violation else "")
+
+    def attack(self, name: str, total: int) -> None:
+        """Note one more attack."""
+        if not self._attacking:
+            self._attacking = True
+            self._shown.close()
+            self._advance = self._shown.enter_context(self._task("attacks", total))
+        assert self._advance is not None, "a bar is shown"
+        self._advance(name)
+
+
+def _again(tested: Subject, text: str, attack: str | None) -> tuple[SuiteResult, tuple[int, ...]]:
+    """Rerun one printed case, with an attack where one is named; returns the steps that did not apply too."""
+    case, started = loads(text), perf_counter()
+    shapes, _ = usable_shapes(tested, (case.scene.shape,))
+    if attack is not None:
+        audited = _attacked(tested, text, attack)
+        return _outcome(shapes, Log(examples=1), started, audited=audited), ()
+    rerun = replay(tested, text)
+    failures = () if rerun.failure is None else (with_causes(tested, rerun.failure),)
+    return _outcome(shapes, rerun.log, started, failures), rerun.skipped
+
+
+def _attacked(tested: Subject, text: str, named: str) -> tuple[AuditResult, ...]:
+    role, _, rest = named.partition(" ")
+    field, _, attack = rest.partition(" ")
+    try:
+        wanted = Role(role), field, Attack(attack)
+    except ValueError:
+        raise click.UsageError(
+            f"--attack {named!r}: give a role ({', '.join(Role)}), a field and an attack "
+            f"({', '.join(each.value for each in Attack)}), as in 'target seq_lens stale tail'."
+        ) from None
+    found = attack_case(tested, loads(text), *wanted)
+    return () if found is None else (found,)

@@ -1,0 +1,114 @@
+"""Check the forwards of a drafter: its prefill, then its decodes."""
+
+from __future__ import annotations
+
+import torch
+
+from capture_planner.conformance.failure import Check
+from capture_planner.conformance.probe import ProbeDrafter
+from capture_planner.conformance.scene_batch import SceneBatch
+from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.target_checks import check_slots, first_wrong_row, is_likeliest, row_check
+from capture_planner.conformance.world import LiveRequest
+from capture_planner.modes import Role
+from capture_planner.records.batch import Entry
+from capture_planner.runtime.execution.inputs import StepInputs
+
+
+def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target: StepInputs, k: int) -> None:
+    """Run the draft prefill and the draft decodes of a batch, eager and from graphs, and check each."""
+    parts = stage.runner.parts
+    state = parts.state
+    assert state is not None, "a drafter has a state"
+    made, described = batch.draft_prefill(target), batch.batch(Role.DRAFT_PREFILL)
+    given = parts.target.hidden[: len(batch.ids)].clone()
+    places = stage.on_device(target.idx_mapping).long()
+    ends = [start + batch.settled(*row) for start, row in zip(batch.starts[:-1], batch.rows, strict=True)]
+    last = torch.tensor(ends, device=places.device) - 1
+
+    def forward(eager: bool) -> None:
+        entry = stage.run(described, made, eager=eager)
+        check = row_check(entry, eager=eager)
+        hidden = parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
+        rows: list[torch.Tensor] = []
+        for index, live, where, ids in batch.each(shift=1):
+            attention = drafter.tables.attended(stage.on_device(ids), live.computed).flatten(1)
+            want = drafter.mixed(attention, given[where].double())
+            wrong = first_wrong_row(hidden[where], want, want.shape[1], stage.tolerance)
+            if wrong is not None:
+                message = f"the state of {wrong} of request {index} in the batch"
+                raise stage.violation(check, message, entry=entry, batch=described)
+            rows.append(want)
+        expected = torch.cat(rows)[last]
+        _check_state(stage, batch, Role.DRAFT_PREFILL, entry, check, state.hidden[places], expected)
+        tokens = state.proposed[places, 0]
+        kept = torch.equal(state.token[places], tokens)
+        if not (kept and is_likeliest(tokens, expected, drafter.head, stage.tolerance)):
+            message = "the first draft is not the likeliest token of its row"
+            raise stage.violation(Check.STATE, message, entry=entry, batch=described)
+        check_slots(stage, batch, Role.DRAFT_PREFILL, entry)
+
+    stage.both_ways(forward)
+    if k > 1:
+        _check_decodes(stage, drafter, batch, k, places)
+
+
+def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: int, places: torch.Tensor) -> None:
+    """Run the draft decodes, eager and from graphs, from the same state."""
+    state = stage.runner.parts.state
+    assert state is not None, "a drafter has a state"
+    before = {name: getattr(state, name).clone() for name in ("token", "hidden", "proposed", "column")}
+    made, described = batch.draft_decode(), batch.batch(Role.DRAFT_DECODE)
+    ends = [row[0].computed + batch.settled(*row) for row in batch.rows]
+
+    def forward(eager: bool) -> None:
+        for name, tensor in before.items():
+            getattr(state, name).copy_(tensor)
+        for (live, _, _), end in zip(batch.rows, ends, strict=True):
+            _fill_draft_cache(stage, live, end)
+        entry = stage.run(described, made, eager=eager, steps=k - 1)
+        check = row_check(entry, eager=eager)
+        hidden = before["hidden"][places].double()
+        proposed = state.proposed[places, :k]
+        for number in range(1, k):
+            within = [row for row, end in enumerate(ends) if end + number <= stage.scene.shape.longest]
+            for row in within:
+                settled = batch.rows[row][0].tokens[1 : ends[row] + 1].tolist()
+                ids = torch.tensor([*settled, *proposed[row, :number].tolist()], device=hidden.device)
+                attention = drafter.tables.attended(ids, len(ids) - 1).flatten(1)
+                hidden[row] = drafter.mixed(attention, hidden[row : row + 1])[0]
+            drafts = proposed[within, number]
+            if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
+                message = f"draft {number + 1} is not the likeliest token of its row"
+                raise stage.violation(check, message, entry=entry, batch=described)
+        if len(within) == len(batch.rows):
+            _check_state(stage, batch, Role.DRAFT_DECODE, entry, check, state.hidden[places], hidden)
+
+    stage.both_ways(forward)
+
+
+def _fill_draft_cache(stage: Stage, live: LiveRequest, end: int) -> None:
+    """Write the drafter's cache up to a position, so that both runs of a chain begin alike."""
+    computed, live.computed = live.computed, min(end, stage.scene.shape.longest)
+    stage.world.compute(live)
+    live.computed = computed
+
+
+def _check_state(
+    stage: Stage,
+    batch: SceneBatch,
+    role: Role,
+    entry: Entry | None,
+    check: Check,
+    got: torch.Tensor,
+    want: torch.Tensor,
+) -> None:
+    off = (got.double() - want).norm(dim=1)
+    wrong = ~(off <= 2 * stage.tolerance * (want.norm(dim=1) + 0.1))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        message = (
+            f"the draft state of request {row} in the batch is off by "
+            f"{float(off[row] / want[row].norm()):.2g} of its norm"
+        )
+        raise stage.violation(check, message, entry=entry, batch=batch.batch(role))

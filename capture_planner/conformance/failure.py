@@ -1,0 +1,98 @@
+"""The laws that the suite checks, and the record of one that does not hold."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import attrs
+
+from capture_planner.errors import CaptureError, GuardError
+from capture_planner.modes import Role
+from capture_planner.records.batch import Entry
+
+
+class Check(enum.Enum):
+    """A law, or a line of a contract; none is about one bug. ``law`` is its sentence."""
+
+    law: str
+
+    def __new__(cls, value: str, law: str) -> Check:
+        """Keep the law with the member, whose value is its name in files."""
+        member = object.__new__(cls)
+        member._value_, member.law = value, law
+        return member
+
+    DECLARED = "declared", "declarations are well formed, and the same each time they are asked for"
+    PLANNED = "planned", "the lint finds no error in the plan"
+    DISPATCHED = "dispatched", "dispatch returns the cheapest compatible graph of all"
+    MADE = "made", "the runner computes the field values that the requests of a batch have"
+    FILLED = "filled", "the padding of each field holds its declared fill, as far as the graph reads"
+    BOUNDED = "bounded", "each index, real or padding, is within bounds"
+    ROWS = "rows", "a replay computes attention for real rows, whatever the padding holds"
+    EAGER = "eager", "an eager step computes attention for real rows"
+    STORED = "stored", "keys and values of the batch are in its slots"
+    PLACED = "placed", "each token's slot follows from its position and the pages of its request"
+    UNTOUCHED = "untouched", "no other slot changes"
+    WRITTEN = "written", "attention writes every row of its output, padding included"
+    FROZEN = "frozen", "pointers, frozen scalars and plan layouts are those of the capture"
+    STATE = "state", "a draft forward updates the draft state of its own requests, and no other"
+    TOKENS = "tokens", "each served token is the model's greedy choice"
+    COUNTED = "counted", "the session records every forward, with its graph or the reason it ran eager"
+    RAN = "ran", "capture and replay raise no error"
+    AGREED = "agreed", "every rank decides the same from the gathered vector"
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """A law that does not hold, and where."""
+
+    check: Check
+    message: str
+    role: Role | None = None
+    entry: Entry | None = None
+    batch: str = ""
+    """The real batch, described."""
+    field: str = ""
+    """The metadata field that causes it, if known."""
+    axis: str = ""
+    causes: tuple[str, ...] = ()
+    """Sources of garbage without any one of which the failure is gone."""
+    case: str = ""
+    """The scene and steps that reproduce it, as ``scene.loads`` reads them."""
+    command: str = ""
+    """A command that reproduces it."""
+
+    def __str__(self) -> str:
+        where = [self.role.value if self.role else "", str(self.entry or ""), self.batch]
+        text = f"{self.check.value}: {self.message}"
+        if place := "; ".join(part for part in where if part):
+            text += f" ({place})"
+        if self.field:
+            text += f"; field {self.field}" + (f", along {self.axis}" if self.axis else "")
+        if self.causes:
+            text += f"; seen only with garbage in {' and '.join(self.causes)}"
+        return text
+
+
+class Violation(AssertionError):
+    """Raised by a check; ``failure`` says which law does not hold, and where."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(str(failure))
+
+    @classmethod
+    def of(cls, error: Exception, **where: Any) -> Violation:
+        """Return the violation that an exception of a capture or a step is; ``where`` goes to ``Failure``."""
+        if isinstance(error, Violation):
+            return error
+        check = Check.RAN
+        if isinstance(error, GuardError):
+            check = Check.FROZEN
+        elif isinstance(error, (IndexError, RuntimeError)) and "out of" in str(error):
+            check = Check.BOUNDED
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, CaptureError):
+            message = f"not capturable: {message}"
+        return cls(Failure(check=check, message=message[:600], **where))

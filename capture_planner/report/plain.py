@@ -1,0 +1,158 @@
+"""The JSON of what the commands print, where it is not simply the fields of a record.
+
+``plain`` is what ``--format json`` goes through. Classes of the layers below have their hooks here; a class
+of the report layer has its hook in its own module. Runs, benches and conformance need torch: their hooks are in the
+modules that report them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture_planner.analysis.coverage import Cell, Coverage
+from capture_planner.analysis.diff import Change
+from capture_planner.analysis.explain import Explanation, NearMiss
+from capture_planner.codec import json_of, plain, plain_fields
+from capture_planner.engines.check import EngineFinding
+from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
+from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
+from capture_planner.engines.walk import BatchAnswer, runs, walk
+from capture_planner.modes import GraphMode, Reason
+
+__all__ = ["plain"]
+
+
+def _without(value: Any, *names: str) -> dict[str, Any]:
+    return {name: item for name, item in plain_fields(value).items() if name not in names}
+
+
+@json_of(Change)
+def _change(change: Change) -> dict[str, Any]:
+    return plain_fields(change, subject="what", message="says")
+
+
+@json_of(NearMiss)
+def _near_miss(miss: NearMiss) -> dict[str, Any]:
+    return plain_fields(miss, message="says")
+
+
+@json_of(Explanation)
+def _explanation(explained: Explanation) -> dict[str, Any]:
+    answer = explained.answer
+    return {
+        "batch": plain(explained.batch),
+        "mode": answer.mode.value,
+        "entry": plain(answer.entry),
+        "padded_tokens": answer.padded_tokens,
+        "padded_reqs": answer.padded_reqs,
+        "reason": plain(answer.reason),
+        "says": explained.message,
+        "rejected": plain(explained.near_misses),
+    }
+
+
+@json_of(Coverage)
+def _coverage(walked: Coverage) -> dict[str, Any]:
+    return {"covered": not walked.uncovered, "cells": plain(walked.cells)}
+
+
+@json_of(Cell)
+def _cell(cell: Cell) -> dict[str, Any]:
+    return _without(cell, "answer") | {
+        "mode": cell.answer.mode.value,
+        "entry": plain(cell.entry),
+        "reason": plain(cell.answer.reason),
+        "share_padded": round(cell.padded, 4),
+        "worst_ratio": round(cell.worst, 4),
+    }
+
+
+@json_of(CapturedGraph)
+def _graph(graph: CapturedGraph) -> dict[str, Any]:
+    entry = plain(graph.entry)
+    optional = {"max_query_len": graph.max_query_len, "draft_steps": entry.pop("draft_steps")}
+    return {"role": graph.role.value, **entry} | {name: value for name, value in optional.items() if value is not None}
+
+
+@json_of(Emulation)
+def _emulation(emulation: Emulation) -> dict[str, Any]:
+    rows: dict[tuple[GraphMode, Reason | None], list[BatchAnswer]] = {}
+    for one in walk(emulation):
+        rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
+    shown = ("role", "kind", "query_len", "active_loras", "first", "last")
+    return {
+        "engine": emulation.engine,
+        "version": emulation.version,
+        "sizes": plain(emulation.sizes),
+        "graphs": plain(emulation.graphs),
+        "mode": plain(emulation.modes),
+        "decisions": [
+            {name: found[name] for name in ("rule", "role", "before", "after", "says")}
+            for found in map(plain_fields, emulation.decisions)
+        ],
+        "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
+        "notes": plain(emulation.notes),
+        "batches": [
+            {name: plain(getattr(run, name)) for name in shown} | {"mode": mode.value, "reason": plain(reason)}
+            for (mode, reason), asked in rows.items()
+            for run in runs(asked)
+        ],
+    }
+
+
+@json_of(EngineFinding)
+def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
+    rule = finding.rule
+    return {
+        "code": rule.code,
+        "name": rule.name,
+        "severity": finding.severity.value,
+        "class": rule.bug_class.name,
+        "role": finding.diagnosis.role.value,
+        "message": finding.diagnosis.message,
+        "count": finding.diagnosis.count,
+        "mend": finding.fix,
+        "threads": list(rule.threads),
+    }
+
+
+@json_of(Export)
+def _export(export: Export) -> dict[str, Any]:
+    names = ("engine", "flags", "file", "sizes", "losses", "proof", "unproved")
+    return {name: plain(getattr(export, name)) for name in names}
+
+
+@json_of(Loss)
+def _loss(loss: Loss) -> dict[str, Any]:
+    return _without(loss, "scope")
+
+
+@json_of(Proof)
+def _proof(proof: Proof) -> dict[str, Any]:
+    return {"exact": proof.exact} | plain_fields(proof) | {"same": len(proof.same)}
+
+
+@json_of(BatchDifference)
+def _difference(difference: BatchDifference) -> dict[str, Any]:
+    sides = {"planned": difference.planned, "emulated": difference.emulated}
+    return plain_fields(difference) | {side: None if entry is None else str(entry) for side, entry in sides.items()}
+
+
+@json_of(SideBySide)
+def _side_by_side(compared: SideBySide) -> dict[str, Any]:
+    found = plain_fields(compared)
+    batches = "traffic" if found.pop("from_traffic") else "admissible"
+    return {"a": found.pop("a"), "b": found.pop("b"), "batches": batches, **found}
+
+
+@json_of(Service)
+def _served(served: Service) -> dict[str, Any]:
+    return plain_fields(served, "coverage")
+
+
+@json_of(Pair, Hole)
+def _of_family(value: Pair | Hole) -> dict[str, Any]:
+    fields = plain_fields(value)
+    family: dict[str, Any] = fields.pop("family")
+    return family | fields

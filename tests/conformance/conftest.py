@@ -1,1 +1,0 @@
-"""Makes the backends of these tests importable."""

@@ -1,1 +1,0 @@
-"""Makes ``reference`` importable under importlib import mode."""

@@ -1,1 +1,0 @@
-"""Makes ``ledgers`` importable under importlib import mode."""

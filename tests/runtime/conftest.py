@@ -1,1 +1,0 @@
-"""Makes ``worlds`` and ``probe`` of the property tests importable under importlib import mode."""
