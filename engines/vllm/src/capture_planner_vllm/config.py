@@ -291,7 +291,6 @@ class Configuration(ServeOptions):
         spec = self.spec
         if spec is None or not spec.has_draft_cache:
             return
-        self._schedule_without_full()
         independent, copies = spec.method == "draft_model", spec.copies
         if self.runner is RunnerVersion.V1:
             # V1 sets the backend in a copy, given or not.
@@ -310,6 +309,7 @@ class Configuration(ServeOptions):
 
     def _rewrite_again(self, *, of_target: bool = True) -> None:
         self.user_sizes, self.user_max = list(self.sizes), self.max_size
+        self._schedule_without_full()
         self._limit_modes(of_target=of_target)
         self._sizes()
         self._last_rewrites()
