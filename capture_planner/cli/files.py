@@ -16,15 +16,11 @@ from capture_planner.analysis import diff as difference
 from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
+from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
-    batches_option,
     emit,
     environment_named,
-    environment_option,
-    flag,
-    format_option,
-    option,
     plan_of,
     planned,
     read_document,
@@ -33,6 +29,7 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.engine import EngineName, OrEngine, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
+from capture_planner.cli.options import flag, option
 from capture_planner.codec import Document
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
@@ -50,8 +47,8 @@ from capture_planner.report.backends import backend_support, backends_table
 @click.command(short_help="Make the plan of a spec.")
 @click.argument("spec")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan to FILE and print a summary.")
-@environment_option
-@format_option("text", "json")
+@options.environment
+@options.formats("text", "json")
 def plan(spec: str, output: str | None, environment: str | None, form: str) -> None:
     """Make the plan of SPEC; - reads standard input.
 
@@ -92,8 +89,8 @@ def _refuse_to_replace(output: str, spec: str) -> None:
 
 @click.command(short_help="Show a plan as tables.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason."""
     shown = plan_of(read_document(plan_file), environment)
@@ -113,9 +110,9 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 )
 @option("--active-loras", type=click.IntRange(min=0), default=0, help="Number of distinct active LoRA adapters.")
 @click.option("--coverage", "whole", is_flag=True, help="Cover every admissible batch, role by role.")
-@batches_option
-@environment_option
-@format_option()
+@options.batches
+@options.environment
+@options.formats()
 def explain(
     plan_file: str,
     role: str,
@@ -174,8 +171,8 @@ def explain(
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")
 @flag("--strict", "Count notes as findings.")
-@environment_option
-@format_option("text", "json", "github", "sarif")
+@options.environment
+@options.formats("text", "json", "github", "sarif")
 def check(
     files: tuple[str, ...], engine: str | None, spec: str | None, strict: bool, environment: str | None, form: str
 ) -> None:
@@ -245,8 +242,8 @@ def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drif
 @click.command(short_help="Show what changes from one plan to another.")
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """Show in words what changes on the machine when plan NEW replaces plan OLD.
 
@@ -265,8 +262,8 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
 
 @click.command(short_help="List the installed attention backends and what they support.")
 @click.option("--spec", metavar="SPEC", help="Ask for the model of this spec instead of a plain 8B model.")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def backends(spec: str | None, environment: str | None, form: str) -> None:
     """List the installed attention backends, and how far each supports full graphs.
 
@@ -283,7 +280,7 @@ def backends(spec: str | None, environment: str | None, form: str) -> None:
 
 @click.command(short_help="Print the JSON Schema of a kind of file.")
 @click.argument("kind", type=click.Choice(list(SCHEMAS)))
-@format_option("json")
+@options.formats("json")
 def schema(kind: str, form: str) -> None:
     """Print the JSON Schema of a kind of file, for editors."""
     click.echo(to_json(SCHEMAS[kind]()))
