@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 
@@ -29,7 +29,7 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.engine import EngineName, OrEngine, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
-from capture_planner.cli.options import flag, option
+from capture_planner.cli.options import POSITIVE, flag, option
 from capture_planner.codec import Document
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
@@ -100,11 +100,9 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 @click.command(short_help="Explain which graph serves a batch, and why.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @option("--role", type=click.Choice([r.value for r in Role]), default="target", help="Role that runs the batch.")
-@click.option("--num-reqs", type=click.IntRange(min=1), help="Requests in the batch.")
-@click.option(
-    "--num-tokens", type=click.IntRange(min=1), help="Tokens in the batch. Default: requests times query length."
-)
-@click.option("--query-len", type=click.IntRange(min=1), help="Tokens per request, if all have the same number.")
+@click.option("--num-reqs", type=POSITIVE, help="Requests in the batch.")
+@click.option("--num-tokens", type=POSITIVE, help="Tokens in the batch. Default: requests times query length.")
+@click.option("--query-len", type=POSITIVE, help="Tokens per request, if all have the same number.")
 @click.option(
     "--past-prompt/--prompt", default=True, help="Whether every request is past its prompt. Default: --past-prompt."
 )
@@ -114,17 +112,7 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 @options.environment
 @options.formats()
 def explain(
-    plan_file: str,
-    role: str,
-    num_reqs: int | None,
-    num_tokens: int | None,
-    query_len: int | None,
-    past_prompt: bool,
-    active_loras: int,
-    whole: bool,
-    batches: IO[bytes] | None,
-    environment: str | None,
-    form: str,
+    plan_file: str, whole: bool, batches: IO[bytes] | None, environment: str | None, form: str, **given: Any
 ) -> None:
     """Explain which graph serves a batch, and why; or what serves every admissible batch.
 
@@ -132,7 +120,7 @@ def explain(
     "active_loras"}; each answer is {"mode", "num_tokens", "num_reqs", "query_len", "active_loras",
     "reason"}.
     """
-    if (num_reqs is not None) + whole + (batches is not None) != 1:
+    if (given["num_reqs"] is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
     plan = plan_of(read_document(plan_file), environment)
     if whole:
@@ -144,7 +132,11 @@ def explain(
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
             click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
-    assert num_reqs is not None
+    explained = explain_batch(dispatcher, _batch(**given))
+    emit(form, lambda: explained, partial(tables.explanation_table, explained))
+
+
+def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | None, **others: Any) -> Batch:
     if num_tokens is None:
         if query_len is None:
             raise click.UsageError("Give --num-tokens, or --query-len for a uniform batch.")
@@ -154,16 +146,7 @@ def explain(
             f"{counted(num_reqs, 'request')} with {counted(query_len, 'token')} each have "
             f"{num_reqs * query_len} tokens, not {num_tokens}; omit --query-len if requests differ."
         )
-    batch = Batch(
-        role=Role(role),
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
-        query_len=query_len,
-        past_prompt=past_prompt,
-        active_loras=active_loras,
-    )
-    explained = explain_batch(dispatcher, batch)
-    emit(form, lambda: explained, partial(tables.explanation_table, explained))
+    return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
 
 
 @click.command(cls=OrEngine, short_help="Check plans, specs or an engine's flags for problems.")

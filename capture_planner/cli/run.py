@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,14 +110,14 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
         click.echo(comparison.says, err=as_json)
     if outcome.differing is not None:
         compared = [served for served in outcome.report.served if served.tokens]
-        total, partial = counted(len(compared), "request"), sum(each.finished is None for each in compared)
+        total, cut_off = counted(len(compared), "request"), sum(each.finished is None for each in compared)
         message = f"verified: {total}, each the same as plain greedy decoding"
         if outcome.differing:
             differing = counted(len(outcome.differing), "request")
             first = ", ".join(outcome.differing[:5])
             message = f"{differing} of {total} differ from plain greedy decoding: {first}"
-        if partial:
-            message += f"; {partial} of them cut off, and compared up to there"
+        if cut_off:
+            message += f"; {cut_off} of them cut off, and compared up to there"
         click.echo(message, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
@@ -158,24 +159,14 @@ def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]]
     if given["prompts"] is not None:
         requests, decode = from_prompts(given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1])
         return lambda vocab_size: requests[:limit], decode
-    if given["trace"] is not None:
-        return (
-            lambda vocab_size: from_trace(
-                given["trace"], vocab_size=vocab_size, seed=seed, limit=limit, speed=given["speed"]
-            ),
-            None,
-        )
-    return (
-        lambda vocab_size: generated(
-            16 if limit is None else limit,
-            seed=seed,
-            rate=given["rate"],
-            prompt_tokens=given["prompt_tokens"],
-            output_tokens=given["output_tokens"],
-            vocab_size=vocab_size,
-        ),
-        None,
+    read = partial(
+        generated,
+        16 if limit is None else limit,
+        **{name: given[name] for name in ("rate", "prompt_tokens", "output_tokens")},
     )
+    if given["trace"] is not None:
+        read = partial(from_trace, given["trace"], limit=limit, speed=given["speed"])
+    return lambda vocab_size: read(seed=seed, vocab_size=vocab_size), None
 
 
 _DRAFTERS = ("copy", "miss", "chance", "random")

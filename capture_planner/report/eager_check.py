@@ -44,7 +44,6 @@ def comparison_sections(comparison: Comparison | None) -> Iterator[Section]:
     columns = ("tensor", "largest error", "allowed", "role", "layer")
     yield Section(
         name="comparison",
-        title="Comparison",
         lines=tuple(lines),
         grid=Grid(columns=columns, right=frozenset({"largest error", "allowed"}), rows=tuple(rows)),
     )

@@ -25,7 +25,6 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
     ]
     yield Section(
         name="memory",
-        title="Memory",
         warnings=tuple(_warnings(accounts)),
         lines=(
             f"weights {size(report.weights)}, KV cache {size(report.kv_cache)}, fields and outputs "

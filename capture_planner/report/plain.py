@@ -12,7 +12,7 @@ from typing import Any
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.diff import Change
 from capture_planner.analysis.explain import Explanation, NearMiss
-from capture_planner.codec import json_of, plain, plain_fields
+from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
@@ -27,14 +27,9 @@ def _without(value: Any, *names: str) -> dict[str, Any]:
     return {name: item for name, item in plain_fields(value).items() if name not in names}
 
 
-@json_of(Change)
-def _change(change: Change) -> dict[str, Any]:
-    return plain_fields(change, subject="what", message="says")
-
-
-@json_of(NearMiss)
-def _near_miss(miss: NearMiss) -> dict[str, Any]:
-    return plain_fields(miss, message="says")
+json_fields(Change, subject="what", message="says")
+json_fields(NearMiss, message="says")
+json_fields(Service, "coverage")
 
 
 @json_of(Explanation)
@@ -144,11 +139,6 @@ def _side_by_side(compared: SideBySide) -> dict[str, Any]:
     found = plain_fields(compared)
     batches = "traffic" if found.pop("from_traffic") else "admissible"
     return {"a": found.pop("a"), "b": found.pop("b"), "batches": batches, **found}
-
-
-@json_of(Service)
-def _served(served: Service) -> dict[str, Any]:
-    return plain_fields(served, "coverage")
 
 
 @json_of(Pair, Hole)
