@@ -178,15 +178,10 @@ def _words(given: dict[str, Any]) -> Iterator[str]:
 
 def shapes_named(candidates: tuple[Shape, ...], given: dict[str, Any]) -> tuple[Shape, ...]:
     """Return the candidates with every named value in place of theirs, without duplicates."""
-    changes: list[list[dict[str, Any]]] = []
-    for name, field in SHAPES.items():
-        value = given[name]
-        if name == "heads":
-            changes.append([{"heads": query, "kv_heads": kv} for query, kv in value])
-        elif name == "window":
-            changes.append([] if value is None else [{field: value}])
-        else:
-            changes.append([{field: each} for each in value])
-    products = itertools.product(*(each or [{}] for each in changes))
-    combined = [{name: each for part in parts for name, each in part.items()} for parts in products]
+    values = given | {"window": () if given["window"] is None else (given["window"],)}
+    named = {field: values[name] for name, field in SHAPES.items() if values[name]}
+    combined = [dict(zip(named, each, strict=True)) for each in itertools.product(*named.values())]
+    for changes in combined:
+        if "heads" in changes:
+            changes["heads"], changes["kv_heads"] = changes["heads"]
     return tuple(dict.fromkeys(replace(shape, **each) for shape in candidates for each in combined))

@@ -159,11 +159,8 @@ def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]]
     if given["prompts"] is not None:
         requests, decode = from_prompts(given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1])
         return lambda vocab_size: requests[:limit], decode
-    read = partial(
-        generated,
-        16 if limit is None else limit,
-        **{name: given[name] for name in ("rate", "prompt_tokens", "output_tokens")},
-    )
+    lengths = {name: given[name] for name in ("rate", "prompt_tokens", "output_tokens")}
+    read: Callable[..., Sequence[Request]] = partial(generated, 16 if limit is None else limit, **lengths)
     if given["trace"] is not None:
         read = partial(from_trace, given["trace"], limit=limit, speed=given["speed"])
     return lambda vocab_size: read(seed=seed, vocab_size=vocab_size), None

@@ -34,14 +34,10 @@ json_fields(Service, "coverage")
 
 @json_of(Explanation)
 def _explanation(explained: Explanation) -> dict[str, Any]:
-    answer = explained.answer
+    names = ("mode", "entry", "padded_tokens", "padded_reqs", "reason")
     return {
         "batch": plain(explained.batch),
-        "mode": answer.mode.value,
-        "entry": plain(answer.entry),
-        "padded_tokens": answer.padded_tokens,
-        "padded_reqs": answer.padded_reqs,
-        "reason": plain(answer.reason),
+        **{name: plain(getattr(explained.answer, name)) for name in names},
         "says": explained.message,
         "rejected": plain(explained.near_misses),
     }

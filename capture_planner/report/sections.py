@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import attrs
+
 from capture_planner.modes import GraphMode
 from capture_planner.records.text import counted
 from capture_planner.report.eager_check import comparison_sections
@@ -212,13 +214,8 @@ def _acceptance(numbers: RunSummary) -> Iterator[Section]:
 
 def _latency(report: RunReport, numbers: RunSummary) -> Section:
     rate = NONE if numbers.tokens_per_second is None else f"{numbers.tokens_per_second:,.1f} tokens/s"
-    measured = (
-        ("to first token", numbers.latency.first_token),
-        ("per output token", numbers.latency.per_token),
-        ("to last token", numbers.latency.finished),
-        ("step", numbers.latency.step),
-        ("host, per forward", numbers.latency.forward_host),
-    )
+    names = ("to first token", "per output token", "to last token", "step", "host, per forward")
+    measured = zip(names, attrs.astuple(numbers.latency, recurse=False), strict=True)
     return Section(
         name="latency",
         lines=(
