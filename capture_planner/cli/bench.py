@@ -113,7 +113,6 @@ def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> N
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Refuse options that would have no effect."""
     if "throughput" in given["only"]:
         return
     unused = [dashed(name) for name in LOAD if given[name] is not None]

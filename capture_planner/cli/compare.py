@@ -78,7 +78,6 @@ def _document(letter: str, argument: str) -> Document | None:
 
 
 def _emulated(letter: str, argument: str, environment: Environment) -> Emulation:
-    """Emulate the command line of an engine."""
     try:
         name, *flags = shlex.split(argument)
     except ValueError as error:

@@ -166,7 +166,6 @@ def _read(file: str) -> str:
 
 
 def _words(given: dict[str, Any]) -> Iterator[str]:
-    """Yield the options that name shapes, as words of a command line."""
     for name in SHAPES:
         value = given[name]
         if name == "window":

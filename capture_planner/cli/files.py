@@ -195,7 +195,6 @@ def check(
 
 
 def _checked(document: Document, plan: Plan) -> Iterator[findings.FileFinding]:
-    """Lint a plan, and place each finding in the file that it came from."""
     for finding in lint(plan):
         path = finding.diagnostic.path if document.is_plan else _in_spec(finding)
         line, column = document.node.locate(path)

@@ -206,7 +206,6 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Refuse options that would have no effect."""
     for name, (where, applies) in _APPLIES.items():
         if stated(name) and not applies(given):
             raise click.UsageError(f"{dashed(name)} goes with {where}.")

@@ -220,7 +220,6 @@ _is_annotated = _has_origin(Annotated)
 
 
 def _converter() -> cattrs.Converter:
-    """Build the one converter: strict in, compact out."""
     converter = cattrs.Converter(detailed_validation=True)
     for kind, called in ((int, "an integer"), (float, "a number"), (bool, "true or false"), (str, "text")):
         converter.register_structure_hook(kind, _strict(kind, called))

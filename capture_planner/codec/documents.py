@@ -94,7 +94,6 @@ def _events(yaml: YAML, text: str) -> Iterator[events.Event]:
 
 
 def _hint(reason: str) -> str:
-    """Say what to do about the two mistakes that people make most."""
     if "'\\t'" in reason:
         return "; indent with spaces, not tabs"
     if "mapping values are not allowed" in reason:

@@ -71,7 +71,6 @@ def _what(report: BenchReport) -> Section:
 
 
 def _absent(report: BenchReport, figure: str, title: str = "") -> Section:
-    """Return why a figure was not measured."""
     absent = [each for each in report.absent if each.figure == figure]
     lines = tuple(f"{'broke' if each.failed else NONE}: {each.says}" for each in absent)
     return Section(name=figure, title=title or figure.capitalize(), lines=lines or ("not measured",))
@@ -195,7 +194,6 @@ def _chain(report: BenchReport) -> Section:
 
 
 def _bound(row: record.ChainTiming) -> str:
-    """Say what bounds the gain over single steps."""
     step = f"With {counted(row.num_reqs, 'request')}, a single step takes {seconds(row.one)} on the device"
     if row.host is None:
         return f"{step}; its host time was not measured."

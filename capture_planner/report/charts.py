@@ -39,7 +39,6 @@ _AXES = ("tokens", "requests")
 
 
 def _extents(forward: Forward, axis: str) -> tuple[int, int]:
-    """Return a forward's real and padded extent."""
     if axis == "tokens":
         return forward.num_tokens, forward.num_tokens + forward.padded_tokens
     return forward.num_reqs, forward.num_reqs + forward.padded_reqs

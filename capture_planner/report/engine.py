@@ -97,7 +97,6 @@ def _ranges(asked: Sequence[BatchAnswer]) -> str:
 
 
 def _padding(asked: Sequence[BatchAnswer]) -> str:
-    """Write the share of the computed tokens that is padding."""
     computed = sum(one.answer.entry.num_tokens for one in asked if one.answer.entry is not None)
     padded = sum(one.answer.padded_tokens for one in asked)
     return f"{padded / computed:.0%}" if computed else ""
