@@ -34,8 +34,7 @@ class Drift:
 
     file: str
     message: str
-    line: int = 1
-    column: int = 1
+    line = column = 1
 
 
 def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
