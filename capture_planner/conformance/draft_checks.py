@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from capture_planner.conformance.failure import Check
+from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.probe import ProbeDrafter
 from capture_planner.conformance.scene_batch import SceneBatch
 from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.target_checks import check_slots, first_wrong_row, is_likeliest, row_check
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import Role
-from capture_planner.records.batch import Entry
 from capture_planner.runtime.execution.inputs import StepInputs
 
 
@@ -28,7 +27,10 @@ def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target:
 
     def forward(eager: bool) -> None:
         entry = stage.run(described, made, eager=eager)
-        check = row_check(entry, eager=eager)
+        with located(described, entry):
+            check(row_check(entry, eager=eager))
+
+    def check(rows_check: Check) -> None:
         hidden = parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
         rows: list[torch.Tensor] = []
         for index, live, where, ids in batch.each(shift=1):
@@ -36,17 +38,15 @@ def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target:
             want = drafter.mixed(attention, given[where].double())
             wrong = first_wrong_row(hidden[where], want, want.shape[1], stage.tolerance)
             if wrong is not None:
-                message = f"the state of {wrong} of request {index} in the batch"
-                raise stage.violation(check, message, entry=entry, batch=described)
+                raise rows_check.violation(f"the state of {wrong} of request {index} in the batch")
             rows.append(want)
         expected = torch.cat(rows)[last]
-        _check_state(stage, batch, Role.DRAFT_PREFILL, entry, check, state.hidden[places], expected)
+        _check_state(rows_check, state.hidden[places], expected, stage.tolerance)
         tokens = state.proposed[places, 0]
         kept = torch.equal(state.token[places], tokens)
         if not (kept and is_likeliest(tokens, expected, drafter.head, stage.tolerance)):
-            message = "the first draft is not the likeliest token of its row"
-            raise stage.violation(Check.STATE, message, entry=entry, batch=described)
-        check_slots(stage, batch, Role.DRAFT_PREFILL, entry)
+            raise Check.STATE.violation("the first draft is not the likeliest token of its row")
+        check_slots(stage, batch, Role.DRAFT_PREFILL)
 
     stage.both_ways(forward)
     if k > 1:
@@ -67,7 +67,10 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
         for (live, _, _), end in zip(batch.rows, ends, strict=True):
             _fill_draft_cache(stage, live, end)
         entry = stage.run(described, made, eager=eager, steps=k - 1)
-        check = row_check(entry, eager=eager)
+        with located(described, entry):
+            check(row_check(entry, eager=eager))
+
+    def check(rows_check: Check) -> None:
         hidden = before["hidden"][places].double()
         proposed = state.proposed[places, :k]
         for number in range(1, k):
@@ -79,10 +82,9 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
                 hidden[row] = drafter.mixed(attention, hidden[row : row + 1])[0]
             drafts = proposed[within, number]
             if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
-                message = f"draft {number + 1} is not the likeliest token of its row"
-                raise stage.violation(check, message, entry=entry, batch=described)
+                raise rows_check.violation(f"draft {number + 1} is not the likeliest token of its row")
         if len(within) == len(batch.rows):
-            _check_state(stage, batch, Role.DRAFT_DECODE, entry, check, state.hidden[places], hidden)
+            _check_state(rows_check, state.hidden[places], hidden, stage.tolerance)
 
     stage.both_ways(forward)
 
@@ -94,21 +96,10 @@ def _fill_draft_cache(stage: Stage, live: LiveRequest, end: int) -> None:
     live.computed = computed
 
 
-def _check_state(
-    stage: Stage,
-    batch: SceneBatch,
-    role: Role,
-    entry: Entry | None,
-    check: Check,
-    got: torch.Tensor,
-    want: torch.Tensor,
-) -> None:
+def _check_state(check: Check, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     off = (got.double() - want).norm(dim=1)
-    wrong = ~(off <= 2 * stage.tolerance * (want.norm(dim=1) + 0.1))
+    wrong = ~(off <= 2 * tolerance * (want.norm(dim=1) + 0.1))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
-        message = (
-            f"the draft state of request {row} in the batch is off by "
-            f"{float(off[row] / want[row].norm()):.2g} of its norm"
-        )
-        raise stage.violation(check, message, entry=entry, batch=batch.batch(role))
+        message = f"is off by {float(off[row] / want[row].norm()):.2g} of its norm"
+        raise check.violation(f"the draft state of request {row} in the batch {message}")

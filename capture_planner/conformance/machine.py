@@ -267,7 +267,7 @@ class ConformanceMachine(RuleBasedStateMachine):
             return act()
         except Exception as error:
             case = dumps(Case(scene=self._scene_now(), steps=tuple(self._steps)))
-            self.log.violation = _with_case(error, case)
+            self.log.violation = Violation.of(error, case=case)
             raise self.log.violation from error
 
     def _scene_now(self) -> Scene:
@@ -277,10 +277,6 @@ class ConformanceMachine(RuleBasedStateMachine):
     def _stage_now(self) -> Stage:
         assert self._stage is not None, "a stage is set up first"
         return self._stage
-
-
-def _with_case(error: Exception, case: str) -> Violation:
-    return Violation(attrs.evolve(Violation.of(error).failure, case=case))
 
 
 def _lengths(scene: Scene) -> SearchStrategy[int]:
@@ -317,5 +313,5 @@ def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), **options:
             finally:
                 log.add(stage.watch)
     except Exception as error:
-        failure = _with_case(error, dumps(case)).failure
+        failure = Violation.of(error, case=dumps(case)).failure
     return PlayResult(failure=failure, log=log, skipped=tuple(skipped))

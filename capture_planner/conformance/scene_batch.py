@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 import numpy as np
 
-from capture_planner.conformance.failure import Check
+from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.world import LiveRequest
@@ -147,8 +147,8 @@ class SceneBatch:
                 # No scheduler hands out a row without a token, so the runner need not clamp this value.
                 runners, found = attrs.evolve(runners, last_token_indices=value), value
             if found.shape != value.shape or (found != value).any():
-                message = f"{name} is {found.tolist()}, expected {value.tolist()}"
-                raise self._stage.violation(Check.MADE, message, batch=self.batch(role))
+                with located(self.batch(role), None):
+                    raise Check.MADE.violation(f"{name} is {found.tolist()}, expected {value.tolist()}")
         self.inputs_by_role[role] = runners
         return runners
 

@@ -25,7 +25,7 @@ def check_serving(stage: Stage, step: Serve) -> None:
         if request.length > longest:
             with contextlib.suppress(RunError):
                 stage.runner.start((request,)).cut_off()
-                raise stage.violation(Check.TOKENS, f"a request of {request.length} tokens was accepted")
+                raise Check.TOKENS.violation(f"a request of {request.length} tokens was accepted")
     fitting = [request for request in requests if request.length <= longest]
     if fitting:
         recorded, ran = len(stage.runner.session.forwards), Counter(stage.watch.ran)
@@ -59,13 +59,13 @@ def _check_counted(stage: Stage, recorded: int, before: Counter[str]) -> None:
     for kind in sorted({*ran, *counts}):
         if counts[kind] != ran[kind]:
             message = f"{kind} ran {ran[kind]} times, and the session has {counts[kind]}"
-            raise stage.violation(Check.COUNTED, message)
+            raise Check.COUNTED.violation(message)
 
 
 def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
     if len(tokens) != request.max_new_tokens:
         message = f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}"
-        raise stage.violation(Check.TOKENS, message)
+        raise Check.TOKENS.violation(message)
     ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)
     hidden = stage.target.tables.attended(ids, len(request.prompt) - 1).flatten(1)
     served = torch.tensor(tokens, device=stage.subject.device)
@@ -76,4 +76,4 @@ def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> No
                 f"token {number + 1} of {request.name} (prompt of {len(request.prompt)}) is not the model's "
                 "greedy choice"
             )
-            raise stage.violation(Check.TOKENS, message)
+            raise Check.TOKENS.violation(message)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from capture_planner.analysis.lint import Severity, lint
-from capture_planner.conformance.failure import Check, Failure, Violation
+from capture_planner.conformance.failure import Check, Violation
 from capture_planner.conformance.outputs import Outputs
 from capture_planner.conformance.probe import AttentionShape, ProbeDrafter, ProbeTarget, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject
-from capture_planner.conformance.watch import EAGER, Watch, describe_batch
+from capture_planner.conformance.watch import EAGER, Watch
 from capture_planner.conformance.world import LiveRequest, ModelCache, World
 from capture_planner.modes import Role
 from capture_planner.planning.planner import plan as make_plan
@@ -55,7 +55,7 @@ class Stage:
         self.plan = make_plan(scene.spec(subject.backend), subject.environment, subject.registry)
         errors = [found for found in lint(self.plan) if found.rule.severity is Severity.ERROR]
         if errors:
-            raise self.violation(Check.PLANNED, str(errors[0]), errors[0].diagnostic.role)
+            raise Check.PLANNED.violation(str(errors[0]), role=errors[0].diagnostic.role)
         shape, device = scene.shape, subject.device
         self.tolerance = TOLERANCE[shape.dtype]
         self.target, self.drafter = _models(scene, self.plan, device)
@@ -160,15 +160,6 @@ class Stage:
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         """Return an array as a tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.subject.device)
-
-    @staticmethod
-    def violation(
-        check: Check, message: str, role: Role | None = None, entry: Entry | None = None, batch: Batch | None = None
-    ) -> Violation:
-        """Return the violation of a check, to be raised; the role is by default the batch's."""
-        described = "" if batch is None else describe_batch(batch)
-        role = role if batch is None else batch.role
-        return Violation(Failure(check=check, message=message, role=role, entry=entry, batch=described))
 
 
 def _models(scene: Scene, plan: Plan, device: torch.device) -> tuple[ProbeTarget, ProbeDrafter | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from capture_planner.conformance.failure import Check
+from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.conformance.scene_batch import SceneBatch
 from capture_planner.conformance.stage import Stage
@@ -15,20 +15,19 @@ from capture_planner.runtime.executor import NULL_SLOT
 
 def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager: bool) -> None:
     """Check hidden states, tokens and slots of the target's forward that was just run."""
-    body, check = stage.runner.parts.target, row_check(entry, eager=eager)
-    for index, live, where, ids in batch.each():
-        if where.stop > where.start:
-            want = stage.target.tables.attended(stage.on_device(ids), live.computed).flatten(1)
-            width = stage.target.tables.shape.width
-            wrong = first_wrong_row(body.hidden[where], want, width, stage.tolerance)
-            if wrong is not None:
-                message = f"attention of {wrong} of request {index} in the batch"
-                raise stage.violation(check, message, entry=entry, batch=batch.batch(Role.TARGET))
-            has_tokens = entry is not None and entry.query_len is not None
-            if has_tokens and not is_likeliest(body.tokens[where], want, stage.target.head, stage.tolerance):
-                message = "a token is not the likeliest of its row"
-                raise stage.violation(Check.ROWS, message, entry=entry, batch=batch.batch(Role.TARGET))
-    check_slots(stage, batch, Role.TARGET, entry)
+    body, width = stage.runner.parts.target, stage.target.tables.shape.width
+    with located(batch.batch(Role.TARGET), entry):
+        for index, live, where, ids in batch.each():
+            if where.stop > where.start:
+                want = stage.target.tables.attended(stage.on_device(ids), live.computed).flatten(1)
+                wrong = first_wrong_row(body.hidden[where], want, width, stage.tolerance)
+                if wrong is not None:
+                    message = f"attention of {wrong} of request {index} in the batch"
+                    raise row_check(entry, eager=eager).violation(message)
+                has_tokens = entry is not None and entry.query_len is not None
+                if has_tokens and not is_likeliest(body.tokens[where], want, stage.target.head, stage.tolerance):
+                    raise Check.ROWS.violation("a token is not the likeliest of its row")
+        check_slots(stage, batch, Role.TARGET)
 
 
 def row_check(entry: Entry | None, *, eager: bool) -> Check:
@@ -57,7 +56,7 @@ def is_likeliest(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor,
     return bool((chosen >= logits.max(1).values - slack).all())
 
 
-def check_slots(stage: Stage, batch: SceneBatch, role: Role, entry: Entry | None) -> None:
+def check_slots(stage: Stage, batch: SceneBatch, role: Role) -> None:
     """Check that the slots of the batch hold the keys and values of its tokens."""
     cache, inputs = stage.world.caches[int(role.is_drafter)], batch.inputs_by_role[role].declared
     ids, positions = stage.on_device(inputs["input_ids"]).long(), stage.on_device(inputs["positions"])
@@ -65,5 +64,4 @@ def check_slots(stage: Stage, batch: SceneBatch, role: Role, entry: Entry | None
     real = slots != NULL_SLOT
     for held, want in zip(cache.flat(), cache.expected(ids, positions), strict=True):
         if not torch.allclose(held[slots][real], want[real], rtol=stage.tolerance, atol=stage.tolerance):
-            message = "a slot of the batch does not hold the key and value of its token"
-            raise stage.violation(Check.STORED, message, entry=entry, batch=batch.batch(role))
+            raise Check.STORED.violation("a slot of the batch does not hold the key and value of its token")
