@@ -19,13 +19,17 @@ from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
 @attrs.frozen(kw_only=True)
 class AttentionShape:
-    """The attention of one model: layers, heads, their width, and each layer's window."""
+    """The attention of one model: heads, their width, and each layer's window."""
 
-    layers: int
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.windows)
 
     @property
     def width(self) -> int:

@@ -163,27 +163,17 @@ class Stage:
 
 
 def _models(scene: Scene, plan: Plan, device: torch.device) -> tuple[ProbeTarget, ProbeDrafter | None]:
-    dtype, shape = getattr(torch, scene.shape.dtype), scene.shape
+    def tables(role: Role, windows: tuple[int | None, ...], seed: int) -> Tables:
+        attention = Attention.of(plan, role, layers=1, window=None)
+        shape = AttentionShape(
+            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, windows=windows
+        )
+        return Tables(shape, VOCABULARY, longest, getattr(torch, scene.shape.dtype), device, seed)
+
+    longest, seed = scene.shape.longest, scene.seed
     windows = tuple(group.window for group in plan.role(Role.TARGET).groups for _ in range(group.layers))
-    heads = AttentionShape(
-        layers=plan.model.num_layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        windows=windows,
-    )
-    tables = Tables(heads, VOCABULARY, shape.longest, dtype, device, scene.seed)
-    target = ProbeTarget(tables, VOCABULARY, shape.longest, scene.seed + 1)
+    target = ProbeTarget(tables(Role.TARGET, windows, seed), VOCABULARY, longest, seed + 1)
     if plan.speculative is None:
         return target, None
-    attention = Attention.of(plan, Role.DRAFT_DECODE, layers=1, window=None)
-    layers = plan.speculative.model.num_layers
-    heads = AttentionShape(
-        layers=layers,
-        heads=attention.num_heads,
-        kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        windows=(None,) * layers,
-    )
-    tables = Tables(heads, VOCABULARY, shape.longest, dtype, device, scene.seed + 2)
-    return target, ProbeDrafter(tables, target, (0,) if scene.eagle3 else (), scene.seed + 3)
+    drafter = tables(Role.DRAFT_DECODE, (None,) * plan.speculative.model.num_layers, seed + 2)
+    return target, ProbeDrafter(drafter, target, (0,) if scene.eagle3 else (), seed + 3)

@@ -121,18 +121,16 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
     """
     attributes = {"subject": subject, "shapes": shapes, "drafts": options.drafts, "log": log}
     machine = type("Conformance", (ConformanceMachine,), attributes)
-    whole, rest = divmod(options.profile.examples, BATCH)
+    examples = options.profile.examples
     try:
-        for number, examples in enumerate([BATCH] * whole + [rest] * (rest > 0)):
+        for number, first in enumerate(range(0, examples, BATCH)):
             # Hypothesis only finds the case; ``minimize`` says why it does not shrink it.
             run_state_machine_as_test(
                 hypothesis.seed(f"{options.seed}/{number}")(machine),
-                settings=search_settings(examples, steps=options.profile.steps, shrink=False),
+                settings=search_settings(min(BATCH, examples - first), steps=options.profile.steps, shrink=False),
             )
-    except Violation:
-        return _minimized(subject, shapes, options, log, reproduced=True)
-    except hypothesis.errors.FlakyFailure:
-        return _minimized(subject, shapes, options, log, reproduced=False)
+    except (Violation, hypothesis.errors.FlakyFailure) as error:
+        return _minimized(subject, shapes, options, log, reproduced=isinstance(error, Violation))
     if not log.forwards.total():
         raise RunError(
             f"no forward ran in {counted(log.examples, 'scene')} of up to "
