@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from capture_planner.conformance.failure import Check
+from capture_planner.conformance.forward_checks import is_likeliest
 from capture_planner.conformance.scene import VOCABULARY, Serve
 from capture_planner.conformance.stage import Stage
-from capture_planner.conformance.target_checks import is_likeliest
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode
 from capture_planner.runtime.serving.workload import Request

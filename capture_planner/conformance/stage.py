@@ -9,7 +9,7 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.conformance.failure import Check, Violation
-from capture_planner.conformance.outputs import Outputs
+from capture_planner.conformance.garbage import Outputs
 from capture_planner.conformance.probe import AttentionShape, ProbeDrafter, ProbeTarget, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject

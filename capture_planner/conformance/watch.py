@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from capture_planner.conformance.failure import Check, located
-from capture_planner.conformance.garbage import SOURCES, Garbage
-from capture_planner.conformance.outputs import Outputs, bits, mark
+from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.world import World
 from capture_planner.dispatch.dispatcher import Dispatch
