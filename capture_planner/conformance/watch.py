@@ -89,7 +89,8 @@ class Watch:
             self._garbage.beyond(role, step.extents)
             own = self._own_slots(role, step)
             caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
-            state = self._state()
+            draft = self.runner.parts.state
+            state = {} if draft is None else {name: getattr(draft, name).clone() for name in _STATE}
             times = inner(step, started)
             if not self._trusting:
                 self._check_moved(role, step)
@@ -201,10 +202,6 @@ class Watch:
                         f"slot {slot} of page {slot // self.world.pages.page_size} changed, and no token of the "
                         f"batch is in it ({'drafter' if number else 'target'}'s cache)"
                     )
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        state = self.runner.parts.state
-        return {} if state is None else {name: getattr(state, name).clone() for name in _STATE}
 
     def _check_state(self, role: RoleRun, step: ForwardStep, before: Mapping[str, torch.Tensor]) -> None:
         state = self.runner.parts.state
