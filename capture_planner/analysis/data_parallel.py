@@ -44,14 +44,13 @@ class Submission:
         batch = self.batch
         if batch is None:
             return
-        checks = {
-            "num_reqs": (batch.num_reqs < 1, "a batch has at least one request; an idle rank has no batch"),
-            "num_tokens": (batch.num_tokens < batch.num_reqs, "fewer tokens than requests"),
-            "active_loras": (batch.active_loras < 0, "the number of adapters is negative"),
-        }
         problems = [
             Problem(path=("batch", name), message=f"{message}, got {getattr(batch, name)}")
-            for name, (wrong, message) in checks.items()
+            for name, (wrong, message) in {
+                "num_reqs": (batch.num_reqs < 1, "a batch has at least one request; an idle rank has no batch"),
+                "num_tokens": (batch.num_tokens < batch.num_reqs, "fewer tokens than requests"),
+                "active_loras": (batch.active_loras < 0, "the number of adapters is negative"),
+            }.items()
             if wrong
         ]
         if problems:
@@ -213,8 +212,7 @@ def _dummy(plan: Plan, joint: Batch) -> Batch:
     k = 0
     if plan.speculative is not None and joint.role is not Role.DRAFT_DECODE:
         k = plan.speculative.draft_tokens(joint.num_reqs)
-    query_len = joint.query_len or min(1 + k, joint.num_tokens)
-    return Batch.decode(joint.role, 1, query_len)
+    return Batch.decode(joint.role, 1, joint.query_len or min(1 + k, joint.num_tokens))
 
 
 def _answer(common: Dispatch, batch: Batch) -> Answer:

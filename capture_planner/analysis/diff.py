@@ -83,11 +83,9 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
     after = {role.role: role for role in new.roles}
     for role in Role:
         if role in before and role not in after:
-            message = f"{role} is gone, with {_graphs(before[role].entries)}"
-            yield Change(role=role, subject="role", message=message)
+            yield Change(role=role, subject="role", message=f"{role} is gone, with {_graphs(before[role].entries)}")
         elif role in after and role not in before:
-            message = f"{role} is new, with {_graphs(after[role].entries)}"
-            yield Change(role=role, subject="role", message=message)
+            yield Change(role=role, subject="role", message=f"{role} is new, with {_graphs(after[role].entries)}")
         elif role in before:
             yield from _role(before[role], after[role])
 
@@ -102,8 +100,7 @@ def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
 
 def _differing(old: Any, new: Any) -> str:
     """Name the keys that differ between two records."""
-    names = [key_of(f) for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name)]
-    return " and ".join(names)
+    return " and ".join(key_of(f) for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name))
 
 
 def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -112,8 +109,7 @@ def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
         message = f"{role}: requested mode {old.requested.value} became {new.requested.value}"
         yield Change(role=role, subject="mode", message=message)
     if old.mode is not new.mode:
-        message = f"{role}: mode {old.mode.value} became {new.mode.value}"
-        yield Change(role=role, subject="mode", message=message)
+        yield Change(role=role, subject="mode", message=f"{role}: mode {old.mode.value} became {new.mode.value}")
     if old.inputs != new.inputs:
         yield Change(role=role, subject="inputs", message=f"{role}: the fields that the runner pads changed")
 
@@ -138,8 +134,7 @@ def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
             yield Change(role=new.role, subject="waiver", message=f"{new.role} {word}: {waiver.message}")
     for waiver in old.waivers:
         if waiver.message not in waives:
-            message = f"{new.role} no longer waives: {waiver.message}"
-            yield Change(role=new.role, subject="waiver", message=message)
+            yield Change(role=new.role, subject="waiver", message=f"{new.role} no longer waives: {waiver.message}")
 
 
 def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:

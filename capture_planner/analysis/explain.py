@@ -123,13 +123,11 @@ def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
         smaller = [e for e in entries if e.num_tokens < batch.num_tokens][-1:]
         larger = [e for e in entries if e.num_tokens >= batch.num_tokens]
         limit = answer.entry.num_tokens if answer.entry is not None else 0
-        between = [e for e in larger if e.num_tokens <= limit]
-        for entry in (*smaller, *larger[:1], *between):
+        for entry in (*smaller, *larger[:1], *[e for e in larger if e.num_tokens <= limit]):
             near[entry] = None
     misses = []
     for entry in near:
         rejection = entry.rejection(batch, steps)
         if rejection is not None:
-            message = _WHY_NOT[rejection](entry, batch)
-            misses.append(NearMiss(entry=entry, rejection=rejection, message=message))
+            misses.append(NearMiss(entry=entry, rejection=rejection, message=_WHY_NOT[rejection](entry, batch)))
     return sorted(misses, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]

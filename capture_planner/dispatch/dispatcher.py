@@ -62,8 +62,7 @@ class Dispatcher:
         Total: an inadmissible batch is answered too, with ``Reason.NOT_ADMISSIBLE``. Constant time.
         Raises ``DispatchError`` only for a role that the plan does not have.
         """
-        # The hot path. ``Batch.uniform_query_len`` is written out here, as a property would double
-        # the time of a hit.
+        # The hot path. ``Batch.uniform_query_len`` is written out here, as a property would double the time of a hit.
         query_len, num_reqs, num_tokens = batch.query_len, batch.num_reqs, batch.num_tokens
         answer: Dispatch | None
         if query_len is not None and batch.past_prompt and num_reqs * query_len == num_tokens:

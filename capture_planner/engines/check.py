@@ -98,8 +98,7 @@ def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFin
 def _in_words(selected: Sequence[Run], most: int = 3) -> str:
     """Name the first runs of batches, and the number of the others."""
     left = len(selected) - most
-    shown = "; ".join(map(str, selected[:most]))
-    return shown + (f"; and {left} more such ranges" if left > 0 else "")
+    return "; ".join(map(str, selected[:most])) + (f"; and {left} more such ranges" if left > 0 else "")
 
 
 def _some(sizes: Sequence[int], most: int = 8) -> str:

@@ -107,8 +107,7 @@ class Parser(argparse.ArgumentParser):
         remedy = self._remedy(flag, reason)
         if not remedy:
             reason, _, remedy = reason.partition(REMEDY)
-        says = f"{self.engine}'s parser stops: {reason}"
-        raise FlagError([Problem(path=(flag,), message=says, remedy=remedy)])
+        raise FlagError([Problem(path=(flag,), message=f"{self.engine}'s parser stops: {reason}", remedy=remedy)])
 
     def strangers(self, words: Sequence[str]) -> list[Problem]:
         """Return the problems of words that the parser does not know: the flags among them, or else the words."""

@@ -253,8 +253,7 @@ class _Side:
         query_len = batch.query_len if kind is Kind.DECODE else None
         batch_class = BatchClass(role=batch.role, kind=kind, query_len=query_len)
         key = (batch.extent(kind), batch.active_loras, whole)
-        answer = _Answer(batch, times, self.emulation.dispatch(batch))
-        self.answers.setdefault(batch_class, {})[key] = answer
+        self.answers.setdefault(batch_class, {})[key] = _Answer(batch, times, self.emulation.dispatch(batch))
 
 
 def _graph_counts(left: _Side, right: _Side) -> Iterator[GraphCounts]:
@@ -305,8 +304,7 @@ def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
         for side, eager, other in (("a", a[key], b[key]), ("b", b[key], a[key])):
             if eager.dispatch.entry is None and other.dispatch.entry is not None:
                 query_len = eager.batch.query_len if kind is Kind.DECODE else None
-                group = (side, query_len, loras, eager.dispatch.reason, other.dispatch.mode)
-                extents = found.setdefault(group, {})
+                extents = found.setdefault((side, query_len, loras, eager.dispatch.reason, other.dispatch.mode), {})
                 extents[extent] = extents.get(extent, 0) + eager.times
     holes = [
         Hole(

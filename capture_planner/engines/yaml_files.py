@@ -58,8 +58,7 @@ def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = Fal
     try:
         content = read_yaml(path)
     except InvalidDocument as error:
-        remedy = "name a YAML file of flags"
-        raise refused_file(error, "--config", f"{engine} cannot read it", remedy) from None
+        raise refused_file(error, "--config", f"{engine} cannot read it", "name a YAML file of flags") from None
     if content is None and may_be_empty:
         return {}
     if not isinstance(content, dict):
@@ -91,8 +90,7 @@ def split_config(words: Sequence[str], engine: str) -> tuple[list[str], str | No
 def as_words(content: Mapping[Any, Any], is_switch: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Return the flags of a file as a command line has them.
 
-    False switches and empty lists are dropped. A flag that is no switch takes ``true`` and ``false`` as its
-    value.
+    False switches and empty lists are dropped. A flag that is no switch takes ``true`` and ``false`` as its value.
     """
     words: list[str] = []
     for name, value in content.items():

@@ -37,8 +37,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
     roles: list[RoleInProgress] = []
     for role in spec.active_roles:
         groups = ask_backends(spec, role, environment, registry)
-        target = roles[0].resolved.mode if roles else None
-        requested, resolved = _resolve(spec, role, groups, target)
+        requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
         roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
     for working in roles:
         working.choose_ladders()

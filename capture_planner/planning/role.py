@@ -187,8 +187,7 @@ class RoleInProgress:
     def _note_choice(self, ladder: Ladder, choice: Choice, sizes: Sizes, domain: Domain) -> None:
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
-        chosen = counted(len(choice.sizes), "size")
-        self.decide(f"sizes-{policy}", f"1..{last}", chosen, f"{ladder}: {choice.message}")
+        self.decide(f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}")
 
     def fit_backend(self) -> None:
         """Drop full graphs beyond what the backends can hold."""

@@ -83,13 +83,11 @@ class Domain:
 
     def clipped(self, last: int) -> Domain:
         """Return the part up to ``last``."""
-        kept = tuple((first, min(end, last)) for first, end in self.intervals if first <= last)
-        return Domain(kept, self.step)
+        return Domain(tuple((first, min(end, last)) for first, end in self.intervals if first <= last), self.step)
 
     def above(self, count: int) -> Domain:
         """Return the part above ``count``."""
-        kept = tuple((max(first, count + 1), last) for first, last in self.intervals if last > count)
-        return Domain(kept, self.step)
+        return Domain(tuple((max(first, count + 1), last) for first, last in self.intervals if last > count), self.step)
 
     def counts(self, least: int = 1, upto: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield ``(count, count)`` from ``least`` to ``upto``, then ``(first, last)`` of each range above."""
@@ -130,9 +128,8 @@ def decode_tiers(deployment: Deployment) -> tuple[tuple[int, int, int], ...]:
 def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, ...]:
     """Return the uniform decodes of ``role``.
 
-    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k.
-    Draft decodes run one token, k - 1 times after the draft prefill. A batch has no more requests than
-    fit max_num_tokens.
+    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k. Draft decodes
+    run one token, k - 1 times after the draft prefill. A batch has no more requests than fit max_num_tokens.
     """
     limits = deployment.limits
     ranges: dict[tuple[int, int | None], list[tuple[int, int]]] = {}

@@ -74,8 +74,7 @@ class Diagnostic:
 
 def of_role(coverage: Coverage, role: Role, message: str, *path: str | int) -> Diagnostic:
     """Return a diagnostic about one role of a plan; ``path`` leads on from that role."""
-    index = coverage.plan.planned.index(role)
-    return Diagnostic(message=f"{role}: {message}", role=role, path=("roles", index, *path))
+    return Diagnostic(message=f"{role}: {message}", role=role, path=("roles", coverage.plan.planned.index(role), *path))
 
 
 @attrs.frozen(kw_only=True)

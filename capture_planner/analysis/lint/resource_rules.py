@@ -52,8 +52,7 @@ def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
             if support.max_num_reqs is not None and widest > support.max_num_reqs:
                 excess.append(f"a graph of {widest} requests (at most {support.max_num_reqs})")
             if excess:
-                message = f"{group.backend} gets {' and '.join(excess)}"
-                yield of_role(coverage, role.role, message, "groups", number)
+                yield of_role(coverage, role.role, f"{group.backend} gets {' and '.join(excess)}", "groups", number)
 
 
 @warning(

@@ -179,8 +179,7 @@ def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
         if cell.worst > HEAVY_RATIO and cell.entry.num_tokens - real > HEAVY_TOKENS:
             unit = "requests" if cell.kind is Kind.DECODE else "tokens"
             padded = f"from {real} to {cell.entry.num_tokens} tokens"
-            message = f"a batch of {cell.first} {unit} is padded {padded}"
-            yield of_role(coverage, cell.role, message, "entries")
+            yield of_role(coverage, cell.role, f"a batch of {cell.first} {unit} is padded {padded}", "entries")
 
 
 @error("CP024", BugClass.C, "vllm#36165", "vllm#39773", remedy="set num_reqs for FULL graphs only")

@@ -199,8 +199,7 @@ class Export:
 
     def without_backend(self) -> Export:
         """Return the export without the attention backend."""
-        rest = {name: value for name, value in self.settings.items() if name != BACKEND}
-        return attrs.evolve(self, settings=rest)
+        return attrs.evolve(self, settings={name: value for name, value in self.settings.items() if name != BACKEND})
 
     def command(self, path: str) -> tuple[str, ...]:
         """Return the flags, with the file at ``path`` where they need it."""
@@ -276,8 +275,7 @@ def decode_sizes(plan: Plan, target: RolePlan, width: int) -> tuple[int, ...]:
     if target.mode.is_separate:
         return tuple(sorted({e.num_reqs for e in target.entries if e.query_len is not None and e.num_reqs}))
     most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width)
-    fitting = {min(entry.num_tokens // width, most) for entry in target.entries}
-    return tuple(sorted(size for size in fitting if size))
+    return tuple(sorted(size for size in {min(entry.num_tokens // width, most) for entry in target.entries} if size))
 
 
 def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:

@@ -48,8 +48,7 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
             + "; ".join(problem.message for problem in error.problems)
         )
         lost = Loss(name="backend", says=says, scope=all_scopes(plan))
-        rest = attrs.evolve(export.without_backend(), losses=(*export.losses, lost))
-        return prove(rest, plan, emulate)
+        return prove(attrs.evolve(export.without_backend(), losses=(*export.losses, lost)), plan, emulate)
     proof = compared(plan, emulation)
     losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
     return attrs.evolve(export, losses=losses, proof=proof)
@@ -120,8 +119,7 @@ def effect(planned: Dispatch, emulated: Dispatch) -> Effect | None:
     shapes = [(e.num_tokens, e.num_reqs or 0, e.active_loras) for e in (ours, theirs)]
     if shapes[0] == shapes[1]:
         return None
-    more = any(b > a for a, b in zip(*shapes, strict=True))
-    return Effect.PADDED if more else Effect.TIGHTER
+    return Effect.PADDED if any(b > a for a, b in zip(*shapes, strict=True)) else Effect.TIGHTER
 
 
 class _Comparison:

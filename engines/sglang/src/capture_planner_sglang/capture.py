@@ -16,8 +16,7 @@ _NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
 def request_pool(r: Launch) -> int:
     """Return the requests that one rank runs at most.
 
-    The KV pool is taken to be large enough unless --max-total-tokens bounds it: a request holds at least
-    two tokens.
+    The KV pool is taken to be large enough unless --max-total-tokens bounds it: a request holds at least two tokens.
     """
     args = r.args
     tokens = args.max_total_tokens

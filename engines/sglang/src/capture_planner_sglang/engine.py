@@ -1,8 +1,7 @@
 """SGLang 0.5.23: what it captures and how it dispatches, from its own flags.
 
-Emulated are ordinary text decoders, without latent attention. Where ``--model-path`` is a folder or a known
-model, its ``config.json`` gives the architecture and the longest sequence. The KV pool is assumed to hold
-what the flags allow.
+Emulated are ordinary text decoders, without latent attention. Where ``--model-path`` is a folder or a known model, its
+``config.json`` gives the architecture and the longest sequence. The KV pool is assumed to hold what the flags allow.
 
     flags       the command line and its YAML file
     resolution  the values that the rules work on
@@ -157,8 +156,7 @@ def _settings(r: Launch, pool: int) -> tuple[Setting, ...]:
         settings = r.phase(phase)
         for key in ("backend", "max_bs", "bs"):
             name = f"cuda_graph_config.{phase}.{key}"
-            source = r.sources.get(name, "default")
-            shown.append(Setting(name=name, value=getattr(settings, key), source=source))
+            shown.append(Setting(name=name, value=getattr(settings, key), source=r.sources.get(name, "default")))
     shown.append(Setting(name="request_pool", value=pool, source=r.sources["request_pool"]))
     return tuple(shown)
 

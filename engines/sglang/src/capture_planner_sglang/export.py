@@ -67,8 +67,7 @@ def export_sglang(plan: Plan) -> Export:
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": width,
         }
-    decode_mode = target.mode.decode_mode if decode else GraphMode.NONE
-    settings["cuda-graph-backend-decode"] = _KINDS[decode_mode]
+    settings["cuda-graph-backend-decode"] = _KINDS[target.mode.decode_mode if decode else GraphMode.NONE]
     if decode:
         settings |= {"cuda-graph-max-bs-decode": decode[-1], "cuda-graph-bs-decode": list(decode)}
     settings["cuda-graph-backend-prefill"] = _KINDS[target.mode.mixed_mode if prefill else GraphMode.NONE]

@@ -195,6 +195,5 @@ def _words(content: Mapping[Any, Any]) -> list[str]:
 
     for flag in map(dashed, content):
         if flag in _NOT_IN_FILES:
-            reason = f"SGLang does not read {flag} from a file"
-            raise refusal("--config", reason, "give it on the command line")
+            raise refusal("--config", f"SGLang does not read {flag} from a file", "give it on the command line")
     return as_words(content, lambda name: dashed(name) in _SWITCHES)

@@ -137,8 +137,7 @@ def _fill_prefill(r: Launch) -> None:
     args, prefill = r.args, r.prefill
     if prefill.max_bs is None:
         r.put(PREFILL, "max_bs", args.chunked_prefill_size, r.sources["chunked_prefill_size"])
-        pipelined = args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked
-        if pipelined:
+        if args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked:
             _lower_prefill(r, _PIPELINE_PREFILL_TOKENS, "pipeline-prefill-max", "with pipeline stages")
         if args.max_total_tokens is not None:
             _lower_prefill(r, args.max_total_tokens, "prefill-max-by-pool", "the KV pool's size")
@@ -150,8 +149,7 @@ def _fill_prefill(r: Launch) -> None:
 
 def _lower_prefill(r: Launch, most: int, rule: str, why: str) -> None:
     if r.prefill.max_bs > most:
-        says = f"prefill graphs end at {most} tokens: {why}"
-        r.decisions.note(rule, r.prefill.max_bs, most, says)
+        r.decisions.note(rule, r.prefill.max_bs, most, f"prefill graphs end at {most} tokens: {why}")
         r.put(PREFILL, "max_bs", most, rule)
 
 

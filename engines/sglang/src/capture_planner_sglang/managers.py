@@ -1,8 +1,7 @@
 """SGLang's graph runners as managers: which graph serves a batch.
 
-A runner of decodes is asked about requests, one of prefills about tokens. A batch in which every request is
-past its prompt and has the same number of tokens is a decode (with speculation: a verification); all
-others are prefills.
+A runner of decodes is asked about requests, one of prefills about tokens. A batch in which every request is past its
+prompt and has the same number of tokens is a decode (with speculation: a verification); all others are prefills.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ class DecodeGraphs:
             return Dispatch(None, reason=Reason.UNCOVERED)
         size = ranks_bucket(self.sizes, (batch.num_reqs,), padding=self.padding)
         if size is None:
-            over = batch.num_reqs > self.sizes[-1]
-            return Dispatch(None, reason=Reason.SIZES if over else Reason.UNCOVERED)
+            return Dispatch(None, reason=Reason.SIZES if batch.num_reqs > self.sizes[-1] else Reason.UNCOVERED)
         entry = self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1])
         return Dispatch(entry, entry.num_tokens - batch.num_tokens, size - batch.num_reqs)
 
@@ -136,8 +134,7 @@ class PrefillGraphs:
         size = self.sizes[bisect_left(self.sizes, tokens)]
         if size > tokens * _MOST_PADDING:
             return Dispatch(None, reason=Reason.UNCOVERED)
-        padded_reqs = 0 if self.num_reqs is None else self.num_reqs - reqs
-        return Dispatch(self.entry(size), size - tokens, padded_reqs)
+        return Dispatch(self.entry(size), size - tokens, 0 if self.num_reqs is None else self.num_reqs - reqs)
 
 
 def _longest(batch: Batch) -> int:

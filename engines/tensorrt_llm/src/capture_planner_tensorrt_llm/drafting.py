@@ -51,14 +51,12 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
     if changing and total != drafts:
         problems.skip((*path, "use_dynamic_tree"), "a tree of drafts whose length changes", "leave it out")
     if changing and data.get("use_mtp_vanilla"):
-        ours = "a length of drafts that changes, for vanilla MTP"
-        problems.skip((*path, "use_mtp_vanilla"), ours)
+        problems.skip((*path, "use_mtp_vanilla"), "a length of drafts that changes, for vanilla MTP")
     if most is not None and algorithm.dynamic and schedule is None:
         schedule, most = {most: drafts}, None
     longest = 2 * drafts - 1 if algorithm.doubled else total
     if longest > _MOST_DRAFTS:
-        ours = f"decodes of {1 + longest} tokens a request"
-        problems.skip((*path, "max_draft_len"), ours, "draft fewer tokens")
+        problems.skip((*path, "max_draft_len"), f"decodes of {1 + longest} tokens a request", "draft fewer tokens")
     return Drafting(
         decoding_type=kind, max_draft_len=drafts, total_draft_tokens=total, schedule=schedule, max_concurrency=most
     )
@@ -78,8 +76,7 @@ def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Pro
         return None
     if number is None or number < 1:
         given = "is not given" if number is None else f"is {number}"
-        says = f"{kind} has to draft at least one token, and it {given}"
-        problems.refuse(where, says, "give 1 or more")
+        problems.refuse(where, f"{kind} has to draft at least one token, and it {given}", "give 1 or more")
         return None
     return number
 
@@ -149,6 +146,5 @@ def _linear_total(data: Mapping[str, Any], drafts: int, path: Path, problems: Pr
     """Return K: all but Eagle write it over what was given for the tokens of a tree."""
     given = data.get("max_total_draft_tokens")
     if given is not None and str(data["decoding_type"]).startswith("Eagle") and given != drafts:
-        where = (*path, "max_total_draft_tokens")
-        problems.skip(where, "a chain of drafts with the tokens of a tree")
+        problems.skip((*path, "max_total_draft_tokens"), "a chain of drafts with the tokens of a tree")
     return drafts

@@ -69,8 +69,7 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
     if drafting is not None:
         _note_drafting(drafting, resolved, decisions)
     if resolved.graphs is None:
-        says = "cuda_graph_config is null: everything runs eager"
-        decisions.note("graphs-off", None, "NONE", says)
+        decisions.note("graphs-off", None, "NONE", "cuda_graph_config is null: everything runs eager")
         off = TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False)
         return off, "file"
     sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
@@ -101,21 +100,19 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
         0 if drafting is None else drafting.max_draft_len,
     )
     _note_shapes(admitted, shapes, resolved, decisions)
-    graphs = TargetGraphs(
+    return TargetGraphs(
         sizes=tuple(dict.fromkeys(admitted)),
         shapes=shapes,
         padding=padding,
         max_batch_size=resolved.max_batch_size,
         drafting=drafting,
         schedule=schedule,
-    )
-    return graphs, source
+    ), source
 
 
 def _note_drafting(drafting: Drafting, resolved: ServeSettings, decisions: Decisions) -> None:
     if drafting.decoding_type == "Eagle":
-        says = "this backend knows Eagle3 alone, and takes Eagle for it"
-        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", says)
+        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", "this backend knows Eagle3 alone, and takes Eagle for it")
     if drafting.algorithm.one_engine:
         says = f"the drafter of {drafting.decoding_type} runs inside the target's graphs: no role but the target"
         decisions.note("one-engine", drafting.decoding_type, "target", says)
@@ -160,8 +157,7 @@ def _note_shapes(
 ) -> None:
     drafting, schedule = resolved.drafting, resolved.schedule
     if not shapes:
-        says = "no size is left: everything runs eager"
-        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", says)
+        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", "no size is left: everything runs eager")
         return
     if schedule is not None and drafting is not None:
         says = (
@@ -175,8 +171,7 @@ def _note_shapes(
             "without drafts"
         )
         decisions.note("graphs-without-drafts", len(set(sizes)), len(shapes), says)
-    says = "prompts, and batches with one, run eager"
-    decisions.note("decode-only", "any batch", "decodes", says)
+    decisions.note("decode-only", "any batch", "decodes", "prompts, and batches with one, run eager")
     if drafting is not None and drafting.algorithm.one_engine:
         says = "each shape is captured twice, for batches that are all greedy and for those that sample"
         decisions.note("sampling-variants", len(shapes), 2 * len(shapes), says)

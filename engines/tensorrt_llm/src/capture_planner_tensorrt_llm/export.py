@@ -70,9 +70,7 @@ def draft_len_schedule(plan: Plan) -> dict[int, int] | None:
     for graphs as if lengths only fell.
     """
     tiers = decode_tiers(plan)
-    lengths = [k for *_, k in tiers]
-    falls = all(before > after for before, after in itertools.pairwise(lengths))
-    if len(tiers) < 2 or not falls:
+    if len(tiers) < 2 or not all(before > after for before, after in itertools.pairwise([k for *_, k in tiers])):
         return None
     return {last: k for _, last, k in tiers if k}
 

@@ -107,10 +107,9 @@ class TargetGraphs:
 def agreed(graphs: TargetGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]:
     """Return the answers of attention-DP ranks, one for each batch, after both of their gatherings.
 
-    First ranks that all decode pad to the size that holds the largest batch. Then a graph is used
-    only where all decode and all have the same number of requests. Which length each one drafts is
-    its own: a rank without that graph runs eager, the others do not. A rank that is idle decodes one
-    dummy request: it is asked for with that.
+    First ranks that all decode pad to the size that holds the largest batch. Then a graph is used only where all decode
+    and all have the same number of requests. Which length each one drafts is its own: a rank without that graph runs
+    eager, the others do not. A rank that is idle decodes one dummy request: it is asked for with that.
     """
     alone = [graphs.dispatch(batch) for batch in ranks]
     if not all(graphs.decodes(batch) and batch.num_reqs > 0 for batch in ranks):
