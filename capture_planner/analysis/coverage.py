@@ -14,7 +14,14 @@ import attrs
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry, Kind
-from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, mixed_tokens, most_loras
+from capture_planner.records.batch_space import (
+    DecodeFamily,
+    Domain,
+    decode_families,
+    mixed_tokens,
+    most_loras,
+    split_at,
+)
 from capture_planner.records.plan import Plan, RolePlan
 
 
@@ -145,14 +152,10 @@ def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
     """Split the LoRA counts where the answer can change; drafters take none."""
-    most = most_loras(role.role, plan)
-    stops = {entry.active_loras for entry in role.entries} | {most}
+    stops = {entry.active_loras for entry in role.entries}
     for waiver in role.waivers:
         stops |= {waiver.min_loras - 1, waiver.max_loras}
-    low = 0
-    for stop in sorted(stop for stop in stops if 0 <= stop <= most):
-        yield low, stop
-        low = stop + 1
+    return split_at(0, most_loras(role.role, plan), stops)
 
 
 def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
 
 from capture_planner.errors import FlagError, NotEmulated, Problem
 
@@ -64,6 +64,25 @@ def number_remedy(text: str, *, several: bool = False) -> str:
 def listed(text: str) -> list[str]:
     """Return the whole numbers in a text."""
     return re.findall(r"-?\d+", text)
+
+
+def as_words(settings: Mapping[Any, Any], is_switch: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Return settings, such as those of a file, as words of a command line: a mapping as JSON.
+
+    False switches and empty lists are dropped. A flag that is no switch takes ``true`` and ``false`` as its value.
+    """
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{name}"
+        if isinstance(value, bool) and is_switch(str(name)):
+            words += [flag] if value else []
+        elif isinstance(value, bool):
+            words += [flag, str(value).lower()]
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)] if value else []
+        else:
+            words += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return words
 
 
 def json_remedy(text: str) -> str:

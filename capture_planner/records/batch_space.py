@@ -216,6 +216,13 @@ def batches(
             yield Batch.mixed(role, num_reqs, num_tokens, loras), last
 
 
+def split_at(first: int, last: int, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Split the counts from ``first`` to ``last`` after each stop between them; yield the ends of each part."""
+    for stop in sorted({stop for stop in stops if first <= stop < last} | {last}):
+        yield first, stop
+        first = stop + 1
+
+
 def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> int | None:
     """Return how many draft decodes the schedule runs for this many requests; None for other roles."""
     if role is not Role.DRAFT_DECODE or speculative is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import attrs
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.engines.emulation import CapturedGraph
+from capture_planner.engines.parsing import as_words
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -139,17 +141,16 @@ class Proof:
 
     def cost(self, scope: Sequence[Scope]) -> Cost:
         """Return all that differs in a scope."""
-        found = [d for d in self.differences if (d.role, d.kind) in scope]
-
-        def batches(effect: Effect) -> int:
-            return sum(d.batches for d in found if d.effect is effect)
-
+        batches: Counter[Effect] = Counter()
+        for difference in self.differences:
+            if (difference.role, difference.kind) in scope:
+                batches[difference.effect] += difference.batches
         return Cost(
             graphs_added=sum(graph_scope(graph) in scope for graph in self.adds),
             graphs_lost=sum(graph_scope(graph) in scope for graph in self.lacks),
-            padded=batches(Effect.PADDED),
-            weaker=batches(Effect.WEAKER),
-            eager=batches(Effect.EAGER),
+            padded=batches[Effect.PADDED],
+            weaker=batches[Effect.WEAKER],
+            eager=batches[Effect.EAGER],
         )
 
 
@@ -190,7 +191,7 @@ class Export:
     @property
     def file(self) -> str:
         """Text of the engine's configuration file: the same as the flags, or what they refer to."""
-        return yaml_text(self.settings)
+        return "".join(f"{name}: {_yaml_value(value)}\n" for name, value in self.settings.items())
 
     @property
     def backend(self) -> str | None:
@@ -203,27 +204,7 @@ class Export:
 
     def command(self, path: str) -> tuple[str, ...]:
         """Return the flags, with the file at ``path`` where they need it."""
-        return (*self.front, *words({"config": path} if self.by_file else self.settings))
-
-
-def words(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return settings as words of a command line: a list as words, a mapping as JSON, true as a switch."""
-    found: list[str] = []
-    for name, value in settings.items():
-        if value is True:
-            found.append(f"--{name}")
-        elif isinstance(value, list):
-            found += [f"--{name}", *map(str, value)]
-        elif isinstance(value, Mapping):
-            found += [f"--{name}", json.dumps(value)]
-        else:
-            found += [f"--{name}", str(value)]
-    return tuple(found)
-
-
-def yaml_text(settings: Mapping[str, Any]) -> str:
-    """Return settings as YAML, one to a line."""
-    return "".join(f"{name}: {_yaml_value(value)}\n" for name, value in settings.items())
+        return (*self.front, *as_words({"config": path} if self.by_file else self.settings))
 
 
 def _yaml_value(value: Any) -> str:
@@ -280,30 +261,20 @@ def decode_sizes(plan: Plan, target: RolePlan, width: int) -> tuple[int, ...]:
 
 def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     """Name the decodes that the plan runs on piecewise graphs of mixed batches, which the engine does not."""
-    found = [
-        cell
-        for cell in coverage(plan).cells
-        if cell.role is Role.TARGET and cell.kind is Kind.DECODE and cell.entry is not None
-    ]
-    if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
+    decodes = (cell for cell in coverage(plan).cells if cell.role is Role.TARGET and cell.kind is Kind.DECODE)
+    if not any(cell.answer.mode is GraphMode.PIECEWISE for cell in decodes):
         return ()
     says = f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
     return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
 
 
-def backends(plan: Plan) -> tuple[str, ...]:
-    """Return the attention backends of the target's groups, each once."""
-    target = planned(plan, Role.TARGET)
-    return tuple(dict.fromkeys(group.backend for group in target.groups)) if target else ()
-
-
 def backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[str | None, tuple[Loss, ...]]:
     """Return the engine's name of the plan's attention backend, and what is lost where it has none."""
-    found = backends(plan)
-    if len(found) == 1 and found[0] in names:
-        return names[found[0]], ()
+    found = list(dict.fromkeys(group.backend for group in plan.role(Role.TARGET).groups))
     if not found:
         return None, ()
+    if len(found) == 1 and found[0] in names:
+        return names[found[0]], ()
     if len(found) == 1:
         says = f"{engine} has no attention backend {found[0]}; it chooses its own, which decides the modes"
     else:

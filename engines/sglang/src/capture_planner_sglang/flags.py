@@ -23,8 +23,8 @@ from decimal import Decimal
 from importlib import resources
 from typing import Any, ClassVar
 
-from capture_planner.engines.parsing import Parser, did_you_mean, not_json, refusal
-from capture_planner.engines.yaml_files import as_words, read_flags, split_config
+from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
+from capture_planner.engines.yaml_files import read_flags, split_config
 from capture_planner.errors import NotEmulated, Problem
 
 TABLE = json.loads((resources.files(__package__) / "flags.json").read_text(encoding="utf-8"))
