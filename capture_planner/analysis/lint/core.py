@@ -142,11 +142,15 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    severity: Severity, code: str, bug_class: BugClass, *threads: str, remedy: str, spec_path: tuple[str, ...] = ()
+    severity: Severity, code: str, bug_class: BugClass, threads: str, remedy: str, *, at: str = ""
 ) -> Callable[[CheckT], CheckT]:
-    """Register a check of plans under a stable code. The other arguments are fields of ``Rule``."""
-    facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
-    return register_in(RULES, Rule, code, remedy=remedy, spec_path=spec_path, **facts)
+    """Register a check of plans under a stable code.
+
+    ``threads`` is their names, separated by spaces; ``at`` the ``spec_path``, as in ``speculative.schedule``. The other
+    arguments are fields of ``Rule``.
+    """
+    facts = {"severity": severity, "bug_class": bug_class, "threads": tuple(threads.split()), "remedy": remedy}
+    return register_in(RULES, Rule, code, spec_path=tuple(at.split(".") if at else ()), **facts)
 
 
 error, warning, note = (partial(rule, severity) for severity in Severity)

@@ -28,11 +28,7 @@ def _needed(role: RolePlan) -> GraphSupport:
 
 
 @error(
-    "CP030",
-    BugClass.G,
-    "vllm#39773",
-    remedy="use FULL_DECODE_ONLY or NONE for draft decodes",
-    spec_path=("roles", "draft_decode", "mode"),
+    "CP030", BugClass.G, "vllm#39773", "use FULL_DECODE_ONLY or NONE for draft decodes", at="roles.draft_decode.mode"
 )
 def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A draft decode runs PIECEWISE.
@@ -50,7 +46,7 @@ def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "mode")
 
 
-@error("CP031", BugClass.G, "vllm#49547", remedy="plan again from the spec")
+@error("CP031", BugClass.G, "vllm#49547", "plan again from the spec")
 def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role resolved to more than was requested: a higher mode, or chains instead of single steps."""
     speculative = coverage.plan.speculative
@@ -66,11 +62,7 @@ def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
 
 
 @error(
-    "CP032",
-    BugClass.G,
-    "vllm#49547",
-    "vllm#50619",
-    remedy="record each downgrade as a decision with its rule, backend and group",
+    "CP032", BugClass.G, "vllm#49547 vllm#50619", "record each downgrade as a decision with its rule, backend and group"
 )
 def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """The decisions of a role do not lead from its requested mode to its resolved mode."""
@@ -84,7 +76,7 @@ def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "mode")
 
 
-@error("CP033", BugClass.G, "vllm#49547", "vllm#50619", remedy="lower the drafter's mode only")
+@error("CP033", BugClass.G, "vllm#49547 vllm#50619", "lower the drafter's mode only")
 def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter's limits lowered the target's mode.
 
@@ -102,7 +94,7 @@ def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "decisions", step)
 
 
-@error("CP034", BugClass.G, "vllm#28207", remedy="choose another backend or a lower mode", spec_path=("backend",))
+@error("CP034", BugClass.G, "vllm#28207", "choose another backend or a lower mode", at="backend")
 def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
     """A mode or a graph needs more than the weakest attention group of its role supports."""
     for role in coverage.plan.roles:
@@ -114,7 +106,7 @@ def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "groups", number)
 
 
-@note("CP035", BugClass.G, "vllm#49547", remedy="choose another backend if the mode matters", spec_path=("mode",))
+@note("CP035", BugClass.G, "vllm#49547", "choose another backend if the mode matters", at="mode")
 def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
     """A backend's limits lowered a mode. The plan records the decision; this makes it visible."""
     for role in coverage.plan.roles:
@@ -124,7 +116,7 @@ def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, message, "decisions", step)
 
 
-@error("CP036", BugClass.G, "vllm#39773", remedy="lower the drafter's mode or raise the target's")
+@error("CP036", BugClass.G, "vllm#39773", "lower the drafter's mode or raise the target's")
 def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter has a mode that its target does not allow.
 
@@ -144,7 +136,7 @@ def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role.role, message, "mode")
 
 
-@error("CP037", BugClass.G, "vllm#47460", remedy="remove them or change the mode")
+@error("CP037", BugClass.G, "vllm#47460", "remove them or change the mode")
 def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph does not belong to its role's mode, so no batch is dispatched to it."""
     for role in coverage.plan.roles:

@@ -21,14 +21,7 @@ COARSE_TOKENS = 64
 replaced doubling by steps of 64, for up to 1.5 times the throughput (TRT-LLM#12895)."""
 
 
-@error(
-    "CP040",
-    BugClass.I,
-    "vllm#50488",
-    "TRT-LLM#12895",
-    remedy="plan again from the spec, or raise the budget",
-    spec_path=("budget",),
-)
+@error("CP040", BugClass.I, "vllm#50488 TRT-LLM#12895", "plan again from the spec, or raise the budget", at="budget")
 def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has more graphs than its budget allows."""
     bound = coverage.plan.budget.allowed_graphs()
@@ -38,7 +31,7 @@ def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
         )
 
 
-@error("CP041", BugClass.I, "vllm-ascend#8585", remedy="plan again from the spec")
+@error("CP041", BugClass.I, "vllm-ascend#8585", "plan again from the spec")
 def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role has more full graphs, or larger ones, than its backend can hold."""
     for role in coverage.plan.roles:
@@ -55,14 +48,7 @@ def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role.role, f"{group.backend} gets {' and '.join(excess)}", "groups", number)
 
 
-@warning(
-    "CP042",
-    BugClass.I,
-    "vllm#32005",
-    "vllm#36370",
-    remedy="set lora.specialize to false, or budget.max_graphs",
-    spec_path=("lora",),
-)
+@warning("CP042", BugClass.I, "vllm#32005 vllm#36370", "set lora.specialize to false, or budget.max_graphs", at="lora")
 def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     """LoRA cases multiply a long list of graphs.
 
@@ -78,15 +64,7 @@ def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     )
 
 
-@warning(
-    "CP043",
-    BugClass.I,
-    "vllm#57475",
-    "vllm#51590",
-    "vllm#20098",
-    remedy="set budget.memory or budget.max_graphs",
-    spec_path=("budget",),
-)
+@warning("CP043", BugClass.I, "vllm#57475 vllm#51590 vllm#20098", "set budget.memory or budget.max_graphs", at="budget")
 def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     """There is no budget, and graphs may take more than a tenth of the device's memory.
 
@@ -103,9 +81,7 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
         )
 
 
-@note(
-    "CP044", BugClass.I, "vllm#44078", remedy="set pool to shared unless you measured a difference", spec_path=("pool",)
-)
+@note("CP044", BugClass.I, "vllm#44078", "set pool to shared unless you measured a difference", at="pool")
 def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     """The drafter's graphs have their own memory pool.
 
@@ -116,12 +92,7 @@ def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
 
 
 @warning(
-    "CP045",
-    BugClass.I,
-    "TRT-LLM#12895",
-    "vllm-ascend#1168",
-    remedy="add sizes between, or use the default policy",
-    spec_path=("sizes",),
+    "CP045", BugClass.I, "TRT-LLM#12895 vllm-ascend#1168", "add sizes between, or use the default policy", at="sizes"
 )
 def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
     """Decodes are padded by more than half and by many rows, although more graphs would fit.
