@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import attrs
 
@@ -17,6 +17,8 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
+
+T = TypeVar("T")
 
 
 class Deployment(Protocol):
@@ -221,6 +223,18 @@ def split_at(first: int, last: int, stops: Iterable[int]) -> Iterator[tuple[int,
     for stop in sorted({stop for stop in stops if first <= stop < last} | {last}):
         yield first, stop
         first = stop + 1
+
+
+def split_when(apart: Callable[[T, T], bool], items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield runs of items, with an end between two neighbours that are ``apart``."""
+    run: list[T] = []
+    for item in items:
+        if run and apart(run[-1], item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
 
 
 def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> int | None:

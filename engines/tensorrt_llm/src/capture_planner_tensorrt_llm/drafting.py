@@ -121,8 +121,12 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
     if data.get("eagle_choices") is not None:
         problems.skip((*path, "eagle_choices"), "a static tree of drafts")
         return drafts
-    if not ("use_dynamic_tree" in data and boolean(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), problems)):
-        return _linear_total(data, drafts, path, problems)
+    given, total_path = data.get("max_total_draft_tokens"), (*path, "max_total_draft_tokens")
+    if not boolean(data.get("use_dynamic_tree", False), (*path, "use_dynamic_tree"), problems):
+        # All but Eagle write K over what was given for the tokens of a tree.
+        if given is not None and str(data["decoding_type"]).startswith("Eagle") and given != drafts:
+            problems.skip(total_path, "a chain of drafts with the tokens of a tree")
+        return drafts
     where = (*path, "dynamic_tree_max_topK")
     wide = data.get("dynamic_tree_max_topK")
     breadth = None if wide is None else integer(wide, where, problems)
@@ -130,21 +134,10 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
         if wide is None or breadth is not None:
             problems.refuse(where, "a dynamic tree needs it, and at least 1", "give 1 or more")
         return drafts
-    given = data.get("max_total_draft_tokens")
     if given is None:
         return breadth * drafts
-    where = (*path, "max_total_draft_tokens")
-    total = integer(given, where, problems)
+    total = integer(given, total_path, problems)
     if total is not None and not drafts <= total <= breadth * drafts:
         says = f"it is {total}, and has to be {drafts} to {breadth * drafts}"
-        problems.refuse(where, says, "leave it out, or give one of these")
-        return drafts
+        problems.refuse(total_path, says, "leave it out, or give one of these")
     return drafts if total is None else total
-
-
-def _linear_total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems) -> int:
-    """Return K: all but Eagle write it over what was given for the tokens of a tree."""
-    given = data.get("max_total_draft_tokens")
-    if given is not None and str(data["decoding_type"]).startswith("Eagle") and given != drafts:
-        problems.skip((*path, "max_total_draft_tokens"), "a chain of drafts with the tokens of a tree")
-    return drafts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     resolved = resolve(command)
     decisions = Decisions()
     graphs, source = _graphs(resolved, decisions)
-    drafting = resolved.drafting
+    drafting, requests, tokens = resolved.drafting, resolved.max_batch_size, resolved.max_num_tokens
     return Emulation(
         engine=NAME,
         version=VERSION,
@@ -40,10 +41,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
         managers=(graphs,),
         decisions=tuple(decisions),
-        limits=Limits(max_num_reqs=resolved.max_batch_size, max_num_tokens=resolved.max_num_tokens),
-        speculative=None
-        if drafting is None
-        else drafting.speculative(resolved.max_batch_size, resolved.max_num_tokens),
+        limits=Limits(max_num_reqs=requests, max_num_tokens=tokens),
+        speculative=None if drafting is None else drafting.speculative(requests, tokens),
         parallel=Parallel(data=resolved.tensor) if resolved.attention_dp else Parallel(tensor=resolved.tensor),
     )
 
@@ -70,7 +69,7 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
         _note_drafting(drafting, resolved, decisions)
     if resolved.graphs is None:
         decisions.note("graphs-off", None, "NONE", "cuda_graph_config is null: everything runs eager")
-        off = TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False)
+        off = TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size)
         return off, "file"
     sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
     most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
@@ -93,12 +92,8 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
             f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
             f"give at least {resolved.width}",
         )
-    shapes = rules.captured_shapes(
-        admitted,
-        (0,) if drafting is None else drafting.draft_lens,
-        schedule,
-        0 if drafting is None else drafting.max_draft_len,
-    )
+    lengths, longest = ((0,), 0) if drafting is None else (drafting.draft_lens, drafting.max_draft_len)
+    shapes = rules.captured_shapes(admitted, lengths, schedule, longest)
     _note_shapes(admitted, shapes, resolved, decisions)
     return TargetGraphs(
         sizes=tuple(dict.fromkeys(admitted)),
@@ -128,9 +123,9 @@ def _sizes(given: GraphConfig, drafting: Drafting | None, decisions: Decisions) 
     sizes = rules.configured_sizes(given.batch_sizes, given.max_batch_size, padding)
     if given.batch_sizes is None:
         top = given.max_batch_size or rules.DEFAULT_MAX_BATCH_SIZE
-        kind = "eights, and 64s above 128" if padding else "all up to 32, then powers of two"
+        switch, kind = ("on", "eights, and 64s above 128") if padding else ("off", "all up to 32, then powers of two")
         whose = "" if given.max_batch_size else ", the default"
-        says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {_onoff(padding)}: {kind}"
+        says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {switch}: {kind}"
         decisions.note("generated-sizes", None, sizes, says)
         source = "generated-sizes"
     elif sizes != given.batch_sizes:
@@ -183,10 +178,6 @@ def _note_shapes(
         decisions.note("ranks-agree", "each rank", "all ranks", says)
 
 
-def _onoff(flag: bool) -> str:
-    return "on" if flag else "off"
-
-
 def _written(schedule: Mapping[int, int]) -> str:
     return ", ".join(f"{draft_len} to {threshold}" for threshold, draft_len in schedule.items())
 
@@ -200,13 +191,13 @@ def _settings(resolved: ServeSettings, graphs: TargetGraphs, sizes_source: str) 
         "tensor_parallel_size": resolved.tensor,
         "enable_attention_dp": resolved.attention_dp,
     }
-    rows = [(name, value, resolved.sources.get(name, "default")) for name, value in values.items()]
-    source = resolved.sources.get(config, "default")
+    sources = defaultdict(lambda: "default", resolved.sources)
+    rows = [(name, value, sources[name]) for name, value in values.items()]
     if resolved.graphs is None:
-        rows.append((config, None, source))
+        rows.append((config, None, sources[config]))
     else:
         changed = graphs.padding is not resolved.graphs.enable_padding
-        rows.append((f"{config}.enable_padding", graphs.padding, "schedule-pads" if changed else source))
+        rows.append((f"{config}.enable_padding", graphs.padding, "schedule-pads" if changed else sources[config]))
         rows.append((f"{config}.batch_sizes", list(graphs.sizes), sizes_source))
     if drafting is None:
         rows.append(("speculative_config", None, "default"))

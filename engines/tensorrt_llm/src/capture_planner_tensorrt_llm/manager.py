@@ -34,8 +34,6 @@ class TargetGraphs:
     max_batch_size: int
     drafting: Drafting | None = None
     schedule: Mapping[int, int] | None = None
-    enabled: bool = True
-    """Whether there is a cuda_graph_config at all."""
     _entries: Mapping[rules.Shape, Entry] = attrs.field(init=False, repr=False, eq=False)
 
     @_entries.default
@@ -57,7 +55,7 @@ class TargetGraphs:
     @property
     def mode(self) -> GraphMode:
         """FULL_DECODE_ONLY; NONE without a configuration, or where no size is left."""
-        return GraphMode.FULL_DECODE_ONLY if self.enabled and self.shapes else GraphMode.NONE
+        return GraphMode.FULL_DECODE_ONLY if self.shapes else GraphMode.NONE
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
@@ -112,14 +110,9 @@ def agreed(graphs: TargetGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]
     eager, the others do not. A rank that is idle decodes one dummy request: it is asked for with that.
     """
     alone = [graphs.dispatch(batch) for batch in ranks]
-    if not all(graphs.decodes(batch) and batch.num_reqs > 0 for batch in ranks):
-        return tuple(_eager(dispatch) for dispatch in alone)
     largest = max((batch.num_reqs for batch in ranks), default=0)
-    if len({graphs.size_on_rank(batch, largest) for batch in ranks}) > 1:
-        return tuple(_eager(dispatch) for dispatch in alone)
+    decode = all(graphs.decodes(batch) and batch.num_reqs > 0 for batch in ranks)
+    if not decode or len({graphs.size_on_rank(batch, largest) for batch in ranks}) > 1:
+        # For a rank's own reason, or for the others'.
+        return tuple(Dispatch(None, reason=dispatch.reason or Reason.RANK) for dispatch in alone)
     return tuple(graphs.on_rank(batch, largest) for batch in ranks)
-
-
-def _eager(alone: Dispatch) -> Dispatch:
-    """Return no graph: for a rank's own reason, or for the others'."""
-    return Dispatch(None, reason=alone.reason or Reason.RANK)
