@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -96,7 +96,7 @@ class Cost:
         )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Loss:
     """Something of a plan that the engine cannot express."""
 
@@ -234,16 +234,11 @@ def drafters(plan: Plan) -> tuple[RolePlan, ...]:
     return tuple(found for found in plan.roles if found.role.is_drafter)
 
 
-def drafter_losses(plan: Plan, name: str, says: str) -> list[Loss]:
-    """Return a loss of each drafter's role, with the role and its number of graphs put into ``says``."""
-    return [
-        Loss(
-            name=f"{drafter.role.value.replace('_', '-')}-{name}",
-            says=says.format(role=drafter.role.value, graphs=counted(len(drafter.entries), "graph")),
-            scope=both(drafter.role),
-        )
-        for drafter in drafters(plan)
-    ]
+def drafter_losses(plan: Plan, name: str, says: str) -> Iterator[Loss]:
+    """Yield a loss of each drafter's role, with the role and its number of graphs put into ``says``."""
+    for drafter in drafters(plan):
+        text = says.format(role=drafter.role.value, graphs=counted(len(drafter.entries), "graph"))
+        yield Loss(f"{drafter.role.value.replace('_', '-')}-{name}", text, both(drafter.role))
 
 
 def longest_draft(plan: Plan) -> int:
@@ -265,7 +260,7 @@ def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     if not any(cell.answer.mode is GraphMode.PIECEWISE for cell in decodes):
         return ()
     says = f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
-    return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
+    return (Loss("piecewise-decodes", says, ((Role.TARGET, Kind.DECODE),)),)
 
 
 def backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[str | None, tuple[Loss, ...]]:
@@ -279,4 +274,4 @@ def backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[
         says = f"{engine} has no attention backend {found[0]}; it chooses its own, which decides the modes"
     else:
         says = f"the target's groups run on {', '.join(found)}; {engine} takes one backend for all of them"
-    return None, (Loss(name="backend", says=says, scope=all_scopes(plan)),)
+    return None, (Loss("backend", says, all_scopes(plan)),)

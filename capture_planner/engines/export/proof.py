@@ -19,7 +19,7 @@ from capture_planner.engines.export.export import BACKEND, BatchDifference, Effe
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.batch_space import decode_families, mixed_tokens, most_loras, split_at
+from capture_planner.records.batch_space import decode_families, mixed_tokens, most_loras, split_at, split_when
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 
@@ -47,7 +47,7 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
             f"the plan's backend is left out, and the engine chooses its own, which decides the modes; on {machine}: "
             + "; ".join(problem.message for problem in error.problems)
         )
-        lost = Loss(name="backend", says=says, scope=all_scopes(plan))
+        lost = Loss("backend", says, all_scopes(plan))
         return prove(attrs.evolve(export.without_backend(), losses=(*export.losses, lost)), plan, emulate)
     proof = compared(plan, emulation)
     losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
@@ -87,32 +87,29 @@ def compared(plan: Plan, emulation: Emulation) -> Proof:
             if found is None:
                 continue
             size = batch.extent(batch.kind)
-            new = BatchDifference(
-                role=role,
-                kind=batch.kind,
-                query_len=batch.query_len,
-                first=size,
-                last=size,
-                min_reqs=min_reqs,
-                max_reqs=batch.num_reqs,
-                min_loras=batch.active_loras,
-                max_loras=max_loras,
-                effect=found,
-                planned=planned,
-                emulated=emulated,
-                batches=count,
+            differences.append(
+                BatchDifference(
+                    role=role,
+                    kind=batch.kind,
+                    query_len=batch.query_len,
+                    first=size,
+                    last=size,
+                    min_reqs=min_reqs,
+                    max_reqs=batch.num_reqs,
+                    min_loras=batch.active_loras,
+                    max_loras=max_loras,
+                    effect=found,
+                    planned=planned,
+                    emulated=emulated,
+                    batches=count,
+                )
             )
-            if differences and _like(differences[-1], new):
-                before = differences.pop()
-                fewest, count = min(before.min_reqs, min_reqs), before.batches + count
-                new = attrs.evolve(new, first=before.first, min_reqs=fewest, batches=count)
-            differences.append(new)
     return Proof(
         same=tuple((ours & theirs).elements()),
         lacks=tuple((ours - theirs).elements()),
         adds=tuple((theirs - ours).elements()),
         batches=batches,
-        differences=tuple(differences),
+        differences=tuple(map(_merged, split_when(_unlike, differences))),
         unrun=tuple(role for role in plan.planned if role not in emulation.modes),
     )
 
@@ -154,7 +151,12 @@ def _batches(role: Role, plan: Plan, emulation: Emulation) -> Iterator[tuple[Bat
                 yield Batch.mixed(role, min(most, tokens), tokens, low), high, fewest
 
 
-def _like(before: BatchDifference, after: BatchDifference) -> bool:
-    """Say whether two differences are one, of neighbouring counts."""
+def _unlike(before: BatchDifference, after: BatchDifference) -> bool:
+    """Say whether two differences are not one, of neighbouring counts."""
     named = ("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
-    return before.last + 1 == after.first and all(getattr(before, n) == getattr(after, n) for n in named)
+    return before.last + 1 != after.first or any(getattr(before, n) != getattr(after, n) for n in named)
+
+
+def _merged(run: Sequence[BatchDifference]) -> BatchDifference:
+    fewest, batches = min(each.min_reqs for each in run), sum(each.batches for each in run)
+    return attrs.evolve(run[-1], first=run[0].first, min_reqs=fewest, batches=batches)
