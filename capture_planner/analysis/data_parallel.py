@@ -14,8 +14,9 @@ import attrs
 
 from capture_planner.analysis.explain import WHY_NONE
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.errors import Problem
 from capture_planner.modes import Reason, Role
+from capture_planner.records._base import raise_any
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.plan import Plan
@@ -44,7 +45,7 @@ class Submission:
         batch = self.batch
         if batch is None:
             return
-        problems = [
+        raise_any(
             Problem(path=("batch", name), message=f"{message}, got {getattr(batch, name)}")
             for name, (wrong, message) in {
                 "num_reqs": (batch.num_reqs < 1, "a batch has at least one request; an idle rank has no batch"),
@@ -52,9 +53,7 @@ class Submission:
                 "active_loras": (batch.active_loras < 0, "the number of adapters is negative"),
             }.items()
             if wrong
-        ]
-        if problems:
-            raise InvalidValue(problems)
+        )
 
     def lacks(self, entry: Entry) -> bool:
         """Whether this rank cannot replay ``entry``."""
@@ -83,8 +82,7 @@ class Vector:
         ]
         if not self.ranks:
             problems.append(Problem(path=("ranks",), message="a vector has at least one rank"))
-        if problems:
-            raise InvalidValue(problems)
+        raise_any(problems)
 
     def lacking(self, entry: Entry) -> tuple[int, ...]:
         """Return the ranks that cannot replay ``entry``."""

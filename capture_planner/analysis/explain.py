@@ -94,15 +94,10 @@ def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
             kind += f", which {chain} {steps} draft steps"
     else:
         kind = "the nearest full graph for any batch"
-    exact = (
-        "an exact fit"
-        if not (answer.padded_tokens or answer.padded_reqs)
-        else (
-            f"padded by {counted(answer.padded_tokens, 'token')}"
-            + (f" and {counted(answer.padded_reqs, 'request')}" if entry.num_reqs is not None else "")
-        )
-    )
-    return f"{kind}, {exact}"
+    if not (answer.padded_tokens or answer.padded_reqs):
+        return f"{kind}, an exact fit"
+    requests = f" and {counted(answer.padded_reqs, 'request')}" if entry.num_reqs is not None else ""
+    return f"{kind}, padded by {counted(answer.padded_tokens, 'token')}{requests}"
 
 
 def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:

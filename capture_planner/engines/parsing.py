@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
             flag = flag.partition("=")[0]
             says = f"{self.engine}'s parser stops: it is ambiguous, short for {fitting}"
             remedy = f"give {self.renamed[flag]}" if flag in self.renamed else "write one of them out"
-            raise FlagError([Problem(path=(flag,), message=says, remedy=remedy)])
+            raise refusal(flag, says, remedy)
         flag, _, reason = message.removeprefix("argument ").partition(": ")
         if not reason:
             raise FlagError([Problem(message=f"{self.engine}'s parser stops: {message}")])
@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
         remedy = self._remedy(flag, reason)
         if not remedy:
             reason, _, remedy = reason.partition(REMEDY)
-        raise FlagError([Problem(path=(flag,), message=f"{self.engine}'s parser stops: {reason}", remedy=remedy)])
+        raise refusal(flag, f"{self.engine}'s parser stops: {reason}", remedy)
 
     def strangers(self, words: Sequence[str]) -> list[Problem]:
         """Return the problems of words that the parser does not know: the flags among them, or else the words."""

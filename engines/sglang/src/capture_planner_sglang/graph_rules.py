@@ -106,8 +106,7 @@ def _fill_decode(r: Launch) -> None:
         memory, tensor = r.environment.device.memory, args.tp_size
         top = sglang_default_max(memory, tensor)
         device = f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks"
-        says = f"{device} has decode graphs for up to {top} requests"
-        r.change(DECODE, "max_bs", top, "decode-max-by-memory", says)
+        r.change(DECODE, "max_bs", top, "decode-max-by-memory", f"{device} has decode graphs for up to {top} requests")
         most = args.max_running_requests
         if most is not None and top > most:
             says = f"at most {most} requests run, so the default of {top} comes down"
