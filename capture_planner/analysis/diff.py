@@ -99,7 +99,6 @@ def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
 
 
 def _differing(old: Any, new: Any) -> str:
-    """Name the keys that differ between two records."""
     return " and ".join(key_of(f) for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name))
 
 

@@ -113,15 +113,14 @@ def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
     kinds: dict[tuple[GraphMode, int | None, int | None], list[Entry]] = {}
     for entry in sorted(role.entries, key=lambda e: (e.num_tokens, e.active_loras)):
         kinds.setdefault((entry.mode, entry.query_len, entry.draft_steps), []).append(entry)
-    near: dict[Entry, None] = {}
+    near: list[Entry] = []
     for entries in kinds.values():
         smaller = [e for e in entries if e.num_tokens < batch.num_tokens][-1:]
         larger = [e for e in entries if e.num_tokens >= batch.num_tokens]
         limit = answer.entry.num_tokens if answer.entry is not None else 0
-        for entry in (*smaller, *larger[:1], *[e for e in larger if e.num_tokens <= limit]):
-            near[entry] = None
+        near += [*smaller, *larger[:1], *(e for e in larger if e.num_tokens <= limit)]
     misses = []
-    for entry in near:
+    for entry in dict.fromkeys(near):
         rejection = entry.rejection(batch, steps)
         if rejection is not None:
             misses.append(NearMiss(entry=entry, rejection=rejection, message=_WHY_NOT[rejection](entry, batch)))

@@ -96,7 +96,6 @@ def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFin
 
 
 def _in_words(selected: Sequence[Run], most: int = 3) -> str:
-    """Name the first runs of batches, and the number of the others."""
     left = len(selected) - most
     return "; ".join(map(str, selected[:most])) + (f"; and {left} more such ranges" if left > 0 else "")
 

@@ -202,8 +202,6 @@ def _emulation_of(plan: Plan) -> Emulation:
 
 @attrs.frozen
 class _Answer:
-    """One batch, how often it runs, and its answer."""
-
     batch: Batch
     times: int
     dispatch: Dispatch

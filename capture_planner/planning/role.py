@@ -83,7 +83,6 @@ class RoleInProgress:
         self.ladders = tuple(ladders)
 
     def _note_limits(self) -> None:
-        """Record what the deployment fixes before any size is chosen."""
         spec, limits, step = self.spec, self.spec.limits, token_step(self.spec.parallel)
         speculative = spec.speculative
         if speculative is not None and self.role is Role.TARGET:

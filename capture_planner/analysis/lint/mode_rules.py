@@ -18,7 +18,6 @@ def _is_step(decision: Decision) -> bool:
 
 
 def _needed(role: RolePlan) -> GraphSupport:
-    """Return the support that a role's mode and graphs need."""
     if role.mode.decode_mode is not GraphMode.FULL:
         return GraphSupport.NEVER
     if role.mode.mixed_mode is GraphMode.FULL:

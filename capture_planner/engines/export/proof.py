@@ -152,7 +152,6 @@ def _batches(role: Role, plan: Plan, emulation: Emulation) -> Iterator[tuple[Bat
 
 
 def _unlike(before: BatchDifference, after: BatchDifference) -> bool:
-    """Say whether two differences are not one, of neighbouring counts."""
     named = ("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
     return before.last + 1 != after.first or any(getattr(before, n) != getattr(after, n) for n in named)
 

@@ -212,7 +212,6 @@ def _resolve_eagle(r: Launch) -> None:
 
 
 def _choose_draft_size(r: Launch) -> None:
-    """Choose steps, branches and draft tokens by the architecture, where none of them is given."""
     args, flag = r.args, "--speculative-num-steps"
     if args.speculative_eagle_topk is not None or args.speculative_num_draft_tokens is not None:
         reason = "SGLang requires steps, branches and draft tokens together, or none of them"

@@ -82,7 +82,6 @@ def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Pro
 
 
 def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[int, int] | None:
-    """Return a schedule, ascending by threshold."""
     data = None if value is None else mapping(value, path, problems)
     if data is None:
         return None

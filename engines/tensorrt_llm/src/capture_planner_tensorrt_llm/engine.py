@@ -183,7 +183,6 @@ def _written(schedule: Mapping[int, int]) -> str:
 
 
 def _settings(resolved: ServeSettings, graphs: TargetGraphs, sizes_source: str) -> tuple[Setting, ...]:
-    """Return what the engine ends up with, under its own names."""
     drafting, config = resolved.drafting, "cuda_graph_config"
     values: dict[str, Any] = {
         "max_batch_size": resolved.max_batch_size,
