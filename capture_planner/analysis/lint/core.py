@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from capture_planner.analysis.coverage import Coverage, coverage
+from capture_planner.analysis.coverage import Cell, Coverage, coverage
 from capture_planner.modes import Role
-from capture_planner.records.plan import Plan
+from capture_planner.records.plan import Plan, RolePlan
 
 REPOSITORIES = {
     "vllm": "vllm-project/vllm",
@@ -72,8 +72,9 @@ class Diagnostic:
     """Where in the plan."""
 
 
-def of_role(coverage: Coverage, role: Role, message: str, *path: str | int) -> Diagnostic:
-    """Return a diagnostic about one role of a plan; ``path`` leads on from that role."""
+def of_role(coverage: Coverage, subject: RolePlan | Cell, message: str, *path: str | int) -> Diagnostic:
+    """Return a diagnostic about the role of ``subject``; ``path`` leads on from that role in the plan."""
+    role = subject.role
     return Diagnostic(message=f"{role}: {message}", role=role, path=("roles", coverage.plan.planned.index(role), *path))
 
 

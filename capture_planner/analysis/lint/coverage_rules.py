@@ -53,7 +53,7 @@ def uncovered_batch(coverage: Coverage) -> Iterator[Diagnostic]:
     7 tokens) to 40, and served 25 instead of 133 tokens per second.
     """
     for run in merged(list(coverage.uncovered)):
-        yield of_role(coverage, run[0].role, f"{describe(run)} have neither a graph nor a waiver")
+        yield of_role(coverage, run[0], f"{describe(run)} have neither a graph nor a waiver")
 
 
 @warning(
@@ -83,8 +83,7 @@ def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
         for run in merged(slow):
             reason = run[-1].answer.reason
             how = f"eager ({reason})" if reason else "PIECEWISE"
-            message = f"{describe(run)} run {how}, although the decode mode is FULL"
-            yield of_role(coverage, role.role, message, "waivers")
+            yield of_role(coverage, role, f"{describe(run)} run {how}, although the decode mode is FULL", "waivers")
 
 
 @warning(
@@ -139,8 +138,7 @@ def unexplained_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
         for index, waiver in enumerate(role.waivers):
             if not waiver.message.strip() or waiver.reason in _NO_REASON:
                 extent, given = f"{waiver.first} to {waiver.last}", f"{waiver.reason}: {waiver.message!r}"
-                message = f"the waiver of {extent} gives no reason ({given})"
-                yield of_role(coverage, role.role, message, "waivers", index)
+                yield of_role(coverage, role, f"the waiver of {extent} gives no reason ({given})", "waivers", index)
 
 
 @warning("CP051", BugClass.J, "vllm#47460 sglang#40253", "plan again from the spec")
@@ -156,7 +154,7 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
             if (role.role, waiver) not in used:
                 extent = f"{waiver.first} to {waiver.last} ({waiver.kind.value})"
                 message = f"the waiver of {extent} covers no admissible batch without a graph"
-                yield of_role(coverage, role.role, message, "waivers", index)
+                yield of_role(coverage, role, message, "waivers", index)
 
 
 @note(
@@ -176,4 +174,4 @@ def decodes_run_eager(coverage: Coverage) -> Iterator[Diagnostic]:
         cells = [c for c in coverage.cells if c.role is role.role and c.kind is Kind.DECODE]
         if cells and role.requested is not GraphMode.NONE and all(c.entry is None for c in cells):
             message = f"every decode runs eager (mode {role.mode.value}, requested {role.requested.value})"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, message, "mode")

@@ -42,7 +42,7 @@ def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
         graphs = sum(entry.mode is GraphMode.PIECEWISE for entry in role.entries)
         if graphs or role.mode.has_piecewise:
             message = f"{role.mode.value} with {graphs} piecewise graphs reads stale request metadata"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, message, "mode")
 
 
 @error("CP031", BugClass.G, "vllm#49547", "plan again from the spec")
@@ -54,10 +54,9 @@ def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
         chains = [entry for entry in role.entries if entry.draft_steps is not None]
         if single and chains:
             message = f"{len(chains)} graphs such as {chains[0]} run a chain, but speculative.chain is single"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
         if role.mode > role.requested:
-            message = f"{role.mode.value} is above the requested {role.requested.value}"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, f"{role.mode.value} is above the requested {role.requested.value}", "mode")
 
 
 @error(
@@ -72,7 +71,7 @@ def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
                 at = decision.after
         if at != role.mode.value:
             message = f"the decisions lead from {role.requested.value} to {at}, but the mode is {role.mode.value}"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, message, "mode")
 
 
 @error("CP033", BugClass.G, "vllm#49547 vllm#50619", "lower the drafter's mode only")
@@ -90,7 +89,7 @@ def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
             if decision.role.is_drafter or foreign:
                 cause = f"{decision.role} ({decision.backend or 'no backend'})"
                 message = f"{decision.before} became {decision.after} because of {cause}"
-                yield of_role(coverage, role.role, message, "decisions", step)
+                yield of_role(coverage, role, message, "decisions", step)
 
 
 @error("CP034", BugClass.G, "vllm#28207", "choose another backend or a lower mode", at="backend")
@@ -101,8 +100,7 @@ def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
         for number, group in enumerate(role.groups):
             if group.support.level < needed:
                 support = f"{group.backend} ({group.name}) supports only {group.support.level.name}"
-                message = f"{role.mode.value} needs {needed.name}, but {support}"
-                yield of_role(coverage, role.role, message, "groups", number)
+                yield of_role(coverage, role, f"{role.mode.value} needs {needed.name}, but {support}", "groups", number)
 
 
 @note("CP035", BugClass.G, "vllm#49547", "choose another backend if the mode matters", at="mode")
@@ -112,7 +110,7 @@ def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
         for step, decision in enumerate(role.decisions):
             if decision.backend is not None and _is_step(decision):
                 message = f"{decision.before} became {decision.after}: {decision.message}"
-                yield of_role(coverage, role.role, message, "decisions", step)
+                yield of_role(coverage, role, message, "decisions", step)
 
 
 @error("CP036", BugClass.G, "vllm#39773", "lower the drafter's mode or raise the target's")
@@ -131,8 +129,7 @@ def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
         else:
             wrong = role.mode is not GraphMode.NONE and target.mode.decode_mode is not GraphMode.FULL
         if wrong:
-            message = f"runs {role.mode.value} while the target runs {target.mode.value}"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, f"runs {role.mode.value} while the target runs {target.mode.value}", "mode")
 
 
 @error("CP037", BugClass.G, "vllm#47460", "remove them or change the mode")
@@ -146,4 +143,4 @@ def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
         ]
         if wrong:
             message = f"{len(wrong)} graphs do not belong to {role.mode.value}, such as {wrong[0]}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")

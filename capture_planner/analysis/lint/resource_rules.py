@@ -45,7 +45,7 @@ def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
             if support.max_num_reqs is not None and widest > support.max_num_reqs:
                 excess.append(f"a graph of {widest} requests (at most {support.max_num_reqs})")
             if excess:
-                yield of_role(coverage, role.role, f"{group.backend} gets {' and '.join(excess)}", "groups", number)
+                yield of_role(coverage, role, f"{group.backend} gets {' and '.join(excess)}", "groups", number)
 
 
 @warning("CP042", BugClass.I, "vllm#32005 vllm#36370", "set lora.specialize to false, or budget.max_graphs", at="lora")
@@ -114,7 +114,7 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
             assert worst.entry is not None
             padded = f"from {worst.first * (worst.query_len or 1)} to {worst.entry.num_tokens} tokens"
             message = f"{worst.first} requests are padded {padded}, although more graphs would fit"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 def _is_coarse(cell: Cell) -> bool:

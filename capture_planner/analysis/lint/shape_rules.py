@@ -28,7 +28,7 @@ def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]
         for entry in role.entries:
             if entry.query_len is not None and entry.num_tokens != (entry.num_reqs or 0) * entry.query_len:
                 message = f"{entry} does not have {entry.num_reqs} x {entry.query_len} tokens"
-                yield of_role(coverage, role.role, message, "entries")
+                yield of_role(coverage, role, message, "entries")
 
 
 @error("CP011", BugClass.B, "vllm#48494 vllm#48329", "remove them; no batch is dispatched to them")
@@ -46,7 +46,7 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
         if wrong:
             runs = ", ".join(map(str, sorted(lengths))) or "none"
             message = f"graphs of query length {', '.join(map(str, wrong))}, but the role runs {runs}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 @note(
@@ -82,7 +82,7 @@ def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnosti
         odd = sorted({e.num_tokens for e in role.entries if e.num_tokens % step})
         if odd:
             message = f"sizes {', '.join(map(str, odd[:8]))} are not multiples of {step}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 @warning("CP014", BugClass.B, "vllm#48494", "raise num_tokens or lower the schedule", at="speculative.schedule")
@@ -111,7 +111,7 @@ def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
         if idle:
             shown = "; ".join(str(entry) for entry in idle[:4]) + ("; ..." if len(idle) > 4 else "")
             message = f"{len(idle)} of {len(role.entries)} graphs serve no batch: {shown}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 @note(
@@ -131,7 +131,7 @@ def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
         if missed:
             sizes = f"{len(missed)} decode batch sizes, from {missed[0]} requests on"
             message = f"an engine that looks only at the nearest size misses a full graph for {sizes}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 @error("CP022", BugClass.C, "vllm#36165", "list it once")
@@ -140,7 +140,7 @@ def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     for role in coverage.plan.roles:
         for entry, count in Counter(role.entries).items():
             if count > 1:
-                yield of_role(coverage, role.role, f"{entry} is listed {count} times", "entries")
+                yield of_role(coverage, role, f"{entry} is listed {count} times", "entries")
 
 
 @warning("CP023", BugClass.C, "sglang#31487 sglang#40253", "add a size between, or use the default policy", at="sizes")
@@ -157,7 +157,7 @@ def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
         if cell.worst > HEAVY_RATIO and cell.entry.num_tokens - real > HEAVY_TOKENS:
             unit = "requests" if cell.kind is Kind.DECODE else "tokens"
             padded = f"from {real} to {cell.entry.num_tokens} tokens"
-            yield of_role(coverage, cell.role, f"a batch of {cell.first} {unit} is padded {padded}", "entries")
+            yield of_role(coverage, cell, f"a batch of {cell.first} {unit} is padded {padded}", "entries")
 
 
 @error("CP024", BugClass.C, "vllm#36165 vllm#39773", "set num_reqs for FULL graphs only")
@@ -171,4 +171,4 @@ def request_extent(coverage: Coverage) -> Iterator[Diagnostic]:
         for entry in role.entries:
             if (entry.mode is GraphMode.FULL) == (entry.num_reqs is None):
                 verb = "has no" if entry.num_reqs is None else "must not have"
-                yield of_role(coverage, role.role, f"{entry} {verb} num_reqs", "entries")
+                yield of_role(coverage, role, f"{entry} {verb} num_reqs", "entries")
