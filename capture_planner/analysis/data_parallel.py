@@ -13,7 +13,7 @@ from collections.abc import Collection
 import attrs
 
 from capture_planner.analysis.explain import WHY_NONE
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher, served
 from capture_planner.errors import Problem
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import raise_any
@@ -217,9 +217,7 @@ def _answer(common: Dispatch, batch: Batch) -> Answer:
     entry = common.entry
     if entry is None:
         return Answer(batch=batch, dispatch=attrs.evolve(common, padded_tokens=0, padded_reqs=0))
-    tokens = entry.num_tokens - batch.num_tokens
-    reqs = 0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs
-    return Answer(batch=batch, dispatch=Dispatch(entry, tokens, reqs))
+    return Answer(batch=batch, dispatch=served(entry, batch))
 
 
 # Explanations ----------------------------------------------------------------------------------

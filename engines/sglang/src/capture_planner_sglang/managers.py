@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.dispatch.dispatcher import Dispatch, served
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
@@ -96,7 +96,7 @@ class DecodeGraphs:
         if size is None:
             return Dispatch(None, reason=Reason.SIZES if batch.num_reqs > self.sizes[-1] else Reason.UNCOVERED)
         entry = self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1])
-        return Dispatch(entry, entry.num_tokens - batch.num_tokens, size - batch.num_reqs)
+        return served(entry, batch)
 
 
 @attrs.frozen(kw_only=True)
@@ -124,17 +124,17 @@ class PrefillGraphs:
         return tuple(CapturedGraph(role=self.role, entry=entry, prompts_only=True) for entry in entries)
 
     def find(self, batch: Batch) -> Dispatch:
-        tokens, reqs = batch.num_tokens, batch.num_reqs
-        if self.max_reqs is not None and reqs > self.max_reqs:
-            return Dispatch(None, reason=Reason.SIZES)
-        if self.max_seq_len is not None and _longest(batch) > self.max_seq_len:
-            return Dispatch(None, reason=Reason.SIZES)
-        if tokens > self.sizes[-1]:
+        tokens = batch.num_tokens
+        if (
+            (self.max_reqs is not None and batch.num_reqs > self.max_reqs)
+            or (self.max_seq_len is not None and _longest(batch) > self.max_seq_len)
+            or tokens > self.sizes[-1]
+        ):
             return Dispatch(None, reason=Reason.SIZES)
         size = self.sizes[bisect_left(self.sizes, tokens)]
         if size > tokens * _MOST_PADDING:
             return Dispatch(None, reason=Reason.UNCOVERED)
-        return Dispatch(self.entry(size), size - tokens, 0 if self.num_reqs is None else self.num_reqs - reqs)
+        return served(self.entry(size), batch)
 
 
 def _longest(batch: Batch) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.dispatch.dispatcher import Dispatch, served
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
@@ -75,7 +75,7 @@ class TargetGraphs:
         size = self.size_on_rank(batch, largest_rank)
         entry = None if draft_len is None else self._entries.get((size, draft_len))
         if entry is not None:
-            return Dispatch(entry, entry.num_tokens - batch.num_tokens, size - batch.num_reqs)
+            return served(entry, batch)
         beyond = not self.sizes or largest_rank > self.sizes[-1]
         return Dispatch(None, reason=Reason.SIZES if beyond else Reason.UNCOVERED)
 
