@@ -123,11 +123,11 @@ class Agreement:
     """What all ranks run: the same for each, except for the padding."""
 
     vector: Vector
-    joint: Batch | None
+    joint: Batch | None = None
     """The batch that was dispatched for all; None if all are idle, and no forward runs."""
-    draft_tokens: int | None
+    draft_tokens: int | None = None
     """Tokens that each rank drafts after this batch, by the schedule for the joint number of requests."""
-    lost_entry: Entry | None
+    lost_entry: Entry | None = None
     """The entry of the joint batch if some rank has not captured it, else None."""
     answers: tuple[Answer, ...]
     """By rank."""
@@ -154,9 +154,7 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
     if joint is None:
         plan.role(vector.role)
         none = Answer(batch=None, dispatch=Dispatch(None, reason=Reason.IDLE))
-        return Agreement(
-            vector=vector, joint=None, draft_tokens=None, lost_entry=None, answers=(none,) * len(vector.ranks)
-        )
+        return Agreement(vector=vector, answers=(none,) * len(vector.ranks))
     common = dispatcher.dispatch(joint)
     lost_entry = common.entry if common.entry is not None and vector.lacking(common.entry) else None
     if lost_entry is not None:

@@ -131,8 +131,7 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         how = "eager" if eager == _count(selected) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
         message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
-        fix = subject.engine.fixes.uncovered(subject.emulation, selected)
-        yield Diagnosis(role, message, _count(selected), fix)
+        yield Diagnosis(role, message, _count(selected), subject.engine.fixes.uncovered(subject.emulation, selected))
 
 
 @rule("EN002", Severity.WARNING, BugClass.C, "vllm#56136", "vllm#53407")

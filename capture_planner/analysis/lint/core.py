@@ -62,7 +62,7 @@ class BugClass(enum.Enum):
     J = "observability"
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Diagnostic:
     """What a rule reports about one place of a plan."""
 
@@ -75,7 +75,7 @@ class Diagnostic:
 def of_role(coverage: Coverage, subject: RolePlan | Cell, message: str, *path: str | int) -> Diagnostic:
     """Return a diagnostic about the role of ``subject``; ``path`` leads on from that role in the plan."""
     role = subject.role
-    return Diagnostic(message=f"{role}: {message}", role=role, path=("roles", coverage.plan.planned.index(role), *path))
+    return Diagnostic(f"{role}: {message}", role, ("roles", coverage.plan.planned.index(role), *path))
 
 
 @attrs.frozen(kw_only=True)

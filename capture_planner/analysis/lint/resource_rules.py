@@ -26,9 +26,7 @@ def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has more graphs than its budget allows."""
     bound = coverage.plan.budget.allowed_graphs()
     if bound is not None and coverage.plan.num_graphs > bound[0]:
-        yield Diagnostic(
-            path=("budget",), message=f"{coverage.plan.num_graphs} graphs, but {bound[1]} allows {bound[0]}"
-        )
+        yield Diagnostic(f"{coverage.plan.num_graphs} graphs, but {bound[1]} allows {bound[0]}", path=("budget",))
 
 
 @error("CP041", BugClass.I, "vllm-ascend#8585", "plan again from the spec")
@@ -59,9 +57,7 @@ def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     if plan.lora is None or plan.num_graphs <= MANY_GRAPHS:
         return
     plain = sum(entry.active_loras == 0 for role in plan.roles for entry in role.entries)
-    yield Diagnostic(
-        path=("lora",), message=f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}"
-    )
+    yield Diagnostic(f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}", path=("lora",))
 
 
 @warning("CP043", BugClass.I, "vllm#57475 vllm#51590 vllm#20098", "set budget.memory or budget.max_graphs", at="budget")
@@ -88,7 +84,7 @@ def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     vLLM removed it: same tokens, same acceptance, about 0.27 GiB saved.
     """
     if coverage.plan.pool is Pool.PER_ROLE and len(coverage.plan.roles) > 1:
-        yield Diagnostic(path=("pool",), message="each role has its own pool, which cost vLLM about 0.27 GiB")
+        yield Diagnostic("each role has its own pool, which cost vLLM about 0.27 GiB", path=("pool",))
 
 
 @warning(

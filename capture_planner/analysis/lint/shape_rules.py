@@ -69,9 +69,7 @@ def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     sizes = {e.num_tokens for r in coverage.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
     odd = sum(size % multiple != 0 for size in sizes)
     if odd:
-        yield Diagnostic(
-            path=("roles",), message=f"{odd} of {len(sizes)} piecewise sizes are not multiples of {multiple}"
-        )
+        yield Diagnostic(f"{odd} of {len(sizes)} piecewise sizes are not multiples of {multiple}", path=("roles",))
 
 
 @error("CP013", BugClass.B, "vllm#28207", "round them up to multiples of the tensor-parallel size", at="parallel")

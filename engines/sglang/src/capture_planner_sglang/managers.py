@@ -95,8 +95,7 @@ class DecodeGraphs:
         size = ranks_bucket(self.sizes, (batch.num_reqs,), padding=self.padding)
         if size is None:
             return Dispatch(None, reason=Reason.SIZES if batch.num_reqs > self.sizes[-1] else Reason.UNCOVERED)
-        entry = self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1])
-        return served(entry, batch)
+        return served(self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1]), batch)
 
 
 @attrs.frozen(kw_only=True)

@@ -69,8 +69,7 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
         _note_drafting(drafting, resolved, decisions)
     if resolved.graphs is None:
         decisions.note("graphs-off", None, "NONE", "cuda_graph_config is null: everything runs eager")
-        off = TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size)
-        return off, "file"
+        return TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size), "file"
     sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
     most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
     admitted = rules.admitted_sizes(sizes, most, padding)

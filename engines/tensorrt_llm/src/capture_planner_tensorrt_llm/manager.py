@@ -72,8 +72,7 @@ class TargetGraphs:
         if not self.decodes(batch):
             return Dispatch(None, reason=Reason.MODE)
         draft_len = self._draft_len(batch)
-        size = self.size_on_rank(batch, largest_rank)
-        entry = None if draft_len is None else self._entries.get((size, draft_len))
+        entry = None if draft_len is None else self._entries.get((self.size_on_rank(batch, largest_rank), draft_len))
         if entry is not None:
             return served(entry, batch)
         beyond = not self.sizes or largest_rank > self.sizes[-1]
