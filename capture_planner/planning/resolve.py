@@ -54,18 +54,11 @@ class _Ladder:
     def step(self, rule: str, after: GraphMode, message: str, *, backend: bool = True) -> None:
         if after is self.mode:
             return
+        cause = {"backend": self.cause.backend, "group": self.cause.group} if backend else {}
+        before, self.mode = self.mode.value, after
         self.decisions.append(
-            Decision(
-                rule=rule,
-                before=self.mode.value,
-                after=after.value,
-                role=self.role,
-                backend=self.cause.backend if backend else None,
-                group=self.cause.group if backend else None,
-                message=message,
-            )
+            Decision(rule=rule, before=before, after=after.value, role=self.role, message=message, **cause)
         )
-        self.mode = after
 
 
 def resolve(

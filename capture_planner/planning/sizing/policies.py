@@ -125,16 +125,14 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str)
         return Choice(domain=domain, sizes=(), adaptive=True, message=f"no {unit} up to the maximum")
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
     if sizes.policy is Policy.POWERS_OF_TWO:
-        doubling = (1 << i for i in range(domain.ceiling.bit_length()))
-        chosen = domain.needed([*doubling, *anchors, domain.ceiling])
+        chosen = domain.needed([*(1 << i for i in range(domain.ceiling.bit_length())), *anchors, domain.ceiling])
         how = "powers of two and the maximum"
     elif sizes.policy is Policy.MINIMAX:
         assert sizes.graphs is not None
         chosen = minimax(domain, sizes.graphs, anchors)
         how = f"the least worst padding with {sizes.graphs} sizes"
     else:
-        graphs = len(fewest(domain, DEFAULT_RATIO, anchors=anchors))
-        chosen = minimax(domain, graphs, anchors)
+        chosen = minimax(domain, len(fewest(domain, DEFAULT_RATIO, anchors=anchors)), anchors)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     return Choice(domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}")
@@ -155,8 +153,7 @@ def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
 
 def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) -> Choice:
     """Keep the sizes of an engine's list that are aligned and that some batch needs."""
-    aligned = [size for size in listed if size % domain.step == 0]
-    chosen = domain.needed(aligned) if domain else ()
+    chosen = domain.needed([size for size in listed if size % domain.step == 0]) if domain else ()
     covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
     message = f"the list of {policy.value}"
     if len(chosen) < len(listed):
