@@ -107,7 +107,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @flag("--quick", "Use few repeats and a small load, to see that it works.")
 @seed_option
 @page_size_option(None, " Default: 64, or 16 on a CPU.")
-@pages_option("as many as needed")
+@pages_option("enough for the workload")
 @threads_option
 @any_options("Measure")
 @click.option("--output", type=FILE, help="Write the record as JSON, as --format json prints it.")
