@@ -78,7 +78,7 @@ def _figures(text: str) -> tuple[str, ...]:
 @flag("--quick", "Use few repeats and a small load, to see that it works.")
 @options.seed
 @options.page_size(None, " Default: 64, or 16 on a CPU.")
-@options.pages("as many as needed")
+@options.pages("enough for the workload")
 @options.threads
 @options.admit("Measure")
 @click.option("--output", type=FILE, help="Write the record as JSON, as --format json prints it.")

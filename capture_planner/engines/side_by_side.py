@@ -41,7 +41,7 @@ class Service:
     """Batches with a full graph."""
     piecewise: int
     worst: float
-    """The largest ratio of tokens computed to real ones, over batches with a graph; 1 where there is none."""
+    """The largest ratio of tokens computed to real ones, over batches with a graph; 1 without one."""
     mean: float
     """The mean of that ratio."""
 

@@ -57,7 +57,7 @@ _UNKNOWN_WINDOW = """
 def find_config(argument: str) -> tuple[Path, str]:
     """Return the config.json of a file, a folder or a name in the local Hugging Face cache, and the model's name.
 
-    Raises ``CapturePlannerError`` where there is none.
+    Raises ``CapturePlannerError`` if no file is found.
     """
     path = Path(argument)
     if path.is_dir():

@@ -49,8 +49,8 @@ def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
 
 
 def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
-    """docs/bench.md lists the keys; with ``--only`` the others are empty."""
-    text = (ROOT / "docs" / "bench.md").read_text("utf-8")
+    """docs/howto/measure-a-plan.md lists the keys; with ``--only`` the others are empty."""
+    text = (ROOT / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     data = run("plan.yaml", "--only", "preparation", "--quick", "--format", "json").data
@@ -65,7 +65,7 @@ def test_every_figure_is_explained() -> None:
     from capture_planner.bench.record import FIGURES as MEASURED
 
     assert FIGURES == MEASURED
-    text = (ROOT / "docs" / "bench.md").read_text("utf-8")
+    text = (ROOT / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
     for name in FIGURES:
         assert f"| `{name}` |" in text
 

@@ -138,7 +138,7 @@ def test_the_same_seed_does_the_same(run: Run) -> None:
 
 
 def test_json_has_the_documented_keys(run: Run) -> None:
-    """docs/conformance.md lists them, whether one searches or does one case again."""
+    """docs/extending/conformance.md lists them, whether one searches or does one case again."""
     text = (ROOT / "docs" / "extending" / "conformance.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}

@@ -62,7 +62,7 @@ def test_a_plan_runs(run: Run) -> None:
 
 
 def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
-    """docs/running.md lists the keys; nothing else is on the standard output."""
+    """docs/howto/run-a-plan.md lists the keys; nothing else is on the standard output."""
     page = (ROOT / "docs" / "howto" / "run-a-plan.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
@@ -419,7 +419,7 @@ def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from capture_planner.cli import main; main()"
     )
-    many = ("--requests", "100000", "--prompt-tokens", "1", "--progress", "--format", "json")
+    many = ("--requests", "5000", "--prompt-tokens", "1", "--progress", "--format", "json")
     with subprocess.Popen(
         [sys.executable, "-c", start, "run", "plan.yaml", *many],
         stdout=subprocess.PIPE,

@@ -257,7 +257,7 @@ LIMITED = {
 }
 
 
-@settings(max_examples=20)
+@settings(max_examples=max(settings.default.max_examples // 3, 5))
 @given(st.sampled_from(sorted(LIMITED)), st.integers(1, 700), st.sets(st.integers(1, 400), max_size=4))
 def test_fixes_work_word_for_word(engine, seqs, sizes):
     """Decodes without a graph, and those that are padded far, have one close by once the flags are followed."""

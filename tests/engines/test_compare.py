@@ -126,7 +126,7 @@ def test_a_plan_beside_itself(plan):
     assert emulated.a == "planned 1"
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(arbitrary_plans(max_tokens=64))
 def test_figures_by_brute_force(plan):
     """Each admissible batch by the definition of compatibility: counts, shares, and both ratios."""

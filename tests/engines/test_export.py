@@ -25,7 +25,7 @@ from support.export_plans import SCHEDULES, made
 from support.small_engines import EMULATORS, Searched, vllm_table
 
 NAMES = st.sampled_from(sorted(engines()))
-PLANS = plans(max_reqs=24, max_tokens=256)
+PLANS = plans(max_reqs=16, max_tokens=96)
 
 
 @st.composite
@@ -191,11 +191,11 @@ def test_vllm_keeps_every_full_decode(planned):
 def test_vllm_keeps_a_plan_of_one_list(planned, full):
     """Where one list is what the plan has, vLLM has the same graphs and answers alike."""
     if full:
-        planned = made(reqs=planned.limits.max_num_reqs, mode=GraphMode.FULL)
+        planned = made(reqs=planned.limits.max_num_reqs, tokens=512, mode=GraphMode.FULL)
     else:
         sizes = tuple(sorted({e.num_reqs for e in planned.role(Role.TARGET).entries if e.num_reqs}))
         only = Sizes(policy=Policy.EXPLICIT, num_reqs=sizes, num_tokens=sizes)
-        planned = made(reqs=planned.limits.max_num_reqs, sizes=only)
+        planned = made(reqs=planned.limits.max_num_reqs, tokens=512, sizes=only)
     assert proved("vllm", planned).proof.exact
 
 

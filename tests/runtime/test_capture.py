@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.analysis.lint import Severity, lint
@@ -178,9 +178,8 @@ def test_the_ledger_finds_what_each_capture_took(world, share, random):
         else:
             assert taken.total() == role.pool.memory
     accounts = Accounts.of(done)
-    if not done:
-        assert accounts is None
-        return
+    assert (accounts is None) == (not done)
+    assume(accounts is not None)
     assert accounts.graphs + accounts.dropped == sum(pool.memory for pool in device.pools)
     assert accounts.dropped == 0
     assert accounts.driver == sum(lost["driver"])
@@ -257,11 +256,11 @@ def test_strict_stops_at_the_first_that_does_not_fit(world):
     with world.runner(options=Options(strict=True)) as runner:
         if role is None:
             runner.capture(memory=0)
-            return
-        with pytest.raises(RunError) as caught:
-            runner.capture(memory=0)
-        assert str(caught.value).startswith(f"{role.value}: {entry} does not fit into memory: ")
-        assert runner.session.captured == []
+        else:
+            with pytest.raises(RunError) as caught:
+                runner.capture(memory=0)
+            assert str(caught.value).startswith(f"{role.value}: {entry} does not fit into memory: ")
+            assert runner.session.captured == []
 
 
 SIZES = Sizes(policy=Policy.EXPLICIT, num_tokens=(4, 8, 16), num_reqs=(1, 2, 3))

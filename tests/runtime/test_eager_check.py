@@ -512,15 +512,15 @@ def test_another_draft_of_equal_states_is_a_tie_in_half_precision_alone(monkeypa
     if not is_half:
         told = found(made, plant)
         assert (told.tensor, told.draft_step, told.after) == ("draft_state.token", 0, "draft_state.hidden")
-        return
-    with made.runner(options=COMPARE) as runner:
-        plant(runner)
-        runner.capture()
-        serve(runner, requests_of(made, 1))
-        report = runner.parts.comparison.report()
-    assert report.difference is None
-    drafts = [f for f in runner.session.forwards if f.role is Role.DRAFT_DECODE and f.entry is not None]
-    assert report.near_ties == sum(forward.num_reqs for forward in drafts)
+    else:
+        with made.runner(options=COMPARE) as runner:
+            plant(runner)
+            runner.capture()
+            serve(runner, requests_of(made, 1))
+            report = runner.parts.comparison.report()
+        assert report.difference is None
+        drafts = [f for f in runner.session.forwards if f.role is Role.DRAFT_DECODE and f.entry is not None]
+        assert report.near_ties == sum(forward.num_reqs for forward in drafts)
 
 
 # Parts -----------------------------------------------------------------------------------------

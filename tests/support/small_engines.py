@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def _up(size, step):
 
 
 def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
-    """One manager: every graph, then for each batch a walk over all sizes."""
+    """One manager: every graph, then for each batch the least size of each kind that holds it."""
     graphs = []
     for size in sizes:
         for case in cases:
@@ -80,21 +82,26 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
                 reqs = min(size, max_num_reqs) if mode.mixed_mode is FULL else None
                 graphs.append(Entry(mode=mode.mixed_mode, num_tokens=size, num_reqs=reqs, active_loras=case))
     graphs = list(dict.fromkeys(graphs))
+    by_size = defaultdict(list)
+    for graph in graphs:
+        by_size[graph.mode, graph.active_loras, graph.num_tokens].append(graph)
+    captured = {
+        (kind, case): sorted({tokens for m, c, tokens in by_size if (m, c) == (kind, case)})
+        for kind in (FULL, PIECEWISE)
+        for case in cases
+    }
 
     def rule(batch):
         adapters = 0 if role.is_drafter else batch.active_loras
         case = min((c for c in cases if c >= adapters), default=max(cases))
         for kind in (FULL, PIECEWISE):
-            fitting = [
-                g for g in graphs if g.mode is kind and g.active_loras == case and g.num_tokens >= batch.num_tokens
-            ]
-            least = min((g.num_tokens for g in fitting), default=0)
-            for graph in fitting:
-                if graph.num_tokens == least and (
-                    graph.query_len in (None, batch.uniform_query_len)
-                    and (graph.num_reqs is None or graph.num_reqs >= batch.num_reqs)
-                ):
-                    return graph
+            index = bisect_left(captured[kind, case], batch.num_tokens)
+            for size in captured[kind, case][index : index + 1]:
+                for graph in by_size[kind, case, size]:
+                    if graph.query_len in (None, batch.uniform_query_len) and (
+                        graph.num_reqs is None or graph.num_reqs >= batch.num_reqs
+                    ):
+                        return graph
         return None
 
     return Searched(role=role, mode=mode, graphs=tuple(CapturedGraph(role=role, entry=g) for g in graphs), rule=rule)

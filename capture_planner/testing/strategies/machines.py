@@ -179,7 +179,7 @@ class PlanInputs:
     registry: Registry
 
     def plan(self) -> Plan:
-        """Return the plan; raises ``PlanningError`` where there is none."""
+        """Return the plan; raises ``PlanningError`` if none exists."""
         return plan(self.spec, self.environment, self.registry)
 
 

@@ -1,4 +1,4 @@
-"""Plans, as the planner makes them or as nobody would, and the batches that they admit."""
+"""Plans, as the planner makes them or with arbitrary graphs, and the batches that they admit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096) -> Plan:
 
 @functools.cache
 def _entries(lora: bool) -> SearchStrategy[Entry]:
-    """Return graphs as no planner would make them: any extents beside each other."""
+    """Return graphs as no planner would make them: any extents together."""
     shapes = {
         "num_tokens": counts(),
         "query_len": maybe(one_of((1, 2, 3, 4))),

@@ -53,7 +53,7 @@ def _possible(batch: Batch) -> Batch:
 
 @st.composite
 def vectors(draw: DrawFn, plan: Plan, *, min_ranks: int = 2, max_ranks: int = MAX_RANKS) -> Vector:
-    """Return vectors of one of the plan's roles: alike decodes, any batches beside each other, idle ranks."""
+    """Return vectors of one of the plan's roles: alike decodes, any batches together, idle ranks."""
     assume(plan.roles)
     role = draw(st.sampled_from(plan.roles)).role
     lengths = [family.query_len for family in decode_families(role, plan)]

@@ -93,5 +93,5 @@ def byte_counts() -> SearchStrategy[int]:
 
 @functools.cache
 def counts(most: int = 64) -> SearchStrategy[int]:
-    """Return counts up to ``most``, more often those beside a step of sizes."""
+    """Return counts up to ``most``, more often near a step of sizes."""
     return st.sampled_from([n for n in _COUNTS if n <= most]) | st.integers(1, most)

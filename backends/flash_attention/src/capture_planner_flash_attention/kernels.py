@@ -66,7 +66,7 @@ class AttentionKernel(Protocol):
         """
 
     def schedule(self, call: AttentionCall) -> torch.Tensor | None:
-        """Return the tile schedule of a call without softcap, ``int32[n]``, or None if there is none."""
+        """Return the tile schedule of a call without softcap, ``int32[n]``, or None if it has no schedule."""
 
 
 class FlashAttention4:

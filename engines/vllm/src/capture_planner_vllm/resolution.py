@@ -20,7 +20,7 @@ def resolve_mode(
     piecewise_capture: bool,
     note: Callable[[str, GraphMode, GraphMode, str], None],
 ) -> GraphMode:
-    """Return the mode that the weakest ``backend`` supports; raises ``FlagError`` where there is none.
+    """Return the mode that the weakest ``backend`` supports; raises ``FlagError`` if it supports none.
 
     ``query_len`` is 1 + K, ``compiles`` means vLLM's own piecewise compilation; ``note`` is called for each
     rewrite with its rule, the modes before and after, and a message.

@@ -94,7 +94,8 @@ def lora_cases(max_loras: int, runner: RunnerVersion, *, separate: bool, special
     """Return the adapter counts captured for, ascending; (0,) without adapters.
 
     ``separate`` is ``cudagraph_specialize_lora``: without it, model runner V1 has no graphs for batches
-    without adapters. ``specialize`` is ``--specialize-active-lora``, which captures powers of two only beside it.
+    without adapters. ``specialize`` is ``--specialize-active-lora``, which captures powers of two
+    only together with it.
     """
     if not max_loras:
         return (0,)

@@ -213,7 +213,7 @@ class _Search:
                 batch = self._least(q, final)
                 if batch is None or batch > tokens:
                     continue
-                if q not in held or tokens > self._worst * batch:
+                if q not in held or tokens > int(self._worst * batch):
                     return None
             graphs, final, points = graphs + len(held), tokens, points[1:]
         return graphs, final, points
@@ -272,7 +272,8 @@ class _Search:
         graphs, final, points = 0, state.final, state.open
         furthest = state.open[-1][0] if state.open else state.final
         waiting = [n for q in self._lengths if (n := self._least(q, furthest)) is not None]
-        reach = max(Fraction(furthest), self._worst * min(waiting) if waiting else 0)
+        # Sizes are whole numbers, and comparing with a Fraction takes many times longer.
+        reach = max(furthest, int(self._worst * min(waiting)) if waiting else 0)
         for size in self._candidates[bisect_left(self._candidates, state.size + 1) :]:
             if size > reach and size < self._top:
                 continue

@@ -1,0 +1,80 @@
+"""The house's naming rules: one name for one class, plain words, files of a size to read."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(
+    path for folder in ("capture_planner", "engines", "backends") for path in (ROOT / folder).rglob("*.py")
+)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+MAX_LINES = 400
+KEYS = {"mend"}
+"""Keys of files and of JSON that stay for their readers."""
+
+WORDS = {
+    r"\bmends?\b|\bmended\b": "fix",
+    r"\bheeded\b": "applied",
+    r"\bwhoever\b": "name the person or the part",
+    r"\bnobody\b": "name what does not: no rank, no caller, nothing",
+    r"\bbeside\b": "next to, and, besides",
+    r"\blikewise\b": "also, too",
+    r"\bstands? in for\b": "replaces",
+    r"\b(?:what|none) there is\b|\bthere is none\b": "say which thing exists or is missing",
+    r"\bleft out:": "Default:",
+    r"\bas many as\b": "the same number of",
+}
+"""Words of a dialect that readers stumble over, each with what to write instead."""
+
+
+def texts(path: Path) -> list[tuple[int, str]]:
+    """Return line and text of every string in a module: docstrings, messages and help texts."""
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in KEYS
+    ]
+
+
+def found_in(text: str) -> list[str]:
+    """Return the forbidden words of a text, each with its replacement."""
+    return [f"{match[0]!r}: {instead}" for word, instead in WORDS.items() for match in re.finditer(word, text, re.I)]
+
+
+def test_class_names_are_unique() -> None:
+    """A class name means one thing in the whole repository: the core, the engines and the backends."""
+    modules = defaultdict(set)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                modules[node.name].add(str(path.relative_to(ROOT)))
+    assert {name: sorted(where) for name, where in modules.items() if len(where) > 1} == {}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_strings_use_plain_words(path: Path) -> None:
+    """Docstrings, messages and help texts."""
+    assert [f"line {line}: {word}" for line, text in texts(path) for word in found_in(text)] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_use_plain_words(path: Path) -> None:
+    """README and docs."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [f"line {n}: {word}" for n, text in enumerate(lines, 1) for word in found_in(text)] == []
+
+
+def test_forbidden_words_are_found() -> None:
+    """The check can fail, and does not take parts of other words."""
+    assert found_in("The hint that mends it is heeded.") == ["'mends': fix", "'heeded': applied"]
+    assert found_in("Recommended amendments, besides.") == []
+
+
+def test_files_are_short() -> None:
+    """A file of a package fits into a reader's head."""
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}
