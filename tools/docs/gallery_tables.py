@@ -50,9 +50,10 @@ def table() -> str:
     rows = []
     for made in sorted(campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])):
         threads = ", ".join(f"[{thread}]({link(thread)})" for thread in made["threads"])
+        description = _cell(descriptions.get(made["name"], made["says"]))
         rows.append(
             (
-                f"`{made['name']}`: {_cell(descriptions.get(made['name'], made['says']))}{f' ({threads})' if threads else ''}",
+                f"`{made['name']}`: {description}{f' ({threads})' if threads else ''}",
                 made["class"],
                 made["planted"],
                 ", ".join(_check(by) for by in made["by"]) or "nothing",
