@@ -275,6 +275,15 @@ def test_draft_with_own_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
     assert resolve([*words, own, "--block-size", "64"], H100)[0].backend == "FLASHMLA"
 
 
+def test_schedule_rule_applies_to_every_copy(tmp_path):
+    """Under V1, an encoder-decoder's last copy, for an independent draft, loses FULL to the schedule again."""
+    write_models(tmp_path)
+    draft = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2, "parallel_drafting": True}
+    draft["num_speculative_tokens_per_batch_size"] = [[1, 64, 1], [65, 65, 3]]
+    words = [str(tmp_path / "whisper"), "--max-num-batched-tokens", "1.5k", "-sc", json.dumps(draft)]
+    assert resolve(words, find_environment("b200"))[0].configured_mode is GraphMode.PIECEWISE
+
+
 @pytest.mark.parametrize(("cache", "mode"), [(None, "FULL_DECODE_ONLY"), ("auto", "PIECEWISE")])
 def test_configuration_copies_rewrite_the_mode(cache, mode, tmp_path):
     """A pooling encoder-decoder's mode goes to and fro: under V1 a draft makes a copy, and one for its cache."""

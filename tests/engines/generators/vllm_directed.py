@@ -114,6 +114,11 @@ DIRECTED: dict[str, dict[str, Any]] = {
     # config/vllm.py 3422: a copy of an MLA target's configuration has the draft's KV cache dtype
     _drafts("mla", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "nvfp4"}): REFUSED,
     _drafts("dense", **_NGRAM | {"method": "eagle3", "model": "{models}/eagle3", "kv_cache_dtype": "fp8"}): {"K": 3},
+    # config/vllm.py: a state of another length than the draft leaves to the model; prefix caching wants chunks
+    _drafts("hybrid", method="dflash", model="{models}/causal", num_speculative_tokens=4)
+    + " --no-enable-prefix-caching --disable-chunked-prefill --max-num-seqs 256": REFUSED,
+    "{models}/hybrid --no-enable-prefix-caching": {"runner": "v2"},
+    "{models}/hybrid --no-enable-prefix-caching --mamba-block-size 64": REFUSED,
     # config/speculative.py 1732: without a number, the depth of the tree is one; 1741: its ranges
     _drafts("dense", method="suffix", suffix_decoding_max_tree_depth=7): {"K": 7},
     _drafts("dense", method="suffix"): {"K": 24},

@@ -28,8 +28,6 @@ IGNORED: dict[str, str] = {
     "max_logprobs": "sampling output",
     "quantization": "weights of a checkpoint without a method of its own; the KV cache has another flag",
     "enable_eplb": "placement of experts",
-    "mamba_block_size": "how often states of recurrent layers are cached",
-    "enable_prefix_caching": "whether they are; that it needs chunked prefill is emulated",
     "data_parallel_rank": _RANKS,
     "data_parallel_size_local": _RANKS,
     "data_parallel_external_lb": _RANKS,

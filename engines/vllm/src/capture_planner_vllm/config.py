@@ -55,6 +55,7 @@ class Configuration(ServeOptions):
 
     def _runner(self) -> None:
         spec, variable = self.spec, self.line.variables.get(_V2)
+        state_length = self.max_model_len
         missing = self._missing_in_v2()
         if variable is None:
             missing += ["dual batch overlap"] if self.ubatching else []
@@ -75,6 +76,9 @@ class Configuration(ServeOptions):
             message = "the draft model takes no longer prompts"
             self.note("draft-length", self.max_model_len, spec.max_len, message)
             self.max_model_len = spec.max_len
+        self._check_state(state_length, self.max_model_len)
+        if spec is not None and spec.length is not None:
+            self._check_state(state_length, spec.length)
         without_async = spec is not None and (spec.method not in _ASYNC_ON_V1 or spec.unpadded)
         incompatible = not v2 and (without_async or self.pipeline > 1)
         asynchronous = self.line.get("async_scheduling")
@@ -98,6 +102,16 @@ class Configuration(ServeOptions):
             raise refusal(SPECULATIVE, message, "keep model runner V2", "draft_tensor_parallel_size")
         if spec.method == "dflash":
             raise not_emulated(SPECULATIVE, "dflash on model runner V1", "keep model runner V2", "method")
+
+    def _check_state(self, block: int, length: int) -> None:
+        """Raise where prefixes are not cached and recurrent states cover another length than the model's."""
+        if self.line.get("enable_prefix_caching", True):
+            return
+        given = self.line.get("mamba_block_size")
+        block = given if given is not None else block if self.model.recurrent else length
+        if block != length:
+            message = f"the recurrent state covers {block} tokens, and the model's length is {length}"
+            raise refusal("--enable-prefix-caching", message, "keep prefix caching on")
 
     def _missing_in_v2(self) -> list[str]:
         """Return the features of the flags that model runner V2 lacks, except overlap."""
@@ -277,7 +291,6 @@ class Configuration(ServeOptions):
         spec = self.spec
         if spec is None or not spec.has_draft_cache:
             return
-        self._schedule_without_full()
         independent, copies = spec.method == "draft_model", spec.copies
         if self.runner is RunnerVersion.V1:
             # V1 sets the backend in a copy, given or not.
@@ -296,6 +309,7 @@ class Configuration(ServeOptions):
 
     def _rewrite_again(self, *, of_target: bool = True) -> None:
         self.user_sizes, self.user_max = list(self.sizes), self.max_size
+        self._schedule_without_full()
         self._limit_modes(of_target=of_target)
         self._sizes()
         self._last_rewrites()

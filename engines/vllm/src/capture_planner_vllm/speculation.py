@@ -46,6 +46,8 @@ class Speculation:
     heterogeneous: bool
     copies: int
     """How many settings of its own the draft has; for each, vLLM copies the whole configuration."""
+    length: int | None
+    """The maximum length of an independent draft model, in tokens; None for other drafters."""
     cache: str | None
     """``kv_cache_dtype`` of the draft where it has its own."""
     max_len: int | None
@@ -108,6 +110,7 @@ def speculation(line: CommandLine, target: ModelFacts, tensor: int, max_len: int
         parallel=method not in _PARALLEL and bool(part.boolean("parallel_drafting")),
         heterogeneous=_heterogeneous(part, method),
         copies=sum(part.given.get(name) is not None for name in own_settings) + (backend is not None),
+        length=longest if method == "draft_model" else None,
         cache=_cache(part, checked=loaded),
         max_len=longest if loaded and (method == "draft_model" or not draft.stretches) else None,
     )
