@@ -32,7 +32,7 @@ version: 1
 model:
 {model}
 
-# Limits of the scheduler: they decide which batches can occur. Use your engine's.
+# Limits of the scheduler: they decide which batches can occur. Copy them from your engine.
 limits:
   max_num_reqs: 256  # most requests per batch (vLLM: --max-num-seqs)
   max_num_tokens: 8192  # most tokens per batch (vLLM: --max-num-batched-tokens)

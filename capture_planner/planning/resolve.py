@@ -79,7 +79,7 @@ def resolve(
 
     if ladder.mode.mixed_mode is _FULL and level < GraphSupport.ALWAYS:
         if level is GraphSupport.NEVER and role is Role.TARGET:
-            message = f"{requested.value} is not possible: {why}"
+            message = f"{requested.value} is not possible: {why.rstrip('.')}"
             remedy = "request PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
             raise PlanningError([Problem(path=("mode",), message=message, remedy=remedy)])
         after = GraphMode.FULL_AND_PIECEWISE if split else GraphMode.FULL_DECODE_ONLY

@@ -244,7 +244,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         name="metadata-of-the-step-before",
         threads=("vllm#38311",),
         bug_class=BugClass.F,
-        says="Metadata is kept as long as extents are the same, whoever is in the batch",
+        says="Metadata is kept as long as extents are the same, even for other requests",
         patch=patched((RoleAttention, "_describe", _described_once)),
     ),
     Mutant(

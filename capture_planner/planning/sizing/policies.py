@@ -87,6 +87,7 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context)
         pool = domain.round_up(context.limits.max_num_reqs)
         listed = tuple(size for size in {*listed, *([pool] if top > pool else [])} if size <= pool)
     else:
+        assert sizes.policy is Policy.TENSORRT_LLM, sizes.policy
         padding = sizes.padding is True
         listed = engines.tensorrt_llm_requests(sizes.max_reqs or TENSORRT_LLM_REQUESTS, padding=padding)
         most_reqs = min(context.limits.max_num_reqs, context.limits.max_num_tokens // query_len)
@@ -111,6 +112,7 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
         top = min(sizes.max_tokens or SGLANG_PREFILL_TOKENS, context.limits.max_num_tokens)
         listed = engines.sglang_tokens(top)
     else:
+        assert sizes.policy is Policy.TENSORRT_LLM, sizes.policy
         listed = ()
     return _listed(sizes.policy, listed, domain, unit)
 
