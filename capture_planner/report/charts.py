@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
-from capture_planner.report import drawing
+import capture_planner.report.drawing as drawing
 from capture_planner.report.summary import (
     CAPTURED_MODES,
     first_token_times,
