@@ -1,7 +1,7 @@
 """capture-planner: which CUDA graphs a serving engine captures, which batch each serves, and why.
 
 A ``Spec`` describes what is wanted, an ``Environment`` and the backends what is possible, a ``Plan``
-what was decided. A ``Dispatcher`` finds the graph for a batch. Importing this imports no torch.
+what was decided. A ``Dispatcher`` finds the graph for a batch. Importing this imports no torch::
 
     from capture_planner import explain, lint, load_backends, load_environment, load_spec, plan
 

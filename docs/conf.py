@@ -23,6 +23,7 @@ suppress_warnings = ["config.cache"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+smartquotes_action = "qe"  # Quotes and ellipses; help texts have options such as --environment.
 
 # Every page of the API reference is one automodule: the package's ``__all__`` is the list of names.
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}

@@ -123,6 +123,5 @@ def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily]) 
     for batch, count in met.items():
         for family in families:
             if batch.num_reqs in family.requests:
-                decode = Batch.decode(role, batch.num_reqs, family.query_len)
-                drafted[decode] += count * (family.draft_steps or 1)
+                drafted[Batch.decode(role, batch.num_reqs, family.query_len)] += count * (family.draft_steps or 1)
     return drafted

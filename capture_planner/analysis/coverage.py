@@ -1,8 +1,7 @@
 """Coverage: all admissible batches of a plan, in cells of batches with the same answer.
 
-Between two adjacent sizes and two adjacent LoRA cases every batch has the same answer. So a finite walk
-over the cells proves for all batches that each has an entry or a waiver (law 1), and which entries are
-reachable (law 4).
+Between two adjacent sizes and two adjacent LoRA cases every batch has the same answer. So a finite walk over the cells
+proves for all batches that each has an entry or a waiver (law 1), and which entries are reachable (law 4).
 """
 
 from __future__ import annotations
@@ -15,7 +14,14 @@ import attrs
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry, Kind
-from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, mixed_tokens, most_loras
+from capture_planner.records.batch_space import (
+    DecodeFamily,
+    Domain,
+    decode_families,
+    mixed_tokens,
+    most_loras,
+    split_at,
+)
 from capture_planner.records.plan import Plan, RolePlan
 
 
@@ -47,8 +53,7 @@ class Cell:
         """The share of computed tokens that is padding, over the batches of the cell."""
         if self.entry is None:
             return 0.0
-        mean = (self.first + self.last) / 2 * (self.query_len or 1)
-        return 1 - mean / self.entry.num_tokens
+        return 1 - ((self.first + self.last) / 2 * (self.query_len or 1)) / self.entry.num_tokens
 
     @property
     def worst(self) -> float:
@@ -147,22 +152,17 @@ def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
     """Split the LoRA counts where the answer can change; drafters take none."""
-    most = most_loras(role.role, plan)
-    stops = {entry.active_loras for entry in role.entries} | {most}
+    stops = {entry.active_loras for entry in role.entries}
     for waiver in role.waivers:
         stops |= {waiver.min_loras - 1, waiver.max_loras}
-    low = 0
-    for stop in sorted(stop for stop in stops if 0 <= stop <= most):
-        yield low, stop
-        low = stop + 1
+    return split_at(0, most_loras(role.role, plan), stops)
 
 
 def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
     """Return the decode batch sizes, in requests, that miss a full graph by looking at one size only.
 
-    For a number of tokens vLLM 0.33 looks only at the graphs of the *smallest* captured size that holds
-    it. Where those have another query length, it misses a full graph of the next size (vllm#53407,
-    #56136).
+    For a number of tokens vLLM 0.33 looks only at the graphs of the *smallest* captured size that holds it. Where those
+    have another query length, it misses a full graph of the next size (vllm#53407, #56136).
     """
     by_tokens: dict[int, list[Entry]] = {}
     for entry in plan.role(role).entries:

@@ -13,9 +13,10 @@ from collections.abc import Collection
 import attrs
 
 from capture_planner.analysis.explain import WHY_NONE
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher, served
+from capture_planner.errors import Problem
 from capture_planner.modes import Reason, Role
+from capture_planner.records._base import raise_any
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.plan import Plan
@@ -44,18 +45,15 @@ class Submission:
         batch = self.batch
         if batch is None:
             return
-        checks = {
-            "num_reqs": (batch.num_reqs < 1, "a batch has at least one request; an idle rank has no batch"),
-            "num_tokens": (batch.num_tokens < batch.num_reqs, "fewer tokens than requests"),
-            "active_loras": (batch.active_loras < 0, "the number of adapters is negative"),
-        }
-        problems = [
+        raise_any(
             Problem(path=("batch", name), message=f"{message}, got {getattr(batch, name)}")
-            for name, (wrong, message) in checks.items()
+            for name, (wrong, message) in {
+                "num_reqs": (batch.num_reqs < 1, "a batch has at least one request; an idle rank has no batch"),
+                "num_tokens": (batch.num_tokens < batch.num_reqs, "fewer tokens than requests"),
+                "active_loras": (batch.active_loras < 0, "the number of adapters is negative"),
+            }.items()
             if wrong
-        ]
-        if problems:
-            raise InvalidValue(problems)
+        )
 
     def lacks(self, entry: Entry) -> bool:
         """Whether this rank cannot replay ``entry``."""
@@ -84,8 +82,7 @@ class Vector:
         ]
         if not self.ranks:
             problems.append(Problem(path=("ranks",), message="a vector has at least one rank"))
-        if problems:
-            raise InvalidValue(problems)
+        raise_any(problems)
 
     def lacking(self, entry: Entry) -> tuple[int, ...]:
         """Return the ranks that cannot replay ``entry``."""
@@ -126,11 +123,11 @@ class Agreement:
     """What all ranks run: the same for each, except for the padding."""
 
     vector: Vector
-    joint: Batch | None
+    joint: Batch | None = None
     """The batch that was dispatched for all; None if all are idle, and no forward runs."""
-    draft_tokens: int | None
+    draft_tokens: int | None = None
     """Tokens that each rank drafts after this batch, by the schedule for the joint number of requests."""
-    lost_entry: Entry | None
+    lost_entry: Entry | None = None
     """The entry of the joint batch if some rank has not captured it, else None."""
     answers: tuple[Answer, ...]
     """By rank."""
@@ -157,9 +154,7 @@ def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
     if joint is None:
         plan.role(vector.role)
         none = Answer(batch=None, dispatch=Dispatch(None, reason=Reason.IDLE))
-        return Agreement(
-            vector=vector, joint=None, draft_tokens=None, lost_entry=None, answers=(none,) * len(vector.ranks)
-        )
+        return Agreement(vector=vector, answers=(none,) * len(vector.ranks))
     common = dispatcher.dispatch(joint)
     lost_entry = common.entry if common.entry is not None and vector.lacking(common.entry) else None
     if lost_entry is not None:
@@ -213,17 +208,14 @@ def _dummy(plan: Plan, joint: Batch) -> Batch:
     k = 0
     if plan.speculative is not None and joint.role is not Role.DRAFT_DECODE:
         k = plan.speculative.draft_tokens(joint.num_reqs)
-    query_len = joint.query_len or min(1 + k, joint.num_tokens)
-    return Batch.decode(joint.role, 1, query_len)
+    return Batch.decode(joint.role, 1, joint.query_len or min(1 + k, joint.num_tokens))
 
 
 def _answer(common: Dispatch, batch: Batch) -> Answer:
     entry = common.entry
     if entry is None:
         return Answer(batch=batch, dispatch=attrs.evolve(common, padded_tokens=0, padded_reqs=0))
-    tokens = entry.num_tokens - batch.num_tokens
-    reqs = 0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs
-    return Answer(batch=batch, dispatch=Dispatch(entry, tokens, reqs))
+    return Answer(batch=batch, dispatch=served(entry, batch))
 
 
 # Explanations ----------------------------------------------------------------------------------

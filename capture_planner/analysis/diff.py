@@ -17,7 +17,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Change:
     """One difference, as data and in words. ``role`` is None for the whole plan."""
 
@@ -33,7 +33,7 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     changes = (*_whole(old, new), *_roles(old, new))
     if changes or old == new:
         return changes
-    return (Change(role=None, subject="plan", message=f"the plans differ in {_differing(old, new)} and nothing else"),)
+    return (Change(None, "plan", f"the plans differ in {_differing(old, new)} and nothing else"),)
 
 
 _WHOLE = "model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "environment"
@@ -44,7 +44,7 @@ def _whole(old: Plan, new: Plan) -> Iterator[Change]:
     for name in _WHOLE:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            yield Change(role=None, subject=name, message=f"{name}: {_fields(before, after)}")
+            yield Change(None, name, f"{name}: {_fields(before, after)}")
 
 
 def _fields(before: object, after: object) -> str:
@@ -72,7 +72,7 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
+        return str(value).lower()
     if isinstance(value, enum.Enum):
         return label(value)
     return str(list(value)) if isinstance(value, tuple) else str(value)
@@ -83,11 +83,9 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
     after = {role.role: role for role in new.roles}
     for role in Role:
         if role in before and role not in after:
-            message = f"{role} is gone, with {_graphs(before[role].entries)}"
-            yield Change(role=role, subject="role", message=message)
+            yield Change(role, "role", f"{role} is gone, with {_graphs(before[role].entries)}")
         elif role in after and role not in before:
-            message = f"{role} is new, with {_graphs(after[role].entries)}"
-            yield Change(role=role, subject="role", message=message)
+            yield Change(role, "role", f"{role} is new, with {_graphs(after[role].entries)}")
         elif role in before:
             yield from _role(before[role], after[role])
 
@@ -96,26 +94,21 @@ def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *_waivers(old, new)]
     if not changes and old != new:
         message = f"{new.role}: the same graphs, but different {_differing(old, new)}"
-        changes.append(Change(role=new.role, subject="decision", message=message))
+        changes.append(Change(new.role, "decision", message))
     yield from changes
 
 
 def _differing(old: Any, new: Any) -> str:
-    """Name the keys that differ between two records."""
-    names = [key_of(f) for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name)]
-    return " and ".join(names)
+    return " and ".join(key_of(f) for f in attrs.fields(type(old)) if getattr(old, f.name) != getattr(new, f.name))
 
 
 def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     role = new.role
-    if old.requested is not new.requested:
-        message = f"{role}: requested mode {old.requested.value} became {new.requested.value}"
-        yield Change(role=role, subject="mode", message=message)
-    if old.mode is not new.mode:
-        message = f"{role}: mode {old.mode.value} became {new.mode.value}"
-        yield Change(role=role, subject="mode", message=message)
+    for name, before, after in (("requested mode", old.requested, new.requested), ("mode", old.mode, new.mode)):
+        if before is not after:
+            yield Change(role, "mode", f"{role}: {name} {before.value} became {after.value}")
     if old.inputs != new.inputs:
-        yield Change(role=role, subject="inputs", message=f"{role}: the fields that the runner pads changed")
+        yield Change(role, "inputs", f"{role}: the fields that the runner pads changed")
 
 
 def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -126,8 +119,7 @@ def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     ):
         if entries:
             ordered = tuple(sorted(entries.elements(), key=lambda e: e.capture_order))
-            message = f"{new.role} {word} {_graphs(ordered)}"
-            yield Change(role=new.role, subject=subject, message=message, entries=ordered)
+            yield Change(new.role, subject, f"{new.role} {word} {_graphs(ordered)}", entries=ordered)
 
 
 def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -135,11 +127,10 @@ def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     for waiver in new.waivers:
         if waiver not in old.waivers:
             word = "waives differently" if waiver.message in waived else "newly waives"
-            yield Change(role=new.role, subject="waiver", message=f"{new.role} {word}: {waiver.message}")
+            yield Change(new.role, "waiver", f"{new.role} {word}: {waiver.message}")
     for waiver in old.waivers:
         if waiver.message not in waives:
-            message = f"{new.role} no longer waives: {waiver.message}"
-            yield Change(role=new.role, subject="waiver", message=message)
+            yield Change(new.role, "waiver", f"{new.role} no longer waives: {waiver.message}")
 
 
 def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -154,7 +145,7 @@ def _groups(old: RolePlan, new: RolePlan) -> Iterator[Change]:
         else:
             words = "; ".join(_group(left, right)) or f"different {_differing(left, right)}"
             message = f"group {name}: {words}"
-        yield Change(role=new.role, subject="backend", message=f"{new.role}: {message}")
+        yield Change(new.role, "backend", f"{new.role}: {message}")
 
 
 def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:

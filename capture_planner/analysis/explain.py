@@ -94,15 +94,10 @@ def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
             kind += f", which {chain} {steps} draft steps"
     else:
         kind = "the nearest full graph for any batch"
-    exact = (
-        "an exact fit"
-        if not (answer.padded_tokens or answer.padded_reqs)
-        else (
-            f"padded by {counted(answer.padded_tokens, 'token')}"
-            + (f" and {counted(answer.padded_reqs, 'request')}" if entry.num_reqs is not None else "")
-        )
-    )
-    return f"{kind}, {exact}"
+    if not (answer.padded_tokens or answer.padded_reqs):
+        return f"{kind}, an exact fit"
+    requests = f" and {counted(answer.padded_reqs, 'request')}" if entry.num_reqs is not None else ""
+    return f"{kind}, padded by {counted(answer.padded_tokens, 'token')}{requests}"
 
 
 def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
@@ -118,18 +113,15 @@ def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
     kinds: dict[tuple[GraphMode, int | None, int | None], list[Entry]] = {}
     for entry in sorted(role.entries, key=lambda e: (e.num_tokens, e.active_loras)):
         kinds.setdefault((entry.mode, entry.query_len, entry.draft_steps), []).append(entry)
-    near: dict[Entry, None] = {}
+    near: list[Entry] = []
     for entries in kinds.values():
         smaller = [e for e in entries if e.num_tokens < batch.num_tokens][-1:]
         larger = [e for e in entries if e.num_tokens >= batch.num_tokens]
         limit = answer.entry.num_tokens if answer.entry is not None else 0
-        between = [e for e in larger if e.num_tokens <= limit]
-        for entry in (*smaller, *larger[:1], *between):
-            near[entry] = None
+        near += [*smaller, *larger[:1], *(e for e in larger if e.num_tokens <= limit)]
     misses = []
-    for entry in near:
+    for entry in dict.fromkeys(near):
         rejection = entry.rejection(batch, steps)
         if rejection is not None:
-            message = _WHY_NOT[rejection](entry, batch)
-            misses.append(NearMiss(entry=entry, rejection=rejection, message=message))
+            misses.append(NearMiss(entry=entry, rejection=rejection, message=_WHY_NOT[rejection](entry, batch)))
     return sorted(misses, key=lambda r: abs(r.entry.num_tokens - batch.num_tokens))[:12]

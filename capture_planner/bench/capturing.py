@@ -1,7 +1,8 @@
 """Capture of the whole plan, by the runner and by a bare ``torch.cuda.graph`` loop over the same graphs.
 
 The bare loop has the same forwards, as many warm-ups, the same order and the same pools. It checks
-nothing, and reads memory only before the first graph and after the last.
+nothing, and reads memory only before the first graph and after the last. Also one memory pool for all roles against
+one per role.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 import attrs
 import torch
 
-from capture_planner.bench.record import CaptureCost, CaptureFigure
+from capture_planner.bench.record import CaptureCost, CaptureFigure, Pools
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
 from capture_planner.modes import Pool
+from capture_planner.records._base import replace
+from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.reading import Reading
@@ -113,6 +116,37 @@ def _bare(rig: Rig, advance: Callable[[str], None]) -> CaptureCost:
                 advance(f"bare: {role.role.value} {entry}")
         torch.cuda.synchronize()
         return _cost(rig, runner, perf_counter() - started, before)
+
+
+POOL_REQUESTS, POOL_PROMPT, POOL_OUTPUT = 16, 48, 24
+
+
+def pool_lengths(plan: Plan) -> tuple[int, int]:
+    """Return prompt and output tokens of the requests that are served with either kind of pool."""
+    third = max(1, plan.model.max_model_len // 3)
+    return min(POOL_PROMPT, third), min(POOL_OUTPUT, third)
+
+
+def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
+    """Capture and serve the same requests with either kind of pool. Raises ``Absence`` for one role."""
+    if len(rig.plan.roles) < 2:
+        raise Absence("the plan has no drafter: with one role, both kinds of pool are the same")
+    if not rig.plan.num_graphs:
+        raise Absence("the plan captures nothing")
+    requests = rig.requests(POOL_REQUESTS, *pool_lengths(rig.plan))
+    memory, tokens = {}, {}
+    for pool in Pool:
+        with rig.runner(replace(rig.plan, pool=pool)) as runner:
+            runner.capture(progress=lambda done: advance(f"{done.role.value} {done.entry}"))
+            refuse_dropped(runner.session.captured)
+            memory[pool] = pools_of(runner)
+            tokens[pool] = {served.name: served.tokens for served in runner.serve(requests)}
+    return Pools(
+        shared=memory[Pool.SHARED],
+        per_role=memory[Pool.PER_ROLE],
+        requests=len(requests),
+        differing=tuple(name for name, output in tokens[Pool.SHARED].items() if output != tokens[Pool.PER_ROLE][name]),
+    )
 
 
 class BarePool:

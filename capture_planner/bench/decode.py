@@ -22,50 +22,27 @@ WARM = 3
 """Steps before each window, after which the runner is as far ahead as before the pause."""
 
 
-@attrs.frozen
-class _Windows:
-    """Seconds of a step and of a bare replay in each window, and of the host in a step."""
-
-    graphs: tuple[Replayed, ...]
-    steps: list[float]
-    bare: list[float]
-    host: float
-
-
 def decode(rig: Rig, advance: Callable[[str], None]) -> tuple[Decode, ...]:
     """Measure at each number of requests whose step is served by graphs alone."""
-    effort = rig.effort
-    results: dict[int, _Windows] = {}
-    eager: dict[int, float] = {}
+    count = rig.effort.windows
+    results: dict[int, Decode] = {}
     with rig.runner(trimmed(rig.plan, rig.sizes)) as runner:
         runner.capture()
         for size in rig.sizes:
             with rig.trying("decode"):
-                results[size] = _windows(rig, runner, size, effort.windows, graphs=True)
+                results[size] = _measured(rig, runner, size, count, graphs=True)
                 advance(counted(size, "request"))
     with rig.runner(without_graphs(rig.plan)) as runner:
-        for size in results:
+        for size, result in results.items():
             with rig.trying("decode"):
                 # An eager step takes several times as long, and fewer windows tell as much.
-                windows = _windows(rig, runner, size, max(2, effort.windows // 2), graphs=False)
-                eager[size] = statistics.median(windows.steps)
+                eager = _measured(rig, runner, size, max(2, count // 2), graphs=False)
+                results[size] = attrs.evolve(result, eager=eager.step)
                 advance(f"{counted(size, 'request')}, eager")
-    return tuple(
-        Decode(
-            num_reqs=size,
-            graphs=result.graphs,
-            windows=len(result.steps),
-            steps=effort.steps,
-            step=statistics.median(result.steps),
-            bare=statistics.median(result.bare),
-            eager=eager.get(size),
-            host=result.host,
-        )
-        for size, result in results.items()
-    )
+    return tuple(results.values())
 
 
-def _windows(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -> _Windows:
+def _measured(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -> Decode:
     """Measure up to ``count`` windows, with one of bare replays after each if there are graphs.
 
     Raises ``Absence`` if not even one window fits.
@@ -88,7 +65,16 @@ def _windows(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -
             f"a window of {counted(effort.steps, 'step')} is longer than a decode of {counted(size, 'request')}: the "
             f"model is at most {rig.plan.model.max_model_len} tokens long; try --quick, whose windows are shorter"
         )
-    return _Windows(replayed, steps, replays, host)
+    return Decode(
+        num_reqs=size,
+        graphs=replayed,
+        windows=len(steps),
+        steps=effort.steps,
+        step=statistics.median(steps),
+        bare=statistics.median(replays) if graphs else 0.0,
+        eager=None,
+        host=host,
+    )
 
 
 def window(rig: Rig, decoding: Decoding) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -13,20 +13,19 @@ from typing import Any
 import attrs
 import torch
 
-from capture_planner.bench.capturing import capture
-from capture_planner.bench.chain import MOST, chain
-from capture_planner.bench.clock import clock_of
-from capture_planner.bench.decode import decode
-from capture_planner.bench.pools import pools
+from capture_planner.bench.capturing import capture, pool_lengths, pools
+from capture_planner.bench.chain import HOST_STEPS, MOST, chain
+from capture_planner.bench.decode import WARM, decode
 from capture_planner.bench.preparation import preparation
 from capture_planner.bench.record import FIGURES, Absent, BenchReport
-from capture_planner.bench.refusals import page_needs, refuse_few_pages
-from capture_planner.bench.rig import QUICK, Effort, Rig, served_sizes
+from capture_planner.bench.rig import QUICK, Effort, Rig, clock_of, decoding_lengths, served_sizes
 from capture_planner.bench.throughput import Load, throughput
+from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Attention
 from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.models.auxiliary import choose_drafter
@@ -109,11 +108,27 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
     model = launch.model_of(plan, bench.model, device=device, seed=bench.seed)
     longest = max((pages for _, pages in needs), default=0)
     pages = bench.pages or _pages(plan, model, device, bench.load, page_size, longest)
-    rig = _rig(plan, registry, model, bench, sizes, PageFormat(page_size=page_size, num_pages=1 + pages))
+    drafter = None
+    if plan.speculative is not None:
+        length = plan.model.max_model_len + plan.speculative.num_tokens + 1
+        states, seed = plan.limits.max_num_reqs, bench.seed + 1
+        drafter = choose_drafter("random", plan.speculative, model, num_states=states, length=length, seed=seed)
+    rig = Rig(
+        plan=plan,
+        model=model,
+        drafter=drafter,
+        registry=registry,
+        grapher=launch.grapher_for(device),
+        device=device,
+        pages=PageFormat(page_size=page_size, num_pages=1 + pages),
+        clock=clock_of(device),
+        effort=bench.effort,
+        sizes=sizes,
+    )
     results, interrupted = _figures(rig, bench, progress)
     return BenchReport(
         plan=plan,
-        model=model.name if rig.drafter is None else f"{model.name}, drafts by {rig.drafter.name}",
+        model=model.name if drafter is None else f"{model.name}, drafts by {drafter.name}",
         backends={name: registry[name].version for name in sorted({g.backend for r in plan.roles for g in r.groups})},
         facts=_facts(bench),
         clock=rig.clock.name,
@@ -150,34 +165,6 @@ def _figures(rig: Rig, bench: Bench, progress: launch.Progress) -> tuple[dict[st
     return results, bool(pending)
 
 
-def _rig(
-    plan: Plan, registry: Registry, model: HuggingFaceModel, bench: Bench, sizes: tuple[int, ...], pages: PageFormat
-) -> Rig:
-    device = host.device_of(plan.environment)
-    drafter = None
-    if plan.speculative is not None:
-        drafter = choose_drafter(
-            "random",
-            plan.speculative,
-            model,
-            num_states=plan.limits.max_num_reqs,
-            length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
-            seed=bench.seed + 1,
-        )
-    return Rig(
-        plan=plan,
-        model=model,
-        drafter=drafter,
-        registry=registry,
-        grapher=launch.grapher_for(device),
-        device=device,
-        pages=pages,
-        clock=clock_of(device),
-        effort=bench.effort,
-        sizes=sizes,
-    )
-
-
 def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int) -> int:
     """Return the pages for the whole load and for the ``longest`` figure, within a GPU's memory."""
     drafts, layers = 0, model.num_layers
@@ -209,3 +196,38 @@ def _facts(bench: Bench) -> dict[str, str]:
     if bench.command:
         facts["command"] = bench.command
     return facts
+
+
+def refuse_few_pages(needs: Iterable[tuple[str, int]], pages: int, page_size: int) -> None:
+    """Raise ``RunError`` for the first figure that needs more than ``pages``."""
+    for figure, number in needs:
+        if number > pages:
+            raise RunError(
+                f"{figure} needs {counted(number, 'page')} of {counted(page_size, 'token')}, but --pages is "
+                f"{pages}; raise it, or skip that figure (--only, --requests)"
+            )
+
+
+def page_needs(
+    plan: Plan, effort: Effort, sizes: tuple[int, ...], load: Load, only: tuple[str, ...], page_size: int
+) -> Iterator[tuple[str, int]]:
+    """Yield each measurement with the pages that it needs, including pages of drafts past the end."""
+    k = 0 if plan.speculative is None else plan.speculative.num_tokens
+
+    def pages(prompt: int, output: int) -> int:
+        return -(-min(prompt + output + k, plan.model.max_model_len) // page_size)
+
+    chained = tuple(size for size in sizes if size <= MOST) if k else ()
+    for figure, steps, measured in (
+        ("decode", effort.windows * (effort.steps + WARM), sizes),
+        ("preparation", effort.prepared, sizes),
+        ("chain", HOST_STEPS, chained),
+    ):
+        if figure in only:
+            for size in measured:
+                number = size * pages(*decoding_lengths(plan, size, steps))
+                yield f"{figure} of {counted(size, 'request')}", number
+    if "throughput" in only:
+        yield "a request of throughput", pages(load.prompt, load.output)
+    if "pools" in only and k:
+        yield "a request of pools", pages(*pool_lengths(plan))

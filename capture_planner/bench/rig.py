@@ -14,7 +14,6 @@ import attrs
 import numpy as np
 import torch
 
-from capture_planner.bench.clock import HostClock
 from capture_planner.bench.record import Absent, Replayed
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError, RunError
@@ -38,6 +37,38 @@ REQUESTS = (1, 8, 64, 256)
 
 PROMPT = 128
 """Prompt tokens before a measured decode, if the model is long enough."""
+
+
+class HostClock:
+    """The host's clock: work on a CPU is done when the call returns."""
+
+    name = "perf_counter"
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds from before ``work`` until the device has done all of it."""
+        started = perf_counter()
+        work()
+        return perf_counter() - started
+
+
+class EventClock(HostClock):
+    """CUDA events on the current stream."""
+
+    name = "CUDA events"
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds between two events around ``work``, once the second has passed."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e-3
+
+
+def clock_of(device: torch.device) -> HostClock:
+    """Return the clock for a device."""
+    return EventClock() if device.type == "cuda" else HostClock()
 
 
 class Absence(Exception):
@@ -120,7 +151,7 @@ class Rig:
 
         Graphs advance their own fields; these are restored, so that serving can continue.
         """
-        snapshot = Snapshot(runner)
+        copies = [(tensor, tensor.clone()) for tensor in _changing(runner)]
 
         def repeat() -> None:
             for _ in range(self.effort.steps):
@@ -128,7 +159,8 @@ class Rig:
 
         with torch.no_grad():
             seconds = self.clock.time(repeat)
-            snapshot.restore()
+            for tensor, copy in copies:
+                tensor.copy_(copy)
         return seconds / self.effort.steps
 
     def settle(self) -> None:
@@ -227,26 +259,18 @@ class Decoding:
         return statistics.median(sums.values()) if sums else 0.0
 
 
-class Snapshot:
-    """A copy of everything that replays change, to restore it: graphs advance their own fields.
+def _changing(runner: Runner) -> list[torch.Tensor]:
+    """Return everything that replays change, once: graphs advance their own fields.
 
-    Keys and values are not copied: slots past a request's end are written before they are read.
+    Keys and values are not among them: slots past a request's end are written before they are read.
     """
-
-    def __init__(self, runner: Runner) -> None:
-        tensors: dict[int, torch.Tensor] = {}
-        for role in runner.parts.roles.values():
-            for name, holder, attribute in role.persistent():
-                if name.endswith((".workspace", "]")):
-                    continue
-                tensor = getattr(holder, attribute)
-                tensors[tensor.data_ptr()] = tensor
-        self._copies = [(tensor, tensor.clone()) for tensor in tensors.values()]
-
-    def restore(self) -> None:
-        """Write the copies back."""
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
+    tensors = (
+        getattr(holder, attribute)
+        for role in runner.parts.roles.values()
+        for name, holder, attribute in role.persistent()
+        if not name.endswith((".workspace", "]"))
+    )
+    return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

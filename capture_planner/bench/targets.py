@@ -28,43 +28,28 @@ OF_BARE_LOOP = 1.1
 
 def verdicts(report: BenchReport) -> tuple[TargetVerdict, ...]:
     """Return a verdict for each target whose figure was measured."""
-    return (*_decode(report), *_throughput(report), *_preparation(report), *_chain(report), *_capture(report))
+    return tuple(_verdicts(report))
 
 
-def _decode(report: BenchReport) -> Iterator[TargetVerdict]:
-    for row in report.decode:
-        what = f"step of {counted(row.num_reqs, 'request')} by its bare graphs"
-        yield _at_most("decode", what, STEP_OF_BARE, row.overhead)
-
-
-def _throughput(report: BenchReport) -> Iterator[TargetVerdict]:
+def _verdicts(report: BenchReport) -> Iterator[TargetVerdict]:
+    for decode in report.decode:
+        what = f"step of {counted(decode.num_reqs, 'request')} by its bare graphs"
+        yield _at_most("decode", what, STEP_OF_BARE, decode.overhead)
     if report.throughput is not None and report.throughput.gain is not None:
         what = "tokens per second by those of transformers"
         yield _at_least("throughput", what, OF_TRANSFORMERS, report.throughput.gain)
-
-
-def _preparation(report: BenchReport) -> Iterator[TargetVerdict]:
     for row in report.preparation:
-        if row.role is not Role.TARGET:
-            continue
-        if row.of_stock is not None:
+        if row.role is Role.TARGET and row.of_stock is not None:
             what = f"preparation of {counted(row.num_reqs, 'request')} by a stock plan call"
             yield _at_most("preparation", what, OF_STOCK, row.of_stock)
-        elif row.num_reqs == MANY:
+        elif row.role is Role.TARGET and row.num_reqs == MANY:
             what = f"preparation of {MANY} requests"
             yield _at_most("preparation", what, PREPARATION * 1e6, row.step * 1e6, unit="us")
-
-
-def _chain(report: BenchReport) -> Iterator[TargetVerdict]:
-    for row in report.chain:
-        if row.over_single is not None:
-            what = f"chain of {counted(row.steps, 'draft decode')}, {counted(row.num_reqs, 'request')}"
-            single = f"{what}: times faster than single steps replayed"
-            yield _at_least("chain", single, OVER_SINGLE, row.over_single)
-            yield _at_least("chain", f"{what}: times faster than eager", OVER_EAGER, row.over_eager)
-
-
-def _capture(report: BenchReport) -> Iterator[TargetVerdict]:
+    for chain in report.chain:
+        if chain.over_single is not None:
+            what = f"chain of {counted(chain.steps, 'draft decode')}, {counted(chain.num_reqs, 'request')}"
+            yield _at_least("chain", f"{what}: times faster than single steps replayed", OVER_SINGLE, chain.over_single)
+            yield _at_least("chain", f"{what}: times faster than eager", OVER_EAGER, chain.over_eager)
     if report.capture is not None:
         ratios = {"seconds": report.capture.of_seconds, "MiB per graph": report.capture.of_memory}
         for unit, ratio in ratios.items():

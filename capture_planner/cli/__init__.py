@@ -62,7 +62,11 @@ def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
         click.echo(dumps_json({"errors": listed or [{"message": str(error)}]}))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+FILES = [files.plan, files.show, files.explain, files.check, files.diff, files.backends, files.schema]
+OTHERS = [init, ranks, engine, compare, export, run, bench, conformance, environment, new_backend]
+
+
+@click.group(commands=[*FILES, *OTHERS], context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(capture_planner.__version__, prog_name="capture-planner")
 def cli() -> None:
     """Plan, check and explain which CUDA graphs a serving engine captures.
@@ -70,25 +74,3 @@ def cli() -> None:
     A SPEC states what is wanted; a PLAN states what was decided, and why. Commands that take
     a plan also take a spec, and plan it first; - is standard input. No GPU is needed.
     """
-
-
-for command in (
-    init,
-    files.plan,
-    files.show,
-    files.explain,
-    ranks,
-    files.check,
-    files.diff,
-    engine,
-    compare,
-    export,
-    files.backends,
-    files.schema,
-    run,
-    bench,
-    conformance,
-    environment,
-    new_backend,
-):
-    cli.add_command(command)

@@ -10,31 +10,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from capture_planner._extras import refuse_missing
+from capture_planner.cli import options
 from capture_planner.cli.common import (
-    FILE,
     INTERRUPTED,
-    any_options,
-    dashed,
     emit,
     emit_file,
-    environment_option,
-    flag,
-    format_option,
-    model_option,
-    option,
-    page_size_option,
-    pages_option,
     plan_of,
     planned,
     prepare_torch,
     progress_bars,
-    progress_option,
     read_document,
     refuse_outputs,
-    seed_option,
-    threads_option,
     to_json,
 )
+from capture_planner.cli.options import FILE, NUMBERS, Parsed, dashed, flag, option
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
 
@@ -47,45 +36,27 @@ FIGURES = ("decode", "preparation", "chain", "throughput", "capture", "pools")
 LOAD = ("load_requests", "prompt_tokens", "output_tokens")
 
 
-class Figures(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Comma-separated figures."""
-
-    name = "FIGURE,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the names, each once, in the order in which they are measured."""
-        given = value if isinstance(value, tuple) else tuple(part.strip() for part in value.split(","))
-        for name in given:
-            if name not in FIGURES:
-                self.fail(f"{name!r} is not a figure; choose from {', '.join(FIGURES)}.", param, ctx)
-        return tuple(name for name in FIGURES if name in given)
-
-
-class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Comma-separated whole numbers of at least 1."""
-
-    name = "N,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the numbers, each once, in ascending order."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = {int(part) for part in value.split(",")}
-        except ValueError:
-            self.fail(f"{value!r} is not a comma-separated list of whole numbers.", param, ctx)
-        if min(numbers) < 1 or max(numbers) > 1 << 20:
-            self.fail(f"{value!r}: each number must be from 1 to {1 << 20}.", param, ctx)
-        return tuple(sorted(numbers))
+def _figures(text: str) -> tuple[str, ...]:
+    """Return the names, each once, in the order in which they are measured."""
+    given = [part.strip() for part in text.split(",")]
+    for name in given:
+        if name not in FIGURES:
+            raise ValueError(f"{name!r} is not a figure; choose from {', '.join(FIGURES)}.")
+    return tuple(name for name in FIGURES if name in given)
 
 
 @click.command(short_help="Measure a plan on this machine.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@model_option
-@click.option("--only", type=Figures(), default=",".join(FIGURES), help=f"Figures to measure: {', '.join(FIGURES)}.")
+@options.model
+@click.option(
+    "--only",
+    type=Parsed("FIGURE,...", _figures),
+    default=",".join(FIGURES),
+    help=f"Figures to measure: {', '.join(FIGURES)}.",
+)
 @click.option(
     "--requests",
-    type=Numbers(),
+    type=NUMBERS,
     help="Batch sizes of the decode figures; each needs a graph. Default: 1,8,64,256, as far as planned.",
 )
 @click.option("--load-requests", type=click.IntRange(1, 1 << 16), help="Requests in the throughput load. Default: 64.")
@@ -105,16 +76,16 @@ class Numbers(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Compare throughput with the continuous batching of transformers, on a GPU.",
 )
 @flag("--quick", "Use few repeats and a small load, to see that it works.")
-@seed_option
-@page_size_option(None, " Default: 64, or 16 on a CPU.")
-@pages_option("enough for the workload")
-@threads_option
-@any_options("Measure")
+@options.seed
+@options.page_size(None, " Default: 64, or 16 on a CPU.")
+@options.pages("enough for the workload")
+@options.threads
+@options.admit("Measure")
 @click.option("--output", type=FILE, help="Write the record as JSON, as --format json prints it.")
 @click.option("--page", type=FILE, help="Write the record as an HTML page with charts.")
-@progress_option
-@environment_option
-@format_option()
+@options.progress
+@options.environment
+@options.formats()
 def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
     """Measure a plan on this machine, each figure against a baseline from the same run.
 
@@ -142,7 +113,6 @@ def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> N
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Refuse options that would have no effect."""
     if "throughput" in given["only"]:
         return
     unused = [dashed(name) for name in LOAD if given[name] is not None]

@@ -1,4 +1,4 @@
-"""What the commands share: options, output, and reading what an argument names."""
+"""What the commands share: output, and reading what an argument names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console, RenderableType
@@ -30,11 +30,6 @@ FINDINGS = 2
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell gives it."""
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-FILE = click.Path(path_type=Path)
-POSITIVE = click.IntRange(1)
-
 
 def show_text(shown: RenderableType) -> None:
     """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
@@ -46,77 +41,6 @@ def show_text(shown: RenderableType) -> None:
         console.print(shown)
     lines = capture.get().splitlines()
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
-
-
-def option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """Declare an option whose default, where it has one, is shown in the help."""
-    settings.setdefault("show_default", settings.get("default") is not None)
-    return click.option(*names, **settings)
-
-
-def flag(name: str, text: str) -> Callable[[F], F]:
-    """Declare a switch that is off by default."""
-    return click.option(name, is_flag=True, help=text)
-
-
-def format_option(*formats: str) -> Callable[[F], F]:
-    """Declare ``--format``: text or JSON, or the given formats, the first one by default."""
-    choices = formats or ("text", "json")
-    return option("--format", "form", type=click.Choice(choices), default=choices[0], help="Output format.")
-
-
-environment_option = click.option(
-    "-e",
-    "--environment",
-    metavar="NAME|FILE",
-    help="Machine to plan for: a shipped environment or an environment file.",
-)
-model_option = click.option(
-    "--model",
-    type=FILE,
-    help="Folder or config.json of a Hugging Face causal model; without weights, they are random. "
-    "Default: a Llama of the plan's dimensions with random weights.",
-)
-seed_option = option("--seed", type=click.IntRange(0, (1 << 62) - 1), default=0, help="Random seed.")
-threads_option = option(
-    "--threads", type=click.IntRange(1, 256), default=1, help="CPU threads per operator; changes how sums are rounded."
-)
-progress_option = click.option(
-    "--progress/--no-progress", default=None, help="Show progress bars. Default: on a terminal only."
-)
-batches_option = click.option(
-    "--batches", type=click.File("rb"), help="Answer each batch of a JSON-lines file; - reads stdin."
-)
-
-
-def page_size_option(default: int | None, text: str = "") -> Callable[[F], F]:
-    return option("--page-size", type=click.IntRange(1, 1024), default=default, help=f"Tokens per KV-cache page.{text}")
-
-
-def pages_option(default: str) -> Callable[[F], F]:
-    return click.option("--pages", type=POSITIVE, help=f"Number of KV-cache pages. Default: {default}.")
-
-
-def any_options(verb: str) -> Callable[[F], F]:
-    """Declare the options that admit a plan that is refused without them; ``verb``: of the command."""
-
-    def with_both(command: F) -> F:
-        errors = flag("--any-plan", f"{verb} the plan even if lint finds errors.")
-        other = flag("--any-environment", f"{verb} the plan even if it is for another machine.")
-        return errors(other(command))
-
-    return with_both
-
-
-def stated(name: str) -> bool:
-    """Say whether an option was given on the command line."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is click.core.ParameterSource.COMMANDLINE
-
-
-def dashed(name: str) -> str:
-    """Return an option as it is written: ``--page-size``."""
-    return f"--{name.replace('_', '-')}"
 
 
 def environment_named(name: str | None, output: str | None = None) -> Environment:

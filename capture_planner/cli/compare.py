@@ -8,16 +8,9 @@ from pathlib import Path
 
 import click
 
-from capture_planner.cli.common import (
-    FILE,
-    emit,
-    emulated,
-    environment_named,
-    environment_option,
-    format_option,
-    planned,
-    read_document,
-)
+from capture_planner.cli import options
+from capture_planner.cli.common import emit, emulated, environment_named, planned, read_document
+from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
 from capture_planner.engines import engines
 from capture_planner.engines.emulation import Emulation
@@ -37,8 +30,8 @@ from capture_planner.report.side_by_side import side_by_side_table
     type=FILE,
     help="CSV of arrival times, prompt and output lengths: count its batches instead of all admissible ones.",
 )
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def compare(a: str, b: str, traffic: Path | None, environment: str | None, form: str) -> None:
     """Compare two deployments side by side: graphs, covered batches, and padding.
 
@@ -85,7 +78,6 @@ def _document(letter: str, argument: str) -> Document | None:
 
 
 def _emulated(letter: str, argument: str, environment: Environment) -> Emulation:
-    """Emulate the command line of an engine."""
     try:
         name, *flags = shlex.split(argument)
     except ValueError as error:

@@ -11,26 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from capture_planner._extras import refuse_without_hypothesis
-from capture_planner.cli.bench import Numbers
-from capture_planner.cli.common import (
-    FILE,
-    FINDINGS,
-    INTERRUPTED,
-    dashed,
-    emit,
-    emit_file,
-    environment_option,
-    flag,
-    format_option,
-    option,
-    prepare_torch,
-    progress_option,
-    refuse_outputs,
-    seed_option,
-    stated,
-    threads_option,
-    to_json,
-)
+from capture_planner.cli import options
+from capture_planner.cli.common import FINDINGS, INTERRUPTED, emit, emit_file, prepare_torch, refuse_outputs, to_json
+from capture_planner.cli.options import FILE, Parsed, dashed, flag, option, stated, whole_numbers
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records._base import replace
 
@@ -47,40 +30,22 @@ MAX_DRAFTS = 8
 MAX_HEADS = 256
 
 
-class HeadCounts(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Query heads and KV heads, as in ``4:2``."""
-
-    name = "Q:KV"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return both."""
-        if isinstance(value, tuple):
-            return value
-        query, _, kv = value.partition(":")
-        try:
-            heads = int(query), int(kv)
-        except ValueError:
-            self.fail(f"{value!r} is not two whole numbers, as in 4:2.", param, ctx)
-        if min(heads) < 1 or max(heads) > MAX_HEADS:
-            self.fail(f"{value!r}: each number must be from 1 to {MAX_HEADS}.", param, ctx)
-        if heads[0] % heads[1]:
-            self.fail(f"{value!r}: Q must be a multiple of KV.", param, ctx)
-        return heads
+def _heads(text: str) -> tuple[int, ...]:
+    query, _, kv = text.partition(":")
+    heads = whole_numbers(text, (query, kv), "two whole numbers, as in 4:2")
+    if min(heads) < 1 or max(heads) > MAX_HEADS:
+        raise ValueError(f"{text!r}: each number must be from 1 to {MAX_HEADS}.")
+    if heads[0] % heads[1]:
+        raise ValueError(f"{text!r}: Q must be a multiple of KV.")
+    return heads
 
 
-class DraftCounts(Numbers):
-    """Comma-separated numbers of draft tokens; 0 is without a drafter."""
-
-    name = "K,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the numbers, each once, in ascending order."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",")]
-        if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
-            self.fail(f"{value!r}: give whole numbers from 0 to {MAX_DRAFTS}, as in 0,1,3.", param, ctx)
-        return tuple(sorted(set(map(int, parts))))
+def _drafts(text: str) -> tuple[int, ...]:
+    """Return numbers of draft tokens, each once, in ascending order; 0 is without a drafter."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) <= MAX_DRAFTS for part in parts):
+        raise ValueError(f"{text!r}: give whole numbers from 0 to {MAX_DRAFTS}, as in 0,1,3.")
+    return tuple(sorted(set(map(int, parts))))
 
 
 SHAPES = {
@@ -108,9 +73,9 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
 @flag("--thorough", "Same as --profile thorough.")
 @click.option("--examples", type=click.IntRange(1), help="Number of scenes. Default: the profile's.")
 @click.option("--steps", type=click.IntRange(1, 1000), help="Maximum steps per scene. Default: the profile's.")
-@seed_option
+@options.seed
 @click.option("--dtype", type=click.Choice(DTYPES), multiple=True, help="Data type to test; repeatable.")
-@click.option("--heads", type=HeadCounts(), multiple=True, help="Query and KV heads to test; repeatable.")
+@click.option("--heads", type=Parsed("Q:KV", _heads), multiple=True, help="Query and KV heads to test; repeatable.")
 @click.option("--head-dim", type=click.IntRange(1, 1024), multiple=True, help="Head dimension; repeatable.")
 @click.option("--page-size", type=click.IntRange(1, 1024), multiple=True, help="Tokens per KV-cache page; repeatable.")
 @click.option("--max-model-len", type=click.IntRange(8, 1 << 14), multiple=True, help="Longest sequence; repeatable.")
@@ -119,18 +84,18 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
     default=None,
     help="Give half of the layers a sliding window of one page plus one token, or none. Default: try both.",
 )
-@click.option("--drafts", type=DraftCounts(), help="Numbers of draft tokens K. Default: 0,1,2,3,5.")
+@click.option("--drafts", type=Parsed("K,...", _drafts), help="Numbers of draft tokens K. Default: 0,1,2,3,5.")
 @option("--shrink/--no-shrink", default=True, help="Minimize a failing case.")
 @option("--audits/--no-audits", default=True, help="Attack each declared field on its own.")
 @click.option("--case", metavar="TEXT|@FILE", help="Rerun one printed case; exit code 2 if it still fails.")
 @click.option("--attack", metavar="'ROLE FIELD ATTACK'", help="With --case: apply this attack of an audit.")
 @flag("--strict", "Count over-declared fields as findings.")
-@threads_option
+@options.threads
 @click.option("-o", "--output", type=FILE, help="Write the report as JSON, as --format json prints it.")
 @click.option("--html", type=FILE, help="Write the report as an HTML page with charts.")
-@progress_option
-@environment_option
-@format_option()
+@options.progress
+@options.environment
+@options.formats()
 def conformance(backend: str, environment: str | None, form: str, **given: Any) -> None:
     """Test whether the backend NAME is correct under captured graphs, on this machine and these versions.
 
@@ -201,7 +166,6 @@ def _read(file: str) -> str:
 
 
 def _words(given: dict[str, Any]) -> Iterator[str]:
-    """Yield the options that name shapes, as words of a command line."""
     for name in SHAPES:
         value = given[name]
         if name == "window":
@@ -213,15 +177,10 @@ def _words(given: dict[str, Any]) -> Iterator[str]:
 
 def shapes_named(candidates: tuple[Shape, ...], given: dict[str, Any]) -> tuple[Shape, ...]:
     """Return the candidates with every named value in place of theirs, without duplicates."""
-    changes: list[list[dict[str, Any]]] = []
-    for name, field in SHAPES.items():
-        value = given[name]
-        if name == "heads":
-            changes.append([{"heads": query, "kv_heads": kv} for query, kv in value])
-        elif name == "window":
-            changes.append([] if value is None else [{field: value}])
-        else:
-            changes.append([{field: each} for each in value])
-    products = itertools.product(*(each or [{}] for each in changes))
-    combined = [{name: each for part in parts for name, each in part.items()} for parts in products]
+    values = given | {"window": () if given["window"] is None else (given["window"],)}
+    named = {field: values[name] for name, field in SHAPES.items() if values[name]}
+    combined = [dict(zip(named, each, strict=True)) for each in itertools.product(*named.values())]
+    for changes in combined:
+        if "heads" in changes:
+            changes["heads"], changes["kv_heads"] = changes["heads"]
     return tuple(dict.fromkeys(replace(shape, **each) for shape in candidates for each in combined))

@@ -13,24 +13,9 @@ import click
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from capture_planner import conformance as suite
 from capture_planner.cli.common import progress_bars
 from capture_planner.codec import shipped as catalog
-from capture_planner.conformance import (
-    DEFAULT,
-    THOROUGH,
-    Log,
-    Profile,
-    Shape,
-    Subject,
-    SuiteOptions,
-    SuiteResult,
-    conform,
-    loads,
-    replay,
-    under_test,
-    usable_shapes,
-    with_causes,
-)
 from capture_planner.conformance.audit import Attack, AuditResult, attack_case
 from capture_planner.conformance.failure import Failure
 from capture_planner.conformance.shapes import CANDIDATES
@@ -48,7 +33,7 @@ def run_suite(
     given: dict[str, Any],
     case: str | None,
     words: tuple[str, ...],
-    named: Callable[[tuple[Shape, ...]], tuple[Shape, ...]],
+    named: Callable[[tuple[suite.Shape, ...]], tuple[suite.Shape, ...]],
 ) -> Conformance:
     """Run the suite, or one printed case, and return what was asked with the outcome.
 
@@ -60,7 +45,7 @@ def run_suite(
     interrupted = False
     left_out: tuple[int, ...] = ()
     if case is None:
-        sets: list[tuple[Shape, ...]] = list(dict.fromkeys(map(named, CANDIDATES))) if words else [()]
+        sets: list[tuple[suite.Shape, ...]] = list(dict.fromkeys(map(named, CANDIDATES))) if words else [()]
         outcome, interrupted = _search(tested, choices, sets, given["progress"])
     else:
         outcome, left_out = _again(tested, case, given["attack"])
@@ -86,22 +71,22 @@ def run_suite(
     )
 
 
-def _tested(backend: str, environment: str | None) -> Subject:
+def _tested(backend: str, environment: str | None) -> suite.Subject:
     planned = None if environment is None else catalog.find_environment(environment)
     if planned is not None and planned.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
         raise RunError(
             f"{planned.name} is {planned.device.name}, and this machine has no CUDA device; "
             "omit --environment, or run it there"
         )
-    return under_test(backend, environment=planned)
+    return suite.under_test(backend, environment=planned)
 
 
-def _choices(given: dict[str, Any]) -> SuiteOptions:
-    profile = THOROUGH if given["thorough"] or given["profile"] == "thorough" else DEFAULT
+def _choices(given: dict[str, Any]) -> suite.SuiteOptions:
+    profile = suite.THOROUGH if given["thorough"] or given["profile"] == "thorough" else suite.DEFAULT
     examples, steps = given["examples"], given["steps"]
     if examples is not None or steps is not None:
-        profile = Profile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
-    return SuiteOptions(
+        profile = suite.Profile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
+    return suite.SuiteOptions(
         profile=profile,
         seed=given["seed"],
         drafts=DRAFTS if given["drafts"] is None else given["drafts"],
@@ -111,15 +96,15 @@ def _choices(given: dict[str, Any]) -> SuiteOptions:
 
 
 def _search(
-    tested: Subject, choices: SuiteOptions, sets: list[tuple[Shape, ...]], progress: bool | None
-) -> tuple[SuiteResult, bool]:
+    tested: suite.Subject, choices: suite.SuiteOptions, sets: list[tuple[suite.Shape, ...]], progress: bool | None
+) -> tuple[suite.SuiteResult, bool]:
     """Run the suite on the first set of shapes that the backend supports; returns whether it was stopped too."""
     started = perf_counter()
     with _temporary_home(), _Bars(progress, choices.profile.examples) as bars:
         for number, shapes in enumerate(sets, 1):
             try:
                 wanted = attrs.evolve(choices, shapes=shapes)
-                return conform(tested, wanted, bars.scene, bars.attack), False
+                return suite.conform(tested, wanted, bars.scene, bars.attack), False
             except RunError:
                 # None of these shapes runs here; the last set says why.
                 if number == len(sets):
@@ -134,14 +119,14 @@ def _search(
 
 
 def _outcome(
-    shapes: tuple[Shape, ...],
-    log: Log,
+    shapes: tuple[suite.Shape, ...],
+    log: suite.Log,
     started: float,
     failures: tuple[Failure, ...] = (),
     audited: tuple[AuditResult, ...] = (),
-) -> SuiteResult:
+) -> suite.SuiteResult:
     seconds = perf_counter() - started
-    return SuiteResult(shapes=shapes, refused=(), log=log, failures=failures, audited=audited, seconds=seconds)
+    return suite.SuiteResult(shapes=shapes, refused=(), log=log, failures=failures, audited=audited, seconds=seconds)
 
 
 @contextmanager
@@ -155,52 +140,43 @@ def _temporary_home() -> Iterator[None]:
             set_hypothesis_home_dir(None)
 
 
-class _Bars:
+class _Bars(ExitStack):
     """A bar of scenes, and after it one of attacks."""
 
     def __init__(self, wanted: bool | None, scenes: int) -> None:
-        self._task, self._scenes = progress_bars(wanted), scenes
-        self._shown = ExitStack()
-        self._advance: Callable[[str], None] | None = None
-        self._attacking = False
-        self.log: Log | None = None
+        super().__init__()
+        self._task, self._scenes, self._stage = progress_bars(wanted), scenes, ""
+        self.log: suite.Log | None = None
 
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._shown.close()
-
-    def scene(self, log: Log) -> None:
+    def scene(self, log: suite.Log) -> None:
         """Note one more scene."""
         self.log = log
-        if self._advance is None:
-            self._advance = self._shown.enter_context(self._task("scenes", self._scenes))
-        self._advance("minimizing the failing case" if log.violation else "")
+        self._note("scenes", self._scenes, "minimizing the failing case" if log.violation else "")
 
     def attack(self, name: str, total: int) -> None:
         """Note one more attack."""
-        if not self._attacking:
-            self._attacking = True
-            self._shown.close()
-            self._advance = self._shown.enter_context(self._task("attacks", total))
-        assert self._advance is not None, "a bar is shown"
-        self._advance(name)
+        self._note("attacks", total, name)
+
+    def _note(self, stage: str, total: int, now: str) -> None:
+        if stage != self._stage:
+            self.close()
+            self._stage, self._advance = stage, self.enter_context(self._task(stage, total))
+        self._advance(now)
 
 
-def _again(tested: Subject, text: str, attack: str | None) -> tuple[SuiteResult, tuple[int, ...]]:
+def _again(tested: suite.Subject, text: str, attack: str | None) -> tuple[suite.SuiteResult, tuple[int, ...]]:
     """Rerun one printed case, with an attack where one is named; returns the steps that did not apply too."""
-    case, started = loads(text), perf_counter()
-    shapes, _ = usable_shapes(tested, (case.scene.shape,))
+    case, started = suite.loads(text), perf_counter()
+    shapes, _ = suite.usable_shapes(tested, (case.scene.shape,))
     if attack is not None:
         audited = _attacked(tested, text, attack)
-        return _outcome(shapes, Log(examples=1), started, audited=audited), ()
-    rerun = replay(tested, text)
-    failures = () if rerun.failure is None else (with_causes(tested, rerun.failure),)
+        return _outcome(shapes, suite.Log(examples=1), started, audited=audited), ()
+    rerun = suite.replay(tested, text)
+    failures = () if rerun.failure is None else (suite.with_causes(tested, rerun.failure),)
     return _outcome(shapes, rerun.log, started, failures), rerun.skipped
 
 
-def _attacked(tested: Subject, text: str, named: str) -> tuple[AuditResult, ...]:
+def _attacked(tested: suite.Subject, text: str, named: str) -> tuple[AuditResult, ...]:
     role, _, rest = named.partition(" ")
     field, _, attack = rest.partition(" ")
     try:
@@ -210,5 +186,5 @@ def _attacked(tested: Subject, text: str, named: str) -> tuple[AuditResult, ...]
             f"--attack {named!r}: give a role ({', '.join(Role)}), a field and an attack "
             f"({', '.join(each.value for each in Attack)}), as in 'target seq_lens stale tail'."
         ) from None
-    found = attack_case(tested, loads(text), *wanted)
+    found = attack_case(tested, suite.loads(text), *wanted)
     return () if found is None else (found,)

@@ -10,15 +10,8 @@ from typing import IO
 import click
 
 from capture_planner.analysis.lint import Severity
-from capture_planner.cli.common import (
-    FINDINGS,
-    OwnOptions,
-    batches_option,
-    emit,
-    emulated,
-    environment_named,
-    format_option,
-)
+from capture_planner.cli import options
+from capture_planner.cli.common import FINDINGS, OwnOptions, emit, emulated, environment_named
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.engines import INSTALL, engines, find_engine
 from capture_planner.engines.check import check
@@ -83,9 +76,9 @@ environment_option = click.option(
 @click.command(cls=OfAnEngine, short_help="Show what an engine captures with its own flags.")
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
-@batches_option
+@options.batches
 @environment_option
-@format_option()
+@options.formats()
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
 

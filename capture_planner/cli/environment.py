@@ -6,13 +6,15 @@ import click
 
 from capture_planner import codec
 from capture_planner._extras import refuse_missing
-from capture_planner.cli.common import format_option, option, to_json
+from capture_planner.cli import options
+from capture_planner.cli.common import to_json
+from capture_planner.cli.options import option
 
 
 @click.command(short_help="Describe this machine as an environment file.")
 @click.option("-o", "--output", metavar="FILE", help="Write to FILE instead of printing.")
 @option("--name", default="here", help="Name of the environment.")
-@format_option("text", "json")
+@options.formats("text", "json")
 def environment(output: str | None, name: str, form: str) -> None:
     """Describe this machine as an environment file: device, driver, and the packages that matter.
 

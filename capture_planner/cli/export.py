@@ -7,19 +7,10 @@ from pathlib import Path
 
 import click
 
-from capture_planner.cli.common import (
-    FILE,
-    FINDINGS,
-    emit,
-    emit_file,
-    environment_option,
-    flag,
-    format_option,
-    plan_of,
-    read_document,
-    refuse_outputs,
-)
+from capture_planner.cli import options
+from capture_planner.cli.common import FINDINGS, emit, emit_file, plan_of, read_document, refuse_outputs
 from capture_planner.cli.engine import EngineName
+from capture_planner.cli.options import FILE, flag
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.export import prove
 from capture_planner.report.export import export_command, export_table
@@ -30,8 +21,8 @@ from capture_planner.report.export import export_command, export_table
 @click.option("--to", "name", type=EngineName(), required=True, help="Engine to export to.")
 @click.option("-o", "--output", type=FILE, help="Write the engine's configuration file here.")
 @flag("--strict", "Exit with 2 if the engine loses anything of the plan.")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def export(plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, form: str) -> None:
     """Export a plan as the flags of an engine, with what is lost and what that costs.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 
@@ -16,15 +16,11 @@ from capture_planner.analysis import diff as difference
 from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
+from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
-    batches_option,
     emit,
     environment_named,
-    environment_option,
-    flag,
-    format_option,
-    option,
     plan_of,
     planned,
     read_document,
@@ -33,6 +29,7 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.engine import EngineName, OrEngine, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
+from capture_planner.cli.options import POSITIVE, flag, option
 from capture_planner.codec import Document
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
@@ -50,8 +47,8 @@ from capture_planner.report.backends import backend_support, backends_table
 @click.command(short_help="Make the plan of a spec.")
 @click.argument("spec")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan to FILE and print a summary.")
-@environment_option
-@format_option("text", "json")
+@options.environment
+@options.formats("text", "json")
 def plan(spec: str, output: str | None, environment: str | None, form: str) -> None:
     """Make the plan of SPEC; - reads standard input.
 
@@ -92,8 +89,8 @@ def _refuse_to_replace(output: str, spec: str) -> None:
 
 @click.command(short_help="Show a plan as tables.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason."""
     shown = plan_of(read_document(plan_file), environment)
@@ -103,31 +100,19 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 @click.command(short_help="Explain which graph serves a batch, and why.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @option("--role", type=click.Choice([r.value for r in Role]), default="target", help="Role that runs the batch.")
-@click.option("--num-reqs", type=click.IntRange(min=1), help="Requests in the batch.")
-@click.option(
-    "--num-tokens", type=click.IntRange(min=1), help="Tokens in the batch. Default: requests times query length."
-)
-@click.option("--query-len", type=click.IntRange(min=1), help="Tokens per request, if all have the same number.")
+@click.option("--num-reqs", type=POSITIVE, help="Requests in the batch.")
+@click.option("--num-tokens", type=POSITIVE, help="Tokens in the batch. Default: requests times query length.")
+@click.option("--query-len", type=POSITIVE, help="Tokens per request, if all have the same number.")
 @click.option(
     "--past-prompt/--prompt", default=True, help="Whether every request is past its prompt. Default: --past-prompt."
 )
 @option("--active-loras", type=click.IntRange(min=0), default=0, help="Number of distinct active LoRA adapters.")
 @click.option("--coverage", "whole", is_flag=True, help="Cover every admissible batch, role by role.")
-@batches_option
-@environment_option
-@format_option()
+@options.batches
+@options.environment
+@options.formats()
 def explain(
-    plan_file: str,
-    role: str,
-    num_reqs: int | None,
-    num_tokens: int | None,
-    query_len: int | None,
-    past_prompt: bool,
-    active_loras: int,
-    whole: bool,
-    batches: IO[bytes] | None,
-    environment: str | None,
-    form: str,
+    plan_file: str, whole: bool, batches: IO[bytes] | None, environment: str | None, form: str, **given: Any
 ) -> None:
     """Explain which graph serves a batch, and why; or what serves every admissible batch.
 
@@ -135,7 +120,7 @@ def explain(
     "active_loras"}; each answer is {"mode", "num_tokens", "num_reqs", "query_len", "active_loras",
     "reason"}.
     """
-    if (num_reqs is not None) + whole + (batches is not None) != 1:
+    if (given["num_reqs"] is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
     plan = plan_of(read_document(plan_file), environment)
     if whole:
@@ -147,7 +132,11 @@ def explain(
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
             click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
-    assert num_reqs is not None
+    explained = explain_batch(dispatcher, _batch(**given))
+    emit(form, lambda: explained, partial(tables.explanation_table, explained))
+
+
+def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | None, **others: Any) -> Batch:
     if num_tokens is None:
         if query_len is None:
             raise click.UsageError("Give --num-tokens, or --query-len for a uniform batch.")
@@ -157,16 +146,7 @@ def explain(
             f"{counted(num_reqs, 'request')} with {counted(query_len, 'token')} each have "
             f"{num_reqs * query_len} tokens, not {num_tokens}; omit --query-len if requests differ."
         )
-    batch = Batch(
-        role=Role(role),
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
-        query_len=query_len,
-        past_prompt=past_prompt,
-        active_loras=active_loras,
-    )
-    explained = explain_batch(dispatcher, batch)
-    emit(form, lambda: explained, partial(tables.explanation_table, explained))
+    return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
 
 
 @click.command(cls=OrEngine, short_help="Check plans, specs or an engine's flags for problems.")
@@ -174,8 +154,8 @@ def explain(
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")
 @flag("--strict", "Count notes as findings.")
-@environment_option
-@format_option("text", "json", "github", "sarif")
+@options.environment
+@options.formats("text", "json", "github", "sarif")
 def check(
     files: tuple[str, ...], engine: str | None, spec: str | None, strict: bool, environment: str | None, form: str
 ) -> None:
@@ -215,7 +195,6 @@ def check(
 
 
 def _checked(document: Document, plan: Plan) -> Iterator[findings.FileFinding]:
-    """Lint a plan, and place each finding in the file that it came from."""
     for finding in lint(plan):
         path = finding.diagnostic.path if document.is_plan else _in_spec(finding)
         line, column = document.node.locate(path)
@@ -245,8 +224,8 @@ def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drif
 @click.command(short_help="Show what changes from one plan to another.")
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """Show in words what changes on the machine when plan NEW replaces plan OLD.
 
@@ -265,8 +244,8 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
 
 @click.command(short_help="List the installed attention backends and what they support.")
 @click.option("--spec", metavar="SPEC", help="Ask for the model of this spec instead of a plain 8B model.")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def backends(spec: str | None, environment: str | None, form: str) -> None:
     """List the installed attention backends, and how far each supports full graphs.
 
@@ -283,7 +262,7 @@ def backends(spec: str | None, environment: str | None, form: str) -> None:
 
 @click.command(short_help="Print the JSON Schema of a kind of file.")
 @click.argument("kind", type=click.Choice(list(SCHEMAS)))
-@format_option("json")
+@options.formats("json")
 def schema(kind: str, form: str) -> None:
     """Print the JSON Schema of a kind of file, for editors."""
     click.echo(to_json(SCHEMAS[kind]()))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from capture_planner import codec
-from capture_planner.cli.common import FILE, flag
+from capture_planner.cli.options import FILE, flag
 from capture_planner.errors import CapturePlannerError
 from capture_planner.planning.from_config import find_config, spec_from_config
 

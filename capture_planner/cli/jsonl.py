@@ -156,11 +156,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def answer_line(batch: Batch, answer: Dispatch) -> dict[str, Any]:
     """Return the answer to one batch as data; where it runs eager, its own extents and the reason."""
     shape = answer.entry or batch
-    return {
-        "mode": answer.mode.value,
-        "num_tokens": shape.num_tokens,
-        "num_reqs": shape.num_reqs,
-        "query_len": shape.query_len,
-        "active_loras": shape.active_loras,
-        "reason": answer.reason,
-    }
+    sizes = {name: getattr(shape, name) for name in ("num_tokens", "num_reqs", "query_len", "active_loras")}
+    return {"mode": answer.mode.value, **sizes, "reason": answer.reason}

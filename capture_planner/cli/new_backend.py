@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from capture_planner.cli.common import FILE
+from capture_planner.cli.options import FILE
 from capture_planner.errors import CapturePlannerError
 from capture_planner.plugins import registry
 from capture_planner.records._base import Name, constraints

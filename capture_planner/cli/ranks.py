@@ -9,7 +9,8 @@ from typing import IO
 import click
 
 from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS
-from capture_planner.cli.common import emit, environment_option, format_option, plan_of, read_document
+from capture_planner.cli import options
+from capture_planner.cli.common import emit, plan_of, read_document
 from capture_planner.cli.jsonl import read_vectors
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
@@ -29,8 +30,8 @@ DEFAULT_RANKS = 4
     help=f"Data-parallel ranks in the table. Default: as in the plan, or {DEFAULT_RANKS}.",
 )
 @click.option("--role", type=click.Choice([r.value for r in Role]), help="Role shown in the table. Default: target.")
-@environment_option
-@format_option()
+@options.environment
+@options.formats()
 def ranks(
     plan_file: str,
     vectors: IO[bytes] | None,

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from capture_planner import codec
 from capture_planner._extras import refuse_missing
+from capture_planner.cli import options
 from capture_planner.cli.common import (
-    FILE,
     FINDINGS,
     INTERRUPTED,
-    any_options,
-    dashed,
     emit,
     emit_file,
-    environment_option,
-    flag,
-    format_option,
-    model_option,
-    option,
-    page_size_option,
-    pages_option,
     plan_of,
     prepare_torch,
     progress_bars,
-    progress_option,
     read_document,
     refuse_outputs,
-    seed_option,
-    stated,
-    threads_option,
 )
-from capture_planner.errors import InvalidValue
+from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
@@ -46,41 +33,9 @@ if TYPE_CHECKING:
     from capture_planner.runtime.serving.workload import Decode, Request
 
 
-class Range(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """``N`` or ``LOW:HIGH``, whole numbers of at least 1."""
-
-    name = "N|LOW:HIGH"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the two bounds."""
-        if isinstance(value, tuple):
-            return value
-        low, colon, high = value.partition(":")
-        try:
-            ends = int(low), int(high if colon else low)
-        except ValueError:
-            self.fail(f"{value!r} is not a whole number or LOW:HIGH.", param, ctx)
-        if not 1 <= ends[0] <= ends[1]:
-            self.fail(f"{value!r}: LOW must be at least 1 and at most HIGH.", param, ctx)
-        return ends
-
-
-class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """A number of bytes, such as ``512MiB``."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number of bytes."""
-        try:
-            return value if isinstance(value, int) else codec.parse_bytes(value)
-        except InvalidValue as error:
-            self.fail(str(error), param, ctx)
-
-
 @click.command(short_help="Execute a plan on this machine and report.")
 @click.argument("plan_file", metavar="PLAN|SPEC")
-@model_option
+@options.model
 @option(
     "--drafter",
     default="random",
@@ -94,10 +49,10 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.option("--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer.")
 @click.option("--tokenizer", type=FILE, help="Folder of the tokenizer.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Request rate (req/s). Default: all at once.")
-@option("--prompt-tokens", type=Range(), default="1:64", help="Prompt length of generated requests.")
+@option("--prompt-tokens", type=RANGE, default="1:64", help="Prompt length of generated requests.")
 @option(
     "--output-tokens",
-    type=Range(),
+    type=RANGE,
     default="16:32",
     help="Output length of generated requests; for --prompts, HIGH is the limit.",
 )
@@ -109,11 +64,11 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Seconds of simulated arrival time per step.",
 )
 @flag("--clip", "Truncate requests that exceed the model length.")
-@seed_option
-@page_size_option(16)
-@threads_option
-@pages_option("up to 1 GiB of memory")
-@click.option("--graph-memory", type=Size(), help="Memory limit of each graph pool. Default: the plan's budget.")
+@options.seed
+@options.page_size(16)
+@options.threads
+@options.pages("up to 1 GiB of memory")
+@click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @flag("--eager", "Run eager: capture no graphs.")
 @flag("--verify", "Compare the output with plain greedy decoding; exit code 2 if it differs.")
@@ -121,11 +76,11 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @flag("--trust", "Replay without guards.")
 @flag("--debug", "Check every index field at every step.")
 @flag("--poison", "Fill buffers with NaN before each forward.")
-@any_options("Run")
+@options.admit("Run")
 @click.option("--html", type=FILE, help="Write the report as an HTML page with charts.")
-@progress_option
-@environment_option
-@format_option()
+@options.progress
+@options.environment
+@options.formats()
 def run(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
     """Execute a plan: reserve memory, capture graphs, serve requests, and report.
 
@@ -155,14 +110,14 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
         click.echo(comparison.says, err=as_json)
     if outcome.differing is not None:
         compared = [served for served in outcome.report.served if served.tokens]
-        total, partial = counted(len(compared), "request"), sum(each.finished is None for each in compared)
+        total, cut_off = counted(len(compared), "request"), sum(each.finished is None for each in compared)
         message = f"verified: {total}, each the same as plain greedy decoding"
         if outcome.differing:
             differing = counted(len(outcome.differing), "request")
             first = ", ".join(outcome.differing[:5])
             message = f"{differing} of {total} differ from plain greedy decoding: {first}"
-        if partial:
-            message += f"; {partial} of them cut off, and compared up to there"
+        if cut_off:
+            message += f"; {cut_off} of them cut off, and compared up to there"
         click.echo(message, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
@@ -204,24 +159,11 @@ def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]]
     if given["prompts"] is not None:
         requests, decode = from_prompts(given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1])
         return lambda vocab_size: requests[:limit], decode
+    lengths = {name: given[name] for name in ("rate", "prompt_tokens", "output_tokens")}
+    read: Callable[..., Sequence[Request]] = partial(generated, 16 if limit is None else limit, **lengths)
     if given["trace"] is not None:
-        return (
-            lambda vocab_size: from_trace(
-                given["trace"], vocab_size=vocab_size, seed=seed, limit=limit, speed=given["speed"]
-            ),
-            None,
-        )
-    return (
-        lambda vocab_size: generated(
-            16 if limit is None else limit,
-            seed=seed,
-            rate=given["rate"],
-            prompt_tokens=given["prompt_tokens"],
-            output_tokens=given["output_tokens"],
-            vocab_size=vocab_size,
-        ),
-        None,
-    )
+        read = partial(from_trace, given["trace"], limit=limit, speed=given["speed"])
+    return lambda vocab_size: read(seed=seed, vocab_size=vocab_size), None
 
 
 _DRAFTERS = ("copy", "miss", "chance", "random")
@@ -264,7 +206,6 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Refuse options that would have no effect."""
     for name, (where, applies) in _APPLIES.items():
         if stated(name) and not applies(given):
             raise click.UsageError(f"{dashed(name)} goes with {where}.")

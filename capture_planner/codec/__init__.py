@@ -5,7 +5,7 @@ nothing is coerced. Writing is compact, stable to the byte, and whole or not at 
 """
 
 from capture_planner.codec.converter import format_bytes, label, parse_bytes
-from capture_planner.codec.plain import json_of, plain, plain_fields
+from capture_planner.codec.plain import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.reading import (
     Document,
     load_environment,
@@ -24,6 +24,7 @@ __all__ = [
     "dumps",
     "dumps_json",
     "format_bytes",
+    "json_fields",
     "json_of",
     "label",
     "load_environment",

@@ -6,7 +6,7 @@ import difflib
 import enum
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import attrs
@@ -108,6 +108,19 @@ def _annotated_factory(annotation: Any, converter: cattrs.Converter) -> Callable
     return structure
 
 
+def _collect(read: Callable[[Any], Any], items: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Read every item, each with the last part of its path; raises ``InvalidValue`` with the problems of all."""
+    values, problems = [], []
+    for part, item in items:
+        try:
+            values.append(read(item))
+        except (ClassValidationError, InvalidValue) as error:
+            problems += [problem.under((part,)) for problem in problems_of(error)]
+    if problems:
+        raise InvalidValue(problems)
+    return values
+
+
 def _tuple_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     args = typing.get_args(annotation)
     repeated = args[1:] == (Ellipsis,)
@@ -117,34 +130,20 @@ def _tuple_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[An
             raise _fail(f"expected a list, got {_got(value)}")
         if not repeated and len(value) != len(args):
             raise _fail(f"expected a list of {len(args)}, got {len(value)} items")
-        items, problems = [], []
-        for index, item in enumerate(value):
-            try:
-                items.append(converter.structure(item, args[0 if repeated else index]))
-            except (ClassValidationError, InvalidValue) as error:
-                problems += [problem.under((index,)) for problem in problems_of(error)]
-        if problems:
-            raise InvalidValue(problems)
-        return tuple(items)
+        typed = zip(value, args[:1] * len(value) if repeated else args, strict=True)
+        return tuple(_collect(lambda item: converter.structure(*item), enumerate(typed)))
 
     return structure
 
 
 def _mapping_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    key_type, value_type = typing.get_args(annotation)
+    types = typing.get_args(annotation)
 
     def structure(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
             raise _fail(f"expected a mapping, got {_got(value)}")
-        items, problems = {}, []
-        for key, item in value.items():
-            try:
-                items[converter.structure(key, key_type)] = converter.structure(item, value_type)
-            except InvalidValue as error:
-                problems += [problem.under((key,)) for problem in problems_of(error)]
-        if problems:
-            raise InvalidValue(problems)
-        return items
+        pairs = ((key, (key, item)) for key, item in value.items())
+        return dict(_collect(lambda pair: tuple(map(converter.structure, pair, types)), pairs))
 
     return structure
 
@@ -213,30 +212,20 @@ def _metadata(annotation: Any) -> tuple[Any, ...]:
     return tuple(item for arg in typing.get_args(annotation) if _is_annotated(arg) for item in arg.__metadata__)
 
 
-def _is_enum(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, enum.Enum)
+def _has_origin(origin: Any) -> Callable[[Any], bool]:
+    return lambda annotation: typing.get_origin(annotation) is origin
 
 
-def _is_annotated(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is Annotated
-
-
-def _is_tuple(annotation: Any) -> bool:
-    return bool(typing.get_origin(annotation) is tuple)
-
-
-def _is_mapping(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is Mapping
+_is_annotated = _has_origin(Annotated)
 
 
 def _converter() -> cattrs.Converter:
-    """Build the one converter: strict in, compact out."""
     converter = cattrs.Converter(detailed_validation=True)
     for kind, called in ((int, "an integer"), (float, "a number"), (bool, "true or false"), (str, "text")):
         converter.register_structure_hook(kind, _strict(kind, called))
-    converter.register_structure_hook_factory(_is_tuple, _tuple_factory)
-    converter.register_structure_hook_factory(_is_mapping, _mapping_factory)
-    converter.register_structure_hook_factory(_is_enum, _enum_factory)
+    converter.register_structure_hook_factory(_has_origin(tuple), _tuple_factory)
+    converter.register_structure_hook_factory(_has_origin(Mapping), _mapping_factory)
+    converter.register_structure_hook_factory(lambda t: isinstance(t, enum.EnumMeta), _enum_factory)
     for also_primitive in (GraphSupport, Reason, Role):  # found by their int or str side otherwise
         converter.register_structure_hook(also_primitive, _enum_factory(also_primitive, converter))
     converter.register_structure_hook_factory(attrs.has, _record_factory)

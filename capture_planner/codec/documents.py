@@ -11,18 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, events
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    DocumentStartEvent,
-    Event,
-    MappingEndEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-)
 
 from capture_planner.errors import InvalidDocument, Problem
 
@@ -95,7 +85,7 @@ def parse(text: str, name: str) -> Node:
     return builder.root or Node(None, 1, 1)
 
 
-def _events(yaml: YAML, text: str) -> Iterator[Event]:
+def _events(yaml: YAML, text: str) -> Iterator[events.Event]:
     """Return the events of a text; whatever the parser raises is a YAMLError."""
     try:
         yield from yaml.parse(text)
@@ -104,7 +94,6 @@ def _events(yaml: YAML, text: str) -> Iterator[Event]:
 
 
 def _hint(reason: str) -> str:
-    """Say what to do about the two mistakes that people make most."""
     if "'\\t'" in reason:
         return "; indent with spaces, not tabs"
     if "mapping values are not allowed" in reason:
@@ -149,40 +138,40 @@ class _Builder:
         if stop or len(self.problems) >= MAX_PROBLEMS:
             raise _Stop
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         mark = event.start_mark
-        if isinstance(event, DocumentStartEvent):
+        if isinstance(event, events.DocumentStartEvent):
             self.documents += 1
             if self.documents > 1:
                 self.refuse("a second document; a file holds one", mark, stop=True)
             if event.version is not None:
                 self.refuse("a %YAML directive is not allowed; files are YAML 1.2", mark, stop=True)
-        elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+        elif isinstance(event, events.MappingEndEvent | events.SequenceEndEvent):
             closed = self.open.pop()
             if closed.anchor:
                 self.anchors[closed.anchor] = closed.node
             if self.open:
                 self.open[-1].node.size += closed.node.size
-        elif isinstance(event, AliasEvent):
+        elif isinstance(event, events.AliasEvent):
             node = self.anchors.get(event.anchor)
             if node is None:
                 self.refuse(f"the alias *{event.anchor} names nothing that is complete", mark, stop=True)
             assert node is not None
             self._place(attrs.evolve(node, line=mark.line + 1, column=mark.column + 1), mark)
-        elif isinstance(event, ScalarEvent | MappingStartEvent | SequenceStartEvent):
+        elif isinstance(event, events.ScalarEvent | events.MappingStartEvent | events.SequenceStartEvent):
             self._open_or_place(event, mark)
 
     def _open_or_place(self, event: Any, mark: Any) -> None:
         if event.tag is not None:
             self.refuse(f"the tag {event.tag} is not allowed; write plain values", mark)
         line, column = mark.line + 1, mark.column + 1
-        if isinstance(event, ScalarEvent):
+        if isinstance(event, events.ScalarEvent):
             node = Node(self._scalar(event), line, column)
             self._place(node, mark)
             if event.anchor:
                 self.anchors[event.anchor] = node
             return
-        node = Node({} if isinstance(event, MappingStartEvent) else [], line, column)
+        node = Node({} if isinstance(event, events.MappingStartEvent) else [], line, column)
         self._place(node, mark)
         self.anchors.pop(event.anchor, None)
         self.open.append(_Open(node, event.anchor))
@@ -220,7 +209,7 @@ class _Builder:
         top.node.keys[node.value] = (node.line, node.column)
         return node.value
 
-    def _scalar(self, event: ScalarEvent) -> Any:
+    def _scalar(self, event: events.ScalarEvent) -> Any:
         """Resolve a plain scalar by YAML 1.2's core schema: ``no`` is text, and so is anything quoted."""
         text: str = event.value
         if not event.implicit[0]:

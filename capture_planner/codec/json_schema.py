@@ -7,6 +7,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -33,9 +34,7 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "spec": lambda: json_schema(Spec),
-    "plan": lambda: json_schema(Plan),
-    "environment": lambda: json_schema(Environment),
+    kind.__name__.lower(): partial(json_schema, kind) for kind in (Spec, Plan, Environment)
 }
 """The kinds of file, each with its schema."""
 

@@ -54,6 +54,11 @@ def json_of(*kinds: type) -> Callable[[Hook], Hook]:
     return register
 
 
+def json_fields(kind: type, *properties: str, **keys: str) -> None:
+    """Register ``plain_fields`` with these properties and keys as the JSON of a class."""
+    json_of(kind)(lambda value: plain_fields(value, *properties, **keys))
+
+
 _CONVERTER.register_unstructure_hook_func(attrs.has, plain_fields)
 _CONVERTER.register_unstructure_hook_func(_is(tuple, list), lambda items: [plain(item) for item in items])
 _CONVERTER.register_unstructure_hook_func(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import attrs
@@ -60,13 +61,13 @@ class AuditResult:
     """One attack on one field."""
 
     role: Role
-    group: str
+    group: str = ""
     field: str
-    axis: str
-    declared_by: str
+    axis: str = ""
+    declared_by: str = ""
     """The backend's name, or ``runner``."""
     attack: Attack
-    matters: bool
+    matters: bool = False
     message: str = ""
     """What changed."""
     batch: str = ""
@@ -102,28 +103,25 @@ def audit(
     """
     cases = list(_cases(shapes[0], seed))
     with Stage(subject, cases[0].scene) as stage:
-        targets = [
-            (role, key, buffer.field.axis, _declarer(role, key, subject.backend))
-            for role in stage.runner.parts.roles.values()
-            for key, buffer in _attackable(role)
-            if not fields or buffer.field.name in fields
-        ]
-    total, found = len(targets) * len(Attack), []
-    for role, key, axis, declarer in targets:
-        for attack in Attack:
-            progress(f"{role.role.value} {key}: {attack.value}", total)
-            group = key.partition(".")[0] if "." in key else ""
-            record = AuditResult(
+        records = [
+            AuditResult(
                 role=role.role,
-                group=group,
+                group=key.partition(".")[0] if "." in key else "",
                 field=key,
-                axis=axis.value,
-                declared_by=declarer,
+                axis=buffer.field.axis.value,
+                declared_by=_declarer(role, key, subject.backend),
                 attack=attack,
-                matters=False,
             )
-            found.append(_tried(subject, cases, record))
-    return tuple(found)
+            for role in stage.runner.parts.roles.values()
+            for key, buffer in _attackable(role).items()
+            if not fields or buffer.field.name in fields
+            for attack in Attack
+        ]
+    results = []
+    for record in records:
+        progress(f"{record.role.value} {record.field}: {record.attack.value}", len(records))
+        results.append(_tried(subject, cases, record))
+    return tuple(results)
 
 
 def attack_case(subject: Subject, case: Case, role: Role, field: str, attack: Attack) -> AuditResult | None:
@@ -131,35 +129,30 @@ def attack_case(subject: Subject, case: Case, role: Role, field: str, attack: At
 
     Raises ``RunError`` if the role has no such field.
     """
+    return _attacked(subject, case, AuditResult(role=role, field=field, attack=attack))
+
+
+def _attacked(subject: Subject, case: Case, record: AuditResult) -> AuditResult | None:
     errors: list[Exception] = []
 
     def tamper(runner: Runner) -> None:
         # An error here is the attack's own fault, and no evidence about the field.
         try:
-            _tamper(runner, role=role, key=field, attack=attack)
+            _tamper(runner, role=record.role, key=record.field, attack=record.attack)
         except Exception as error:
             errors.append(error)
             raise
 
-    failure = play(
-        subject,
-        case,
-        # Draft outputs stay in range: on a device, one invalid token id ends the process.
-        spared=(field, "outputs"),
-        trusting=True,
-        tamper=tamper,
-    ).failure
+    # Draft outputs stay in range: on a device, one invalid token id ends the process.
+    spared = (record.field, "outputs")
+    failure = play(subject, case, spared=spared, trusting=True, tamper=tamper).failure
     if errors:
         raise errors[0]
     if failure is None:
         return None
-    return AuditResult(
-        role=role,
-        group="",
-        field=field,
-        axis=failure.axis,
-        declared_by="",
-        attack=attack,
+    return attrs.evolve(
+        record,
+        axis=record.axis or failure.axis,
         matters=True,
         message=f"{failure.check.value}: {failure.message}",
         batch=failure.batch,
@@ -170,18 +163,14 @@ def attack_case(subject: Subject, case: Case, role: Role, field: str, attack: At
 
 def _tried(subject: Subject, cases: Sequence[Case], record: AuditResult) -> AuditResult:
     """Run all cases at once and, if that matters, one after the other, the smallest first."""
-    role, field, attack = record.role, record.field, record.attack
-    for scene in dict.fromkeys(case.scene for case in cases):
-        mine = [case for case in cases if case.scene == scene]
-        steps = (*mine[0].steps[:-_PAIR], *(step for case in mine for step in case.steps[-_PAIR:]))
-        if attack_case(subject, Case(scene=scene, steps=steps), role, field, attack) is None:
-            continue
-        for case in (*mine, Case(scene=scene, steps=steps)):
-            seen = attack_case(subject, case, role, field, attack)
-            if seen is not None:
-                return attrs.evolve(
-                    record, matters=True, message=seen.message, batch=seen.batch, entry=seen.entry, case=seen.case
-                )
+    for scene, of_scene in itertools.groupby(cases, key=lambda case: case.scene):
+        alone = list(of_scene)
+        steps = (*alone[0].steps[:-_PAIR], *(step for case in alone for step in case.steps[-_PAIR:]))
+        together = Case(scene=scene, steps=steps)
+        if _attacked(subject, together, record) is not None:
+            for case in (*alone, together):
+                if (result := _attacked(subject, case, record)) is not None:
+                    return result
     return record
 
 
@@ -212,10 +201,11 @@ def _cases(shape: Shape, seed: int) -> Iterator[Case]:
         yield Case(scene=scene, steps=(*before, large, uneven))
 
 
-def _attackable(role: RoleRun) -> Iterator[tuple[str, FieldBuffer]]:
-    for buffer in role.fields:
-        if not buffer.is_frozen and buffer.field.axis is not Axis.SCALAR:
-            yield buffer.key, buffer
+def _attackable(role: RoleRun) -> dict[str, FieldBuffer]:
+    """Return the fields that a step writes, by key."""
+    return {
+        buffer.key: buffer for buffer in role.fields if not buffer.is_frozen and buffer.field.axis is not Axis.SCALAR
+    }
 
 
 def _declarer(role: RoleRun, key: str, backend: str) -> str:
@@ -230,7 +220,7 @@ def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
     if role not in runner.parts.roles:
         raise RunError(f"the case has no role {role}; it has {', '.join(runner.parts.roles)}")
     run = runner.parts.roles[role]
-    fields = dict(_attackable(run))
+    fields = _attackable(run)
     if key not in fields:
         raise RunError(f"{role} has no field {key!r} to attack; it has {', '.join(fields)}")
     buffer = fields[key]
@@ -243,7 +233,7 @@ def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
             along = Axis.REQUEST if buffer.field.axis is Axis.TOKEN else Axis.TOKEN
             buffer.field = replace(buffer.field, axis=along)
         case Attack.SHRUNK:
-            run.replay_or_run = functools.partial(_cut, run.replay_or_run, buffer, runner)  # type: ignore[method-assign]
+            run.replay_or_run = functools.partial(_cut, run.replay_or_run, buffer, run)  # type: ignore[method-assign]
 
 
 def _without_fill(inner: Callable[[StepInputs], list[Write]], buffer: FieldBuffer, inputs: StepInputs) -> list[Write]:
@@ -263,7 +253,7 @@ def _another(runner: Runner, buffer: FieldBuffer) -> int:
 
 
 def _cut(
-    inner: Callable[..., ForwardTimes], buffer: FieldBuffer, runner: Runner, step: ForwardStep, started: float
+    inner: Callable[..., ForwardTimes], buffer: FieldBuffer, role: RoleRun, step: ForwardStep, started: float
 ) -> ForwardTimes:
     """Overwrite what follows the real extent: on a host with anything, on a device within bounds."""
     tail = buffer.tensor[step.real.rows(buffer.field) : step.extents.rows(buffer.field)]
@@ -272,26 +262,12 @@ def _cut(
             poison(tail)
         elif buffer.field.axis is not Axis.REQUEST_PLUS_ONE:
             # Wrong offsets would have a kernel read anywhere: not on a device.
-            below = _range(runner, buffer)
+            indexes, bounds = buffer.field.indexes, role.bounds
+            # Slots are those of the null page.
+            below = {None: bounds.positions, Bound.SLOTS: bounds.slots // bounds.pages, Bound.TOKENS: 2}.get(indexes)
+            if below is None and indexes is not None:
+                below = bounds.of(indexes, step.extents)
             draw = np.random.default_rng(len(tail)).integers(0, below, tuple(tail.shape))
             tail.copy_(torch.from_numpy(draw).to(tail))
         buffer.spoil()
     return inner(step, started)
-
-
-def _range(runner: Runner, buffer: FieldBuffer) -> int:
-    """Return the upper bound, excluded, of values of a field of this kind."""
-    plan = runner.plan
-    match buffer.field.indexes:
-        case Bound.PAGES:
-            return runner.pages.num_pages
-        case Bound.SLOTS:
-            return runner.pages.page_size
-        case Bound.REQUESTS:
-            return plan.limits.max_num_reqs
-        case Bound.VOCABULARY:
-            return runner.model.vocab_size
-        case Bound.TOKENS:
-            return 2
-        case _:
-            return plan.model.max_model_len

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
 from capture_planner.errors import CaptureError, GuardError
 from capture_planner.modes import Role
-from capture_planner.records.batch import Entry
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.text import counted
 
 
 class Check(enum.Enum):
@@ -41,6 +44,10 @@ class Check(enum.Enum):
     COUNTED = "counted", "the session records every forward, with its graph or the reason it ran eager"
     RAN = "ran", "capture and replay raise no error"
     AGREED = "agreed", "every rank decides the same from the gathered vector"
+
+    def violation(self, message: str, **where: Any) -> Violation:
+        """Return the violation of this law, to be raised; ``where`` are other values of its ``Failure``."""
+        return Violation(Failure(check=self, message=message, **where))
 
 
 @attrs.frozen(kw_only=True)
@@ -84,9 +91,9 @@ class Violation(AssertionError):
 
     @classmethod
     def of(cls, error: Exception, **where: Any) -> Violation:
-        """Return the violation that an exception of a capture or a step is; ``where`` goes to ``Failure``."""
+        """Return the violation that an exception of a capture or a step is; ``where`` are values of its ``Failure``."""
         if isinstance(error, Violation):
-            return error
+            return cls(attrs.evolve(error.failure, **where))
         check = Check.RAN
         if isinstance(error, GuardError):
             check = Check.FROZEN
@@ -96,3 +103,20 @@ class Violation(AssertionError):
         if isinstance(error, CaptureError):
             message = f"not capturable: {message}"
         return cls(Failure(check=check, message=message[:600], **where))
+
+
+@contextlib.contextmanager
+def located(batch: Batch, entry: Entry | None) -> Iterator[None]:
+    """Raise every error in the block as a violation by this forward."""
+    try:
+        yield
+    except Exception as error:
+        raise Violation.of(error, role=batch.role, entry=entry, batch=describe_batch(batch)) from error
+
+
+def describe_batch(batch: Batch) -> str:
+    """Describe a batch in a few words."""
+    text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
+    if batch.query_len is not None:
+        text += f", {batch.query_len} each"
+    return text + ("" if batch.past_prompt else ", prompts among them")

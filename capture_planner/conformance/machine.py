@@ -6,9 +6,10 @@ failing one can be minimized, written down and run again.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import attrs
 from hypothesis import strategies as st
@@ -36,8 +37,6 @@ from capture_planner.conformance.subject import Subject
 from capture_planner.conformance.watch import Watch
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import GraphMode
-
-T = TypeVar("T")
 
 MOST_REQS, MOST_DRAFTS = 5, 5
 MODES = (
@@ -120,6 +119,9 @@ class Log:
         self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
 
 
+_with_requests = precondition(lambda self: bool(self._live()))
+
+
 class ConformanceMachine(RuleBasedStateMachine):
     """Subclass it with ``subject``, ``shapes`` and ``log``; Hypothesis runs it like any state machine."""
 
@@ -128,11 +130,12 @@ class ConformanceMachine(RuleBasedStateMachine):
     drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
     log: ClassVar[Log]
 
+    _scene: Scene
+    _stage: Stage
+
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[Step] = []
-        self._stage: Stage | None = None
-        self._scene: Scene | None = None
 
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
@@ -140,101 +143,38 @@ class ConformanceMachine(RuleBasedStateMachine):
         self.log.examples += 1
         self.log.on_change(self.log)
         self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
-        self._stage = self._watched(lambda: Stage(self.subject, self._scene_now()))
-        most = self._scene_now().num_reqs
+        with self._recorded():
+            self._stage = Stage(self.subject, self._scene)
+        most = self._scene.num_reqs
         for _ in range(data.draw(st.one_of(st.just(most), st.integers(1, most)), label="requests")):
-            self._arrive(data)
+            self.arrive(data)
 
     # Hypothesis draws rules evenly: forwards, which matter most, have four.
-    @precondition(lambda self: bool(self._live()))
+    @_with_requests
     @rule(data=st.data())
     def advance_all(self, data: st.DataObject) -> None:
         """All requests past their prompt decode, as in most steps of an engine."""
         self._decode(data, len(self._live()))
 
-    @precondition(lambda self: bool(self._live()))
+    @_with_requests
     @rule(data=st.data())
     def advance_alone(self, data: st.DataObject) -> None:
         """One request decodes: much padding, after a larger batch."""
         self._decode(data, 1)
 
-    @precondition(lambda self: bool(self._live()))
+    @_with_requests
     @rule(data=st.data())
     def advance_some(self, data: st.DataObject) -> None:
         """Some decode."""
         self._decode(data, data.draw(st.integers(1, len(self._live())), label="rows"))
 
-    @precondition(lambda self: bool(self._live()))
+    @_with_requests
     @rule(data=st.data())
     def advance_mixed(self, data: st.DataObject) -> None:
-        """Prompt chunks, decodes of any length, and rows without a token."""
-        self._mixed(data)
-
-    @precondition(lambda self: len(self._live()) < self._scene_now().num_reqs)
-    @rule(data=st.data())
-    def arrive(self, data: st.DataObject) -> None:
-        """A request arrives: anywhere in its prompt or past it, sharing a prefix or not."""
-        self._arrive(data)
-
-    def _arrive(self, data: st.DataObject) -> None:
-        scene, stage = self._scene_now(), self._stage_now()
-        lengths = _lengths(scene)
-        prompt = data.draw(st.one_of(lengths, st.just(1 + scene.drafts)), label="prompt")
-        shares = data.draw(st.sampled_from([None, *stage.live]), label="shares")
-        computed = data.draw(st.one_of(st.just(prompt), st.just(0), lengths), label="computed")
-        self._do(Arrive(prompt=prompt, computed=computed, shares=shares))
-
-    @precondition(lambda self: bool(self._live()))
-    @rule(data=st.data())
-    def depart(self, data: st.DataObject) -> None:
-        """A request leaves; its pages are poisoned, then reused."""
-        self._do(Depart(request=self._one(data).number))
-
-    @precondition(lambda self: bool(self._live()))
-    @rule(data=st.data())
-    def move(self, data: st.DataObject) -> None:
-        """The block table of a request is shuffled."""
-        self._do(Move(request=self._one(data).number))
-
-    @rule(seed=st.integers(8, 15))
-    def reload(self, seed: int) -> None:
-        """Weights are reloaded in place."""
-        self._do(Reload(seed=seed))
-
-    @rule(data=st.data())
-    def serve(self, data: st.DataObject) -> None:
-        """Requests are served to their end; some are as long as the model, some one token longer."""
-        scene = self._scene_now()
-        one = st.tuples(_lengths(scene), st.integers(1, 6), st.integers(0, 3))
-        self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
-
-    def teardown(self) -> None:
-        """Release the backend."""
-        if self._stage is not None:
-            self.log.add(self._stage.watch)
-            self._stage.close()
-
-    def _decode(self, data: st.DataObject, count: int) -> None:
-        """Run a uniform decode of up to so many requests that are past their prompt."""
-        stage = self._stage_now()
-        able = [live for live in self._live() if live.computed >= live.prompt]
-        rows = self._drawn(data, able)[:count]
-        while rows:
-            k = stage.draft_tokens(len(rows))
-            if admits(stage, [(live, 1 + k, 0) for live in rows]):
-                break
-            rows = rows[1:]
-        if not rows:
-            self._mixed(data)
-            return
-        accepted = st.integers(0, k)
-        self._do(RunBatch(rows=tuple((live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows)))
-
-    def _mixed(self, data: st.DataObject) -> None:
-        """Run a batch of any shape that the limits admit."""
-        scene, rows = self._scene_now(), []
+        """Prompt chunks, decodes of any length, and rows without a token, as far as the limits admit them."""
+        scene, rows = self._scene, []
         left = scene.num_tokens
-        for live in self._drawn(data, self._live()):
+        for live in data.draw(st.permutations(self._live()), label="order"):
             most = live.prompt - live.computed if live.computed < live.prompt else 1 + scene.drafts
             most = min(most, left, scene.shape.longest - live.computed)
             if most < 0:
@@ -246,41 +186,80 @@ class ConformanceMachine(RuleBasedStateMachine):
         if sum(count for _, count, _ in rows) >= len(rows) > 0:
             self._do(RunBatch(rows=tuple(rows)))
 
+    @precondition(lambda self: len(self._live()) < self._scene.num_reqs)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        """A request arrives: anywhere in its prompt or past it, sharing a prefix or not."""
+        lengths = _lengths(self._scene)
+        prompt = data.draw(st.one_of(lengths, st.just(1 + self._scene.drafts)), label="prompt")
+        shares = data.draw(st.sampled_from([None, *self._stage.live]), label="shares")
+        computed = data.draw(st.one_of(st.just(prompt), st.just(0), lengths), label="computed")
+        self._do(Arrive(prompt=prompt, computed=computed, shares=shares))
+
+    @_with_requests
+    @rule(data=st.data())
+    def depart(self, data: st.DataObject) -> None:
+        """A request leaves; its pages are poisoned, then reused."""
+        self._do(Depart(request=self._one(data)))
+
+    @_with_requests
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """The block table of a request is shuffled."""
+        self._do(Move(request=self._one(data)))
+
+    @rule(seed=st.integers(8, 15))
+    def reload(self, seed: int) -> None:
+        """Weights are reloaded in place."""
+        self._do(Reload(seed=seed))
+
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        """Requests are served to their end; some are as long as the model, some one token longer."""
+        one = st.tuples(_lengths(self._scene), st.integers(1, 6), st.integers(0, 3))
+        self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
+
+    def teardown(self) -> None:
+        """Release the backend, unless the set-up failed."""
+        if hasattr(self, "_stage"):
+            self.log.add(self._stage.watch)
+            self._stage.close()
+
+    def _decode(self, data: st.DataObject, count: int) -> None:
+        """Run a uniform decode of up to so many requests that are past their prompt."""
+        able = [live for live in self._live() if live.computed >= live.prompt]
+        rows = list(data.draw(st.permutations(able), label="order"))[:count]
+        while rows:
+            k = self._stage.draft_tokens(len(rows))
+            if admits(self._stage, [(live, 1 + k, 0) for live in rows]):
+                accepted = st.integers(0, k)
+                drawn = tuple((live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows)
+                self._do(RunBatch(rows=drawn))
+                return
+            rows = rows[1:]
+        self.advance_mixed(data)
+
     def _live(self) -> list[LiveRequest]:
-        return [] if self._stage is None else list(self._stage.live.values())
+        return list(self._stage.live.values())
 
-    def _one(self, data: st.DataObject) -> LiveRequest:
-        return data.draw(st.sampled_from(self._live()), label="request")
-
-    @staticmethod
-    def _drawn(data: st.DataObject, live: list[LiveRequest]) -> list[LiveRequest]:
-        """Draw an order."""
-        return list(data.draw(st.permutations(live), label="order"))
+    def _one(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(self._live()), label="request").number
 
     def _do(self, step: Step) -> None:
         self._steps.append(step)
         self.log.steps[step_name(step)] += 1
-        self._watched(lambda: run_step(self._stage_now(), step))
+        with self._recorded():
+            run_step(self._stage, step)
 
-    def _watched(self, act: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Raise any error as a violation with its case."""
         try:
-            return act()
+            yield
         except Exception as error:
-            case = dumps(Case(scene=self._scene_now(), steps=tuple(self._steps)))
-            self.log.violation = _with_case(error, case)
+            case = dumps(Case(scene=self._scene, steps=tuple(self._steps)))
+            self.log.violation = Violation.of(error, case=case)
             raise self.log.violation from error
-
-    def _scene_now(self) -> Scene:
-        assert self._scene is not None, "a scene is drawn first"
-        return self._scene
-
-    def _stage_now(self) -> Stage:
-        assert self._stage is not None, "a stage is set up first"
-        return self._stage
-
-
-def _with_case(error: Exception, case: str) -> Violation:
-    return Violation(attrs.evolve(Violation.of(error).failure, case=case))
 
 
 def _lengths(scene: Scene) -> SearchStrategy[int]:
@@ -317,5 +296,5 @@ def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), **options:
             finally:
                 log.add(stage.watch)
     except Exception as error:
-        failure = _with_case(error, dumps(case)).failure
+        failure = Violation.of(error, case=dumps(case)).failure
     return PlayResult(failure=failure, log=log, skipped=tuple(skipped))

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice, product
 from typing import Any
 
 from capture_planner.conformance.failure import Check, Failure
-from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, Triple, loads
+from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, loads
 from capture_planner.records._base import replace
 
 PLAYS = 250
@@ -42,50 +43,15 @@ def minimize(
     def attempt(candidate: Case) -> Failure | None:
         nonlocal wanted
         failure = play(candidate)
-        if failure is None or not (_kind(failure) == wanted or _is_cause(failure, wanted[0])):
+        # A failure that names the graph and the batch explains a wrong token.
+        is_cause = failure is not None and wanted[0] is Check.TOKENS and failure.entry is not None
+        if failure is None or not (_kind(failure) == wanted or is_cause):
             return None
         wanted = _kind(failure)
         return failure
 
-    yield (first := attempt(case))
-    if first is None:
-        return
-    small, seen, left = case, {case}, plays - 2
-    while left > 0:
-        before = small
-        for cut in _cuts(shapes, drafts):
-            reached: int | None = 0
-            while reached is not None:
-                start, reached = reached, None
-                for number, candidate in enumerate(cut(small)):
-                    if number < start or candidate in seen or left <= 0:
-                        continue
-                    seen.add(candidate)
-                    left -= 1
-                    yield (failure := attempt(candidate))
-                    if failure is not None:
-                        # Earlier cuts that failed are tried again in the next round.
-                        small, reached = candidate, number
-                        break
-        if small == before:
-            break
-    if plays > 1:
-        yield attempt(small)
-
-
-def _kind(failure: Failure) -> tuple[Check, str]:
-    """Return what must not change: the check and, for an error, its type."""
-    return failure.check, failure.message.partition(": ")[0] if failure.check is Check.RAN else ""
-
-
-def _is_cause(failure: Failure, wanted: Check) -> bool:
-    """Say whether a failure explains a wrong token: it names the graph and the batch that compute it."""
-    return wanted is Check.TOKENS and failure.entry is not None
-
-
-def _cuts(shapes: Sequence[Shape], drafts: Sequence[int]) -> tuple[Cut, ...]:
-    """Return all cuts, the largest first: what they remove need not be minimized."""
-    return (
+    cuts: tuple[Cut, ...] = (
+        # The largest first: what they remove need not be minimized.
         _history,
         _stepwise,
         _settled,
@@ -93,12 +59,36 @@ def _cuts(shapes: Sequence[Shape], drafts: Sequence[int]) -> tuple[Cut, ...]:
         _rows,
         partial(_shapes, tuple(shapes)),
         partial(_drafts, tuple(drafts)),
-        _sizes,
-        _limits,
-        _flags,
+        _scenes,
         _arrivals,
         _numbers,
     )
+    yield (first := attempt(case))
+    if first is None:
+        return
+    small, before, seen, left = case, None, {case}, plays - 2
+    while small != before and left > 0:
+        before = small
+        for cut in cuts:
+            candidates, number = cut(small), 0
+            while left > 0 and (candidate := next(candidates, None)) is not None:
+                number += 1
+                if candidate in seen:
+                    continue
+                seen.add(candidate)
+                left -= 1
+                yield (failure := attempt(candidate))
+                if failure is not None:
+                    # Earlier cuts that failed are tried again in the next round.
+                    small, number = candidate, number - 1
+                    candidates = islice(cut(small), number, None)
+    if plays > 1:
+        yield attempt(small)
+
+
+def _kind(failure: Failure) -> tuple[Check, str]:
+    """Return what must not change: the check and, for an error, its type."""
+    return failure.check, failure.message.partition(": ")[0] if failure.check is Check.RAN else ""
 
 
 # Steps.
@@ -183,58 +173,51 @@ def _renamed(step: Step, numbers: dict[int, int]) -> Step | None:
             return step
 
 
-def _exchanged(case: Case, index: int, step: Step) -> Case:
-    return replace(case, steps=(*case.steps[:index], step, *case.steps[index + 1 :]))
+def _changed(case: Case, index: int, **changes: Any) -> Case:
+    """Return the case with other values in one step."""
+    return replace(case, steps=(*case.steps[:index], replace(case.steps[index], **changes), *case.steps[index + 1 :]))
 
 
 def _rows(case: Case) -> Iterator[Case]:
     """Drop one row of a forward, or one served request."""
     for index, step in reversed(tuple(enumerate(case.steps))):
-        match step:
-            case RunBatch():
-                for rows in _fewer(step.rows):
-                    yield _exchanged(case, index, RunBatch(rows=rows))
-            case Serve():
-                for rows in _fewer(step.requests):
-                    yield _exchanged(case, index, Serve(requests=rows))
+        if isinstance(step, RunBatch | Serve):
+            name, _ = _NUMBERS[type(step)]
+            rows = getattr(step, name)
+            for row in reversed(range(len(rows))) if len(rows) > 1 else ():
+                yield _changed(case, index, **{name: (*rows[:row], *rows[row + 1 :])})
 
 
-def _fewer(rows: tuple[Triple, ...]) -> Iterator[tuple[Triple, ...]]:
-    for row in reversed(range(len(rows))) if len(rows) > 1 else ():
-        yield (*rows[:row], *rows[row + 1 :])
+_NUMBERS: dict[type[Step], tuple[str, dict[int, int]]] = {
+    RunBatch: ("rows", {1: 1, 2: 0}),
+    Serve: ("requests", {0: 1, 1: 1, 2: 0}),
+}
+"""The rows of a step, and the least value in each of their columns."""
 
 
 def _arrivals(case: Case) -> Iterator[Case]:
     """Replace an arrival by one of a single token, computed or not, with pages of its own."""
     for index, step in enumerate(case.steps):
         if isinstance(step, Arrive):
-            yield _exchanged(case, index, Arrive(prompt=1, computed=1))
-            yield _exchanged(case, index, Arrive(prompt=1))
-            yield _exchanged(case, index, replace(step, shares=None))
+            yield _changed(case, index, prompt=1, computed=1, shares=None)
+            yield _changed(case, index, prompt=1, computed=0, shares=None)
+            yield _changed(case, index, shares=None)
 
 
 def _numbers(case: Case) -> Iterator[Case]:
     """Lower each number of a step. A row of 0 tokens stays: it is no simpler than one of 1."""
     for index, step in enumerate(case.steps):
-        match step:
-            case Arrive():
-                for name, least in (("prompt", 1), ("computed", 0)):
-                    for value in _lower(getattr(step, name), least):
-                        yield _exchanged(case, index, replace(step, **{name: value}))
-            case RunBatch():
-                for rows in _lower_rows(step.rows, (None, 1, 0)):
-                    yield _exchanged(case, index, RunBatch(rows=rows))
-            case Serve():
-                for rows in _lower_rows(step.requests, (1, 1, 0)):
-                    yield _exchanged(case, index, Serve(requests=rows))
-
-
-def _lower_rows(rows: tuple[Triple, ...], least: tuple[int | None, ...]) -> Iterator[tuple[Triple, ...]]:
-    for row, numbers in enumerate(rows):
-        for column, bottom in enumerate(least):
-            for value in () if bottom is None else _lower(numbers[column], bottom):
-                first, second, third = (value if index == column else number for index, number in enumerate(numbers))
-                yield (*rows[:row], (first, second, third), *rows[row + 1 :])
+        if isinstance(step, Arrive):
+            for name, least in (("prompt", 1), ("computed", 0)):
+                for value in _lower(getattr(step, name), least):
+                    yield _changed(case, index, **{name: value})
+        elif isinstance(step, RunBatch | Serve):
+            name, columns = _NUMBERS[type(step)]
+            rows = getattr(step, name)
+            for row, (column, least) in product(range(len(rows)), columns.items()):
+                for value in _lower(rows[row][column], least):
+                    lower = (*rows[row][:column], value, *rows[row][column + 1 :])
+                    yield _changed(case, index, **{name: (*rows[:row], lower, *rows[row + 1 :])})
 
 
 def _lower(value: int, least: int) -> tuple[int, ...]:
@@ -300,34 +283,17 @@ def _shortened(step: Step, length: int, new: int) -> Step:
     return RunBatch(rows=tuple((request, count, min(kept, max(count - 1, 0))) for request, count, kept in rows))
 
 
-def _sizes(case: Case) -> Iterator[Case]:
-    """Use the sizes of the default policy, or drop one size."""
+def _scenes(case: Case) -> Iterator[Case]:
+    """Use the sizes of the default policy, lower a number, switch off a flag, or drop a size."""
     scene = case.scene
     yield _scened(case, size_tokens=(), size_reqs=())
+    # Chains only differ with a drafter.
+    flags = {"ahead": False, "per_role": False, "eagle3": False, "fused": not scene.drafts}
+    least = {"num_reqs": 1, "num_tokens": max(scene.num_reqs, 1 + scene.drafts), "layers": 1, "seed": 0}
+    numbers = [(name, value) for name in least for value in _lower(getattr(scene, name), least[name])]
+    for name, value in (*numbers, *flags.items()):
+        yield _scened(case, **{name: value})
     for name in ("size_tokens", "size_reqs"):
         sizes = getattr(scene, name)
         for index in reversed(range(len(sizes) - 1)):
-            fewer: dict[str, Any] = {name: (*sizes[:index], *sizes[index + 1 :])}
-            yield _scened(case, **fewer)
-
-
-def _limits(case: Case) -> Iterator[Case]:
-    """Lower each number of the scene."""
-    scene = case.scene
-    for name, least in (
-        ("num_reqs", 1),
-        ("num_tokens", max(scene.num_reqs, 1 + scene.drafts)),
-        ("layers", 1),
-        ("seed", 0),
-    ):
-        for value in _lower(getattr(scene, name), least):
-            lower: dict[str, Any] = {name: value}
-            yield _scened(case, **lower)
-
-
-def _flags(case: Case) -> Iterator[Case]:
-    """Switch flags to their defaults; the kind of chains only matters with a drafter."""
-    yield _scened(case, ahead=False)
-    yield _scened(case, per_role=False)
-    yield _scened(case, eagle3=False)
-    yield _scened(case, fused=not case.scene.drafts)
+            yield _scened(case, **{name: (*sizes[:index], *sizes[index + 1 :])})

@@ -19,13 +19,17 @@ from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
 @attrs.frozen(kw_only=True)
 class AttentionShape:
-    """The attention of one model: layers, heads, their width, and each layer's window."""
+    """The attention of one model: heads, their width, and each layer's window."""
 
-    layers: int
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.windows)
 
     @property
     def width(self) -> int:
@@ -90,20 +94,35 @@ class Tables(nn.Module):
         return mean.flatten(2)
 
 
-class ProbeTarget(nn.Module):
-    """A ``TargetModel`` whose hidden states are the attention outputs of its layers, side by side."""
+class _Probe(nn.Module):
+    """What target and drafter have in common: tables, and a head of random weights."""
 
     head: torch.Tensor
 
-    def __init__(self, tables: Tables, vocabulary: int, longest: int, seed: int) -> None:
+    def __init__(self, tables: Tables, name: str, hidden_size: int, vocabulary: int, seed: int) -> None:
         super().__init__()
         shape = tables.shape
-        self.tables, self.name, self.mrope = tables, "probe", False
+        self.tables, self.name, self.hidden_size = tables, name, hidden_size
         self.num_layers, self.num_heads, self.num_kv_heads = shape.layers, shape.heads, shape.kv_heads
-        self.head_dim, self.windows = shape.head_dim, shape.windows
-        self.hidden_size, self.vocab_size, self.max_model_len = (shape.layers * shape.width, vocabulary, longest)
-        self.dtype = tables.by_token.dtype
-        self.register_buffer("head", _head(self.hidden_size, vocabulary, tables.by_token, seed))
+        self.head_dim = shape.head_dim
+        draw = torch.Generator().manual_seed(seed)
+        head = torch.randn(hidden_size, vocabulary, generator=draw, dtype=torch.float32)
+        self.register_buffer("head", head.to(tables.by_token))
+
+    def weights(self) -> Iterator[Weight]:
+        """The tables and the head."""
+        for prefix, part in self.named_modules():
+            for name in part._buffers:
+                yield f"{prefix}.{name}" if prefix else name, part, name
+
+
+class ProbeTarget(_Probe):
+    """A ``TargetModel`` whose hidden states are the attention outputs of its layers, side by side."""
+
+    def __init__(self, tables: Tables, vocabulary: int, longest: int, seed: int) -> None:
+        super().__init__(tables, "probe", tables.shape.layers * tables.shape.width, vocabulary, seed)
+        self.mrope, self.windows, self.dtype = False, tables.shape.windows, tables.by_token.dtype
+        self.vocab_size, self.max_model_len = vocabulary, longest
 
     def forward(
         self,
@@ -127,23 +146,13 @@ class ProbeTarget(nn.Module):
         """Return ``[N, vocab_size]``."""
         return hidden @ self.head
 
-    def weights(self) -> Iterator[Weight]:
-        """The tables and the head."""
-        yield from _weights(self)
 
-
-class ProbeDrafter(nn.Module):
+class ProbeDrafter(_Probe):
     """A ``Drafter``: attention outputs of its own tables, mixed half and half with what it was given."""
 
-    head: torch.Tensor
-
     def __init__(self, tables: Tables, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int) -> None:
-        super().__init__()
-        shape = tables.shape
-        self.tables, self.name, self.aux_layers = tables, "probe drafter", aux_layers
-        self.num_layers, self.num_heads, self.num_kv_heads = shape.layers, shape.heads, shape.kv_heads
-        self.head_dim, self.hidden_size = shape.head_dim, target.hidden_size
-        self.register_buffer("head", _head(self.hidden_size, target.vocab_size, tables.by_token, seed))
+        super().__init__(tables, "probe drafter", target.hidden_size, target.vocab_size, seed)
+        self.aux_layers = aux_layers
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Return the first of the auxiliary states: they are all alike."""
@@ -167,10 +176,6 @@ class ProbeDrafter(nn.Module):
     def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """It does not."""
 
-    def weights(self) -> Iterator[Weight]:
-        """The tables and the head."""
-        yield from _weights(self)
-
 
 def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
     """Let the runner attend in every layer; returns the outputs side by side, ``[T, layers * width]``."""
@@ -180,14 +185,3 @@ def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend:
         q, k, v = (part[:, layer].contiguous() for part in (query, keys, values))
         found.append(attend(layer, q, k, v, Scoring(scale=tables.shape.scale)).flatten(1))
     return torch.cat(found, dim=1)
-
-
-def _head(rows: int, columns: int, like: torch.Tensor, seed: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=draw, dtype=torch.float32).to(like)
-
-
-def _weights(module: nn.Module) -> Iterator[Weight]:
-    for prefix, part in module.named_modules():
-        for name in part._buffers:
-            yield f"{prefix}.{name}" if prefix else name, part, name

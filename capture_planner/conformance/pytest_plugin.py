@@ -12,6 +12,7 @@ point, so that it costs other test runs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -49,14 +50,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse invalid options before anything is collected; raises ``pytest.UsageError``."""
     _search_options(config)
-    if (case := _option(config, "case")) is not None:
+    case, source = _option(config, "case")
+    if case is not None:
         try:
             refuse_missing()
             from capture_planner.conformance import loads
 
             loads(case)
         except CapturePlannerError as error:
-            raise pytest.UsageError(f"{_source(config, 'case')}: {error}") from None
+            raise pytest.UsageError(f"{source}: {error}") from None
 
 
 class ConformanceTests:
@@ -78,17 +80,6 @@ class ConformanceTests:
     @pytest.fixture
     def subject(self) -> Iterator[Subject]:
         """Give the backend as it is tested on this machine."""
-        subject = self._subject()
-        import torch
-
-        # The operators are tiny: on many threads they wait for each other.
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield subject
-        torch.set_num_threads(before)
-
-    def _subject(self) -> Subject:
-        """Return the backend under test; fails the test with a sentence if the class names none."""
         name = type(self).__name__
         if not hasattr(self, "backend"):
             pytest.fail(f"{name} needs `backend`: a name or a backend object", pytrace=False)
@@ -96,15 +87,18 @@ class ConformanceTests:
         backend: object = self.backend
         if not isinstance(backend, str) and not isinstance(getattr(backend, "name", None), str):
             pytest.fail(f"{name}: `backend` is {backend!r}, expected a name or a backend object", pytrace=False)
-        try:
+        with _failing(f"{name}: "):
             refuse_missing()
             from capture_planner import conformance
 
-            return conformance.under_test(self.backend)
-        except CapturePlannerError as error:
-            message = str(error)
-        # Outside the handler: pytest would print the error twice.
-        pytest.fail(f"{name}: {message}", pytrace=False)
+            subject = conformance.under_test(self.backend)
+        import torch
+
+        # The operators are tiny: on many threads they wait for each other.
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield subject
+        torch.set_num_threads(before)
 
     @pytest.fixture
     def shapes(self, subject: Subject) -> tuple[Shape, ...]:
@@ -128,10 +122,12 @@ class ConformanceTests:
         """Plans are captured and replayed in any order of steps, with garbage in the padding."""
         from capture_planner import conformance
 
-        if (case := _option(request.config, "case")) is not None:
+        case, _ = _option(request.config, "case")
+        if case is not None:
             failure = conformance.replay(subject, case).failure
         else:
-            failure = _search(subject, shapes, suite_options(request.config))
+            with _failing():
+                failure = conformance.search(subject, shapes, suite_options(request.config), conformance.Log())
         if failure is not None:
             failure = conformance.with_causes(subject, failure)
             _fail([attrs.evolve(failure, command=_command(request, failure))])
@@ -165,64 +161,55 @@ def suite_options(config: pytest.Config) -> SuiteOptions:
 
     Raises ``pytest.UsageError`` for an unknown profile, and for text that is no number.
     """
-    from capture_planner.conformance import DEFAULT, THOROUGH, SuiteOptions
+    from capture_planner import conformance
 
     name, seed, examples = _search_options(config)
-    profile = {profile.name: profile for profile in (DEFAULT, THOROUGH)}[name]
+    profile = conformance.DEFAULT if name == PROFILES[0] else conformance.THOROUGH
     if examples is not None:
         profile = attrs.evolve(profile, examples=examples)
-    return SuiteOptions(profile=profile, seed=seed or 0)
+    return conformance.SuiteOptions(profile=profile, seed=seed or 0)
 
 
 def _search_options(config: pytest.Config) -> tuple[str, int | None, int | None]:
     """Return profile, seed and examples."""
-    profile = _option(config, "profile") or PROFILES[0]
-    if profile not in PROFILES:
-        raise pytest.UsageError(
-            f"{_source(config, 'profile')}: {profile!r} is not a profile; expected one of {', '.join(PROFILES)}"
-        )
-    return profile, _number(config, "seed", least=0), _number(config, "examples", least=1)
+    profile, source = _option(config, "profile")
+    if (profile or PROFILES[0]) not in PROFILES:
+        raise pytest.UsageError(f"{source}: {profile!r} is not a profile; expected one of {', '.join(PROFILES)}")
+    return profile or PROFILES[0], _number(config, "seed", least=0), _number(config, "examples", least=1)
 
 
-def _option(config: pytest.Config, name: str) -> str | None:
+def _option(config: pytest.Config, name: str) -> tuple[str | None, str]:
+    """Return the value of an option, or else of its variable, and the name of that option or variable."""
     value: str | None = config.getoption(f"conformance_{name}", None)
-    return os.environ.get(f"CONFORMANCE_{name.upper()}") if value is None else value
-
-
-def _source(config: pytest.Config, name: str) -> str:
-    """Return the name of the option or variable that sets it."""
-    option = config.getoption(f"conformance_{name}", None) is not None
-    return f"--conformance-{name}" if option else f"CONFORMANCE_{name.upper()}"
+    if value is not None:
+        return value, f"--conformance-{name}"
+    variable = f"CONFORMANCE_{name.upper()}"
+    return os.environ.get(variable), variable
 
 
 def _number(config: pytest.Config, name: str, *, least: int) -> int | None:
-    text = _option(config, name)
+    text, source = _option(config, name)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise pytest.UsageError(f"{_source(config, name)}: expected a whole number from {least}, got {text!r}")
+        raise pytest.UsageError(f"{source}: expected a whole number from {least}, got {text!r}")
     return int(text)
 
 
-def _search(subject: Subject, shapes: tuple[Shape, ...], options: SuiteOptions) -> Failure | None:
-    """Search; fails the test with a sentence if nothing was tested."""
-    from capture_planner import conformance
-
+@contextlib.contextmanager
+def _failing(prefix: str = "") -> Iterator[None]:
+    """Turn an error of ours into a failed test with one sentence."""
     try:
-        return conformance.search(subject, shapes, options, conformance.Log())
-    except RunError as error:
-        message = str(error)
-    pytest.fail(message, pytrace=False)
+        yield
+    except CapturePlannerError as error:
+        raise pytest.fail.Exception(f"{prefix}{error}", pytrace=False) from None
 
 
 def _declared(subject: Subject, shape: Shape) -> frozenset[str]:
     """Return the names of all fields that the backend declares in any role."""
-    from capture_planner.conformance.scene import Scene
-    from capture_planner.planning.planner import plan
+    from capture_planner.conformance.declaration_checks import declared_plan
 
-    scene = Scene(shape=shape, drafts=2, num_tokens=24, size_tokens=(24,))
-    made = plan(scene.spec(subject.backend), subject.environment, subject.registry)
-    groups = (group for role in made.roles for group in role.groups)
+    groups = (group for role in declared_plan(subject, shape).roles for group in role.groups)
     return frozenset(field.name for group in groups for field in group.padding.fields)
 
 

@@ -15,6 +15,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from capture_planner.analysis.data_parallel import Agreement, Vector
+from capture_planner.conformance.failure import Check, Violation
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.search_settings import search_settings
 from capture_planner.dispatch.dispatcher import Dispatcher
@@ -52,12 +53,12 @@ def check_agreement(agree: Agree, seed: int, vectors: int = 300) -> str | None:
         vector = data.draw(any_vectors(plan))
         order = data.draw(st.permutations(range(len(vector.ranks))))
         for message in disagreements(agree, plan, vector, tuple(order)):
-            raise _Disagreement(f"{message} ({shown(vector)})")
+            raise Check.AGREED.violation(f"{message} ({shown(vector)})")
 
     try:
         hold()
-    except _Disagreement as found:
-        return str(found)
+    except Violation as violation:
+        return violation.failure.message
     return None
 
 
@@ -83,10 +84,6 @@ def plans() -> tuple[Plan, ...]:
             (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY),
         )
     )
-
-
-class _Disagreement(AssertionError):
-    """A vector whose ranks do not agree."""
 
 
 def shown(vector: Vector) -> str:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from cattrs.errors import ClassValidationError
-
-from capture_planner.codec.converter import CONVERTER, problems_of
+from capture_planner.codec.reading import structure
 from capture_planner.codec.writing import to_data
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
@@ -230,10 +228,9 @@ def _read_step(where: str, data: Any) -> Any:
 
 def _structure(where: str, data: Any, kind: type[Any]) -> Any:
     try:
-        return CONVERTER.structure(data, kind)
-    except (ClassValidationError, InvalidValue) as error:
-        problems = (problem.under((where,)) for problem in problems_of(error))
-        raise ValueError("; ".join(map(str, problems))) from None
+        return structure(data, kind)
+    except InvalidValue as error:
+        raise ValueError("; ".join(str(problem.under((where,))) for problem in error.problems)) from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

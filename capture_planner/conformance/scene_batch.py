@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 import numpy as np
 
-from capture_planner.conformance.failure import Check
+from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.inputs import Array, StepInputs
-from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT
+from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
@@ -29,9 +29,15 @@ class SceneBatch:
 
     def __init__(self, stage: Stage, rows: Sequence[Row]) -> None:
         self._stage, self.rows = stage, tuple(rows)
-        self.starts = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum([count for _, count, _ in rows], out=self.starts[1:])
-        self.ids = np.concatenate([self._fed(live, count, accepted) for live, count, accepted in rows])
+        self._lives, counts, _ = zip(*rows, strict=True)
+        self._counts = np.array(counts, dtype=np.int64)
+        self._computed = np.array([live.computed for live in self._lives], dtype=np.int64)
+        self._places = np.array([live.place for live in self._lives], dtype=np.int64)
+        self._is_decode = np.array([live.computed >= live.prompt for live in self._lives])
+        self._drafts = np.where(self._is_decode, np.maximum(self._counts - 1, 0), 0)
+        self._settled = np.array([self.settled(*row) for row in rows])
+        self.starts = np.cumsum([0, *counts], dtype=np.int32)
+        self.ids = np.concatenate([self._fed(*row) for row in rows])
         self.inputs_by_role: dict[Role, StepInputs] = {}
 
     @staticmethod
@@ -59,80 +65,65 @@ class SceneBatch:
         reqs = len(self.rows)
         if role is Role.DRAFT_DECODE:
             return Batch(role=role, num_reqs=reqs, num_tokens=reqs, query_len=1)
-        counts = {count for _, count, _ in self.rows}
+        lengths = set(self._counts.tolist())
         return Batch(
             role=role,
             num_reqs=reqs,
             num_tokens=int(self.starts[-1]),
-            query_len=counts.pop() if len(counts) == 1 else None,
-            past_prompt=all(live.computed >= live.prompt for live, _, _ in self.rows),
+            query_len=lengths.pop() if len(lengths) == 1 else None,
+            past_prompt=bool(self._is_decode.all()),
         )
 
     def _table(self, lengths: np.ndarray) -> np.ndarray:
         pages = self._stage.world.pages
         width = min(pages.pages(int(lengths.max())), pages.pages(self._stage.scene.shape.longest))
-        table = np.full((len(self.rows), width), NULL_PAGE, dtype=np.int32)
-        for row, (live, _, _) in enumerate(self.rows):
-            table[row] = live.pages[:width]
-        return table
+        return np.array([live.pages[:width] for live in self._lives], dtype=np.int32)
 
     def target(self) -> StepInputs:
         """Return the values of the target's fields."""
-        world, starts = self._stage.world, self.starts
-        positions = np.concatenate([np.arange(live.computed, live.computed + count) for live, count, _ in self.rows])
-        slots = np.concatenate(
-            [world.slots(live, np.arange(live.computed, live.computed + count)) for live, count, _ in self.rows]
-        )
-        lengths = np.array([live.computed + count for live, count, _ in self.rows], dtype=np.int32)
-        drafts = np.array([count - 1 if live.computed >= live.prompt and count else 0 for live, count, _ in self.rows])
-        made: dict[str, Array] = {
-            "input_ids": self.ids.astype(np.int32),
-            "positions": positions.astype(np.int64),
-            "slot_mapping": slots.astype(np.int64),
-            "query_start_loc": starts,
+        lengths = self._computed + self._counts
+        positions = [np.arange(*ends) for ends in zip(self._computed, lengths, strict=True)]
+        slots = map(self._stage.world.slots, self._lives, positions)
+        made = {
+            "input_ids": self.ids,
+            "positions": np.concatenate(positions),
+            "slot_mapping": np.concatenate(list(slots)),
+            "query_start_loc": self.starts,
             "seq_lens": lengths,
             "block_table": self._table(lengths),
-            "last_token_indices": np.maximum(starts[1:] - 1, 0).astype(np.int32),
-            "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
-            "cu_num_draft_tokens": np.cumsum(drafts, dtype=np.int32),
+            "last_token_indices": np.maximum(self.starts[1:] - 1, 0),
+            "idx_mapping": self._places,
+            "cu_num_draft_tokens": np.cumsum(self._drafts),
         }
         return self._verified(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
     def draft_prefill(self, target: StepInputs) -> StepInputs:
         """Return the draft prefill's values: the same batch, each token shifted by one."""
-        ids = np.concatenate([self._fed(live, count, accepted, 1) for live, count, accepted in self.rows])
-        accepted = np.array([self.settled(*row) for row in self.rows])
         made = {
             **target.declared,
-            "input_ids": ids.astype(np.int32),
-            "last_token_indices": (self.starts[:-1] + accepted - 1).astype(np.int32),
+            "input_ids": np.concatenate([self._fed(*row, shift=1) for row in self.rows]),
+            "last_token_indices": self.starts[:-1] + self._settled - 1,
         }
         self._settle()
-        runners = draft_prefill_inputs(target, self._scheduled, accepted, self._states)
+        runners = draft_prefill_inputs(target, self._scheduled, self._settled, self._states)
         return self._verified(Role.DRAFT_PREFILL, made, runners)
 
     def draft_decode(self) -> StepInputs:
         """Return the values of the first draft decode: one token per request, after its final ones."""
         longest, world = self._stage.scene.shape.longest, self._stage.world
-        wanted = np.array([live.computed + self.settled(live, count, accepted) for live, count, accepted in self.rows])
+        wanted = self._computed + self._settled
         positions = np.minimum(wanted, longest - 1)
-        slots = np.array(
-            [
-                int(world.slots(live, positions[row : row + 1])[0]) if wanted[row] < longest else NULL_SLOT
-                for row, (live, _, _) in enumerate(self.rows)
-            ]
-        )
-        reqs, lengths = len(self.rows), (positions + 1).astype(np.int32)
-        starts = np.arange(reqs + 1, dtype=np.int32)
-        made: dict[str, Array] = {
-            "input_ids": np.zeros(reqs, dtype=np.int32),
-            "positions": positions.astype(np.int64),
-            "slot_mapping": slots.astype(np.int64),
+        slots = np.concatenate([world.slots(*row) for row in zip(self._lives, positions[:, None], strict=True)])
+        starts = np.arange(len(self.rows) + 1, dtype=np.int32)
+        made = {
+            "input_ids": np.zeros(len(self.rows)),
+            "positions": positions,
+            "slot_mapping": np.where(wanted < longest, slots, NULL_SLOT),
             "query_start_loc": starts,
-            "seq_lens": lengths,
-            "block_table": self._table(lengths),
+            "seq_lens": positions + 1,
+            "block_table": self._table(positions + 1),
             "last_token_indices": starts[:-1],
-            "idx_mapping": np.array([live.place for live, _, _ in self.rows], dtype=np.int32),
+            "idx_mapping": self._places,
         }
         runners = draft_decode_inputs(self._scheduled, wanted, self._states, self._pages)
         return self._verified(Role.DRAFT_DECODE, made, runners)
@@ -143,12 +134,12 @@ class SceneBatch:
             found = runners.declared[name]
             if name == "block_table":
                 found = found[:, : value.shape[1]]
-            if not all(count for _, count, _ in self.rows) and name == "last_token_indices":
+            if not self._counts.all() and name == "last_token_indices":
                 # No scheduler hands out a row without a token, so the runner need not clamp this value.
                 runners, found = attrs.evolve(runners, last_token_indices=value), value
             if found.shape != value.shape or (found != value).any():
-                message = f"{name} is {found.tolist()}, expected {value.tolist()}"
-                raise self._stage.violation(Check.MADE, message, batch=self.batch(role))
+                with located(self.batch(role), None):
+                    raise Check.MADE.violation(f"{name} is {found.tolist()}, expected {value.tolist()}")
         self.inputs_by_role[role] = runners
         return runners
 
@@ -159,14 +150,12 @@ class SceneBatch:
     @functools.cached_property
     def _scheduled(self) -> ScheduledBatch:
         """The batch in the scheduler's form."""
-        decodes = [live.computed >= live.prompt for live, _, _ in self.rows]
-        counts = np.array([count for _, count, _ in self.rows], dtype=np.int64)
         return ScheduledBatch(
-            live=tuple(live for live, _, _ in self.rows),  # type: ignore[misc]
-            state_indices=np.array([live.place for live, _, _ in self.rows], dtype=np.int64),
-            counts=counts,
-            drafts=np.where(decodes, np.maximum(counts - 1, 0), 0),
-            prompts=len(decodes) - sum(decodes),
+            live=self._lives,
+            state_indices=self._places,
+            counts=self._counts,
+            drafts=self._drafts,
+            prompts=int((~self._is_decode).sum()),
             draft_tokens=self._stage.draft_tokens(len(self.rows)),
         )
 

@@ -8,20 +8,20 @@ import numpy as np
 import torch
 
 from capture_planner.analysis.lint import Severity, lint
-from capture_planner.conformance.failure import Check, Failure, Violation
-from capture_planner.conformance.outputs import Outputs
+from capture_planner.conformance.failure import Check, Violation
+from capture_planner.conformance.garbage import Outputs
 from capture_planner.conformance.probe import AttentionShape, ProbeDrafter, ProbeTarget, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject
-from capture_planner.conformance.watch import EAGER, Watch, describe_batch
+from capture_planner.conformance.watch import EAGER, Watch
 from capture_planner.conformance.world import LiveRequest, ModelCache, World
 from capture_planner.modes import Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.execution.chain import run_chain
 from capture_planner.runtime.execution.inputs import StepInputs
+from capture_planner.runtime.execution.role import run_chain
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -55,7 +55,7 @@ class Stage:
         self.plan = make_plan(scene.spec(subject.backend), subject.environment, subject.registry)
         errors = [found for found in lint(self.plan) if found.rule.severity is Severity.ERROR]
         if errors:
-            raise self.violation(Check.PLANNED, str(errors[0]), errors[0].diagnostic.role)
+            raise Check.PLANNED.violation(str(errors[0]), role=errors[0].diagnostic.role)
         shape, device = scene.shape, subject.device
         self.tolerance = TOLERANCE[shape.dtype]
         self.target, self.drafter = _models(scene, self.plan, device)
@@ -161,38 +161,19 @@ class Stage:
         """Return an array as a tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.subject.device)
 
-    @staticmethod
-    def violation(
-        check: Check, message: str, role: Role | None = None, entry: Entry | None = None, batch: Batch | None = None
-    ) -> Violation:
-        """Return the violation of a check, to be raised; the role is by default the batch's."""
-        described = "" if batch is None else describe_batch(batch)
-        role = role if batch is None else batch.role
-        return Violation(Failure(check=check, message=message, role=role, entry=entry, batch=described))
-
 
 def _models(scene: Scene, plan: Plan, device: torch.device) -> tuple[ProbeTarget, ProbeDrafter | None]:
-    dtype, shape = getattr(torch, scene.shape.dtype), scene.shape
+    def tables(role: Role, windows: tuple[int | None, ...], seed: int) -> Tables:
+        attention = Attention.of(plan, role, layers=1, window=None)
+        shape = AttentionShape(
+            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, windows=windows
+        )
+        return Tables(shape, VOCABULARY, longest, getattr(torch, scene.shape.dtype), device, seed)
+
+    longest, seed = scene.shape.longest, scene.seed
     windows = tuple(group.window for group in plan.role(Role.TARGET).groups for _ in range(group.layers))
-    heads = AttentionShape(
-        layers=plan.model.num_layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        windows=windows,
-    )
-    tables = Tables(heads, VOCABULARY, shape.longest, dtype, device, scene.seed)
-    target = ProbeTarget(tables, VOCABULARY, shape.longest, scene.seed + 1)
+    target = ProbeTarget(tables(Role.TARGET, windows, seed), VOCABULARY, longest, seed + 1)
     if plan.speculative is None:
         return target, None
-    attention = Attention.of(plan, Role.DRAFT_DECODE, layers=1, window=None)
-    layers = plan.speculative.model.num_layers
-    heads = AttentionShape(
-        layers=layers,
-        heads=attention.num_heads,
-        kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        windows=(None,) * layers,
-    )
-    tables = Tables(heads, VOCABULARY, shape.longest, dtype, device, scene.seed + 2)
-    return target, ProbeDrafter(tables, target, (0,) if scene.eagle3 else (), scene.seed + 3)
+    drafter = tables(Role.DRAFT_DECODE, (None,) * plan.speculative.model.num_layers, seed + 2)
+    return target, ProbeDrafter(drafter, target, (0,) if scene.eagle3 else (), seed + 3)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from capture_planner.conformance.draft_checks import check_drafts
+from capture_planner.conformance.forward_checks import check_drafts, check_serving, check_target
 from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve, Step
 from capture_planner.conformance.scene_batch import Row, SceneBatch
-from capture_planner.conformance.serving_checks import check_serving
 from capture_planner.conformance.stage import Stage
-from capture_planner.conformance.target_checks import check_target
 from capture_planner.modes import Role
 
 

@@ -18,7 +18,7 @@ from capture_planner.conformance.declaration_checks import check_declared
 from capture_planner.conformance.failure import Failure, Violation
 from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play
 from capture_planner.conformance.minimize import PLAYS, minimize
-from capture_planner.conformance.scene import Case, Shape, loads
+from capture_planner.conformance.scene import Shape, loads
 from capture_planner.conformance.search_settings import search_settings
 from capture_planner.conformance.shapes import RefusedShape, usable_shapes
 from capture_planner.conformance.stage import Stage
@@ -121,18 +121,16 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
     """
     attributes = {"subject": subject, "shapes": shapes, "drafts": options.drafts, "log": log}
     machine = type("Conformance", (ConformanceMachine,), attributes)
-    whole, rest = divmod(options.profile.examples, BATCH)
+    examples = options.profile.examples
     try:
-        for number, examples in enumerate([BATCH] * whole + [rest] * (rest > 0)):
+        for number, first in enumerate(range(0, examples, BATCH)):
             # Hypothesis only finds the case; ``minimize`` says why it does not shrink it.
             run_state_machine_as_test(
                 hypothesis.seed(f"{options.seed}/{number}")(machine),
-                settings=search_settings(examples, steps=options.profile.steps, shrink=False),
+                settings=search_settings(min(BATCH, examples - first), steps=options.profile.steps, shrink=False),
             )
-    except Violation:
-        return _minimized(subject, shapes, options, log, reproduced=True)
-    except hypothesis.errors.FlakyFailure:
-        return _minimized(subject, shapes, options, log, reproduced=False)
+    except (Violation, hypothesis.errors.FlakyFailure) as error:
+        return _minimized(subject, shapes, options, log, reproduced=isinstance(error, Violation))
     if not log.forwards.total():
         raise RunError(
             f"no forward ran in {counted(log.examples, 'scene')} of up to "
@@ -168,27 +166,19 @@ def with_causes(subject: Subject, failure: Failure) -> Failure:
     if not failure.case:
         return failure
     case = loads(failure.case)
-    causes, field, axis = [], failure.field, failure.axis
-    for source, along in _sources(subject, case):
-        if play(subject, case, spared=(source,)).failure is None:
-            causes.append(source)
-            if along and not field:
-                field, axis = source, along
-    return attrs.evolve(failure, causes=tuple(causes), field=field, axis=axis)
-
-
-def _sources(subject: Subject, case: Case) -> list[tuple[str, str]]:
-    """Return the sources of garbage in a scene, and the axes of those that are fields."""
     try:
         with Stage(subject, case.scene) as stage:
-            axes = {
-                buffer.key: buffer.field.axis.value
-                for role in stage.runner.parts.roles.values()
-                for buffer in role.fields
-            }
-            return [(source, axes.get(source, "")) for source in stage.watch.sources()]
+            buffers = [buffer for role in stage.runner.parts.roles.values() for buffer in role.fields]
+            axes = {buffer.key: buffer.field.axis.value for buffer in buffers}
+            sources = stage.watch.sources()
     except Exception:  # A scene that cannot be set up has no garbage.
-        return []
+        return failure
+    causes = tuple(source for source in sources if play(subject, case, spared=(source,)).failure is None)
+    field, axis = failure.field, failure.axis
+    if not field:
+        field = next((source for source in causes if source in axes), "")
+        axis = axes.get(field, axis)
+    return attrs.evolve(failure, causes=causes, field=field, axis=axis)
 
 
 def replay(subject: Subject, text: str) -> PlayResult:

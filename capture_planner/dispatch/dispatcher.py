@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from functools import cache
 
 import attrs
 
@@ -38,6 +39,12 @@ class Dispatch:
         return GraphMode.NONE if self.entry is None else self.entry.mode
 
 
+def served(entry: Entry, batch: Batch) -> Dispatch:
+    """Return the answer of a batch that runs on an entry, with its padding."""
+    padded_reqs = 0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs
+    return Dispatch(entry, entry.num_tokens - batch.num_tokens, padded_reqs)
+
+
 _CACHE_SIZE = 1 << 16
 """Most cached answers, over all roles."""
 
@@ -62,8 +69,7 @@ class Dispatcher:
         Total: an inadmissible batch is answered too, with ``Reason.NOT_ADMISSIBLE``. Constant time.
         Raises ``DispatchError`` only for a role that the plan does not have.
         """
-        # The hot path. ``Batch.uniform_query_len`` is written out here, as a property would double
-        # the time of a hit.
+        # The hot path. ``Batch.uniform_query_len`` is written out here, as a property would double the time of a hit.
         query_len, num_reqs, num_tokens = batch.query_len, batch.num_reqs, batch.num_tokens
         answer: Dispatch | None
         if query_len is not None and batch.past_prompt and num_reqs * query_len == num_tokens:
@@ -128,8 +134,7 @@ class _RoleTables:
         self._role, self._plan = role, plan
         self._families = decode_families(role.role, plan)
         self._cases = sorted({entry.active_loras for entry in role.entries})
-        self._decode_fits: dict[tuple[int, int | None, int], _Fit] = {}
-        self._mixed_fits: dict[tuple[int | None, int | None, int], _Fit] = {}
+        self._decode_fits, self._mixed_fits = cache(self._decode_fit), cache(self._mixed_fit)
         self._by_cost = sorted(role.entries, key=lambda entry: entry.cost)
         mixed = [entry for entry in role.entries if entry.query_len is None]
         self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
@@ -141,11 +146,7 @@ class _RoleTables:
             batch = attrs.evolve(batch, active_loras=min(batch.active_loras, 0))
         entry = self._find(batch) if 0 < batch.num_reqs <= batch.num_tokens else None
         if entry is not None:
-            return Dispatch(
-                entry,
-                entry.num_tokens - batch.num_tokens,
-                0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs,
-            )
+            return served(entry, batch)
         if not is_admissible(batch, self._plan, self._families):
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
         kind = kind_of(batch, self._families)
@@ -162,36 +163,30 @@ class _RoleTables:
         fits: list[Entry | None] = []
         steps = draft_steps(self._role.role, batch.num_reqs, self._plan.speculative)
         if query_len is not None:
-            fits.append(self._decode_fit(query_len, steps, loras).at(batch.num_reqs))
+            fits.append(self._decode_fits(query_len, steps, loras).at(batch.num_reqs))
         level = bisect_left(self._levels, batch.num_reqs)
         bound = self._levels[level] if level < len(self._levels) else None
-        fits.append(self._mixed_fit(bound, steps, loras).at(batch.num_tokens))
+        fits.append(self._mixed_fits(bound, steps, loras).at(batch.num_tokens))
         return min((entry for entry in fits if entry), key=lambda entry: entry.cost, default=None)
 
     def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest uniform entries, by requests."""
-        key = (query_len, steps, loras)
-        if key not in self._decode_fits:
-            self._decode_fits[key] = _Fit.of(
-                (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
-                for entry in self._by_cost
-                if entry.query_len == query_len and entry.active_loras >= loras and entry.draft_steps in (None, steps)
-            )
-        return self._decode_fits[key]
+        return _Fit.of(
+            (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
+            for entry in self._by_cost
+            if entry.query_len == query_len and entry.active_loras >= loras and entry.draft_steps in (None, steps)
+        )
 
     def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entries for any batch, by tokens, that have room for ``bound`` requests."""
-        key = (bound, steps, loras)
-        if key not in self._mixed_fits:
-            self._mixed_fits[key] = _Fit.of(
-                (entry.num_tokens, entry)
-                for entry in self._by_cost
-                if entry.query_len is None
-                and entry.active_loras >= loras
-                and entry.draft_steps in (None, steps)
-                and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
-            )
-        return self._mixed_fits[key]
+        return _Fit.of(
+            (entry.num_tokens, entry)
+            for entry in self._by_cost
+            if entry.query_len is None
+            and entry.active_loras >= loras
+            and entry.draft_steps in (None, steps)
+            and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
+        )
 
 
 def _binding_reqs(entry: Entry) -> int | None:

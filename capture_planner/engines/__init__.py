@@ -83,7 +83,6 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
 
 
 def _own_words(engine: Engine, command: Sequence[str]) -> list[str]:
-    """Return the engine's own variables and flags of a command line."""
     words, variables = list(command), []
     while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0], re.DOTALL):
         variable = words.pop(0)

@@ -36,7 +36,7 @@ class CheckInput:
                 yield manager.role, selected
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Diagnosis:
     """What a rule states about one place."""
 
@@ -96,10 +96,8 @@ def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFin
 
 
 def _in_words(selected: Sequence[Run], most: int = 3) -> str:
-    """Name the first runs of batches, and the number of the others."""
     left = len(selected) - most
-    shown = "; ".join(map(str, selected[:most]))
-    return shown + (f"; and {left} more such ranges" if left > 0 else "")
+    return "; ".join(map(str, selected[:most])) + (f"; and {left} more such ranges" if left > 0 else "")
 
 
 def _some(sizes: Sequence[int], most: int = 8) -> str:
@@ -132,12 +130,8 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         eager = _count(runs(a for run in selected for a in run.answers if a.answer.entry is None))
         how = "eager" if eager == _count(selected) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
-        yield Diagnosis(
-            role=role,
-            message=f"{role}: {_in_words(selected)} have no {full} and run {how}",
-            count=_count(selected),
-            fix=subject.engine.fixes.uncovered(subject.emulation, selected),
-        )
+        message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
+        yield Diagnosis(role, message, _count(selected), subject.engine.fixes.uncovered(subject.emulation, selected))
 
 
 @rule("EN002", Severity.WARNING, BugClass.C, "vllm#56136", "vllm#53407")
@@ -150,15 +144,13 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     for role, selected in subject.by_role(lambda answer: answer.misses_graph):
         first, count = selected[0].answers[0], _count(selected)
         deliberate = subject.engine.skips_wide_padding and all(r.kind is Kind.MIXED for r in selected)
-        yield Diagnosis(
-            role=role,
-            message=f"{role}: {'1 batch misses' if count == 1 else f'{count} batches miss'} a graph that is "
-            f"captured: {_in_words(selected)}; one of {counted(first.batch.num_tokens, 'token')} runs "
-            f"{first.answer.mode.value}, and captured is {first.best}",
-            count=count,
-            fix=subject.engine.fixes.missed(subject.emulation, role, selected),
-            severity=Severity.NOTE if deliberate else None,
+        miss = "1 batch misses" if count == 1 else f"{count} batches miss"
+        message = (
+            f"{role}: {miss} a graph that is captured: {_in_words(selected)}; one of "
+            f"{counted(first.batch.num_tokens, 'token')} runs {first.answer.mode.value}, and captured is {first.best}"
         )
+        fix = subject.engine.fixes.missed(subject.emulation, role, selected)
+        yield Diagnosis(role, message, count, fix, Severity.NOTE if deliberate else None)
 
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
@@ -173,14 +165,9 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
             widths = {entry.query_len for entry in entries if entry.query_len}
             # Each size is captured for all of these, and another batch may need the size.
             fixed = role.is_drafter or len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
-            yield Diagnosis(
-                role=role,
-                message=f"{role}: {len(unused)} of {counted(len(entries), 'graph')} serve no batch, "
-                f"such as {unused[0]}",
-                count=len(unused),
-                fix=subject.engine.fixes.unreached(subject.emulation, role) if fixed else "",
-                severity=Severity.NOTE if fixed else None,
-            )
+            message = f"{role}: {len(unused)} of {counted(len(entries), 'graph')} serve no batch, such as {unused[0]}"
+            fix = subject.engine.fixes.unreached(subject.emulation, role) if fixed else ""
+            yield Diagnosis(role, message, len(unused), fix, Severity.NOTE if fixed else None)
 
 
 @rule("EN004", Severity.WARNING, BugClass.B, "vllm#28207")
@@ -189,13 +176,11 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Diagnosis]:
     emulation = subject.emulation
     dropped = [size for size in emulation.asked_sizes if size not in emulation.sizes]
     if dropped and emulation.sizes:
-        yield Diagnosis(
-            role=Role.TARGET,
-            message=f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} listed sizes are not "
-            f"captured: {_some(dropped)}; captured are {_some(emulation.sizes)}",
-            count=len(dropped),
-            fix=subject.engine.fixes.dropped(emulation, dropped),
+        message = (
+            f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} listed sizes are not captured: "
+            f"{_some(dropped)}; captured are {_some(emulation.sizes)}"
         )
+        yield Diagnosis(Role.TARGET, message, len(dropped), subject.engine.fixes.dropped(emulation, dropped))
     # Sizes in requests are never rounded to a query length.
     for manager in emulation.managers if subject.engine.sizes_in_tokens else ():
         decodes = [(g.entry.num_tokens, g.entry.query_len) for g in manager.graphs if g.entry.query_len]
@@ -206,12 +191,11 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Diagnosis]:
         most = widths[0] * emulation.limits.max_num_reqs
         lost = [size for size in emulation.sizes if size not in captured and size <= most]
         if lost:
-            yield Diagnosis(
-                role=manager.role,
-                message=f"{manager.role}: {len(lost)} of {len(emulation.sizes)} sizes give no decode graph of "
-                f"their own at {widths[0]} tokens a request: {_some(lost)}",
-                count=len(lost),
+            message = (
+                f"{manager.role}: {len(lost)} of {len(emulation.sizes)} sizes give no decode graph of their own at "
+                f"{widths[0]} tokens a request: {_some(lost)}"
             )
+            yield Diagnosis(manager.role, message, len(lost))
 
 
 @rule("EN005", Severity.WARNING, BugClass.G, "vllm#49547", "vllm#50619")
@@ -221,11 +205,8 @@ def mode_lowered(subject: CheckInput) -> Iterator[Diagnosis]:
     for decision in subject.emulation.decisions:
         before, after = modes.get(decision.before), modes.get(decision.after)
         if before is not None and after is not None and after < before:
-            yield Diagnosis(
-                role=decision.role,
-                message=f"{decision.role}: {before.value} became {after.value}: {decision.message}",
-                fix=subject.engine.fixes.lowered(subject.emulation, decision),
-            )
+            message = f"{decision.role}: {before.value} became {after.value}: {decision.message}"
+            yield Diagnosis(decision.role, message, fix=subject.engine.fixes.lowered(subject.emulation, decision))
 
 
 HEAVY_RATIO, HEAVY_TOKENS = 2, 32
@@ -242,10 +223,6 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
     for role, selected in subject.by_role(heavy):
         worst = max((a for run in selected for a in run.answers), key=lambda a: a.answer.padded_tokens)
         real = worst.batch.num_tokens
-        yield Diagnosis(
-            role=role,
-            message=f"{role}: {_in_words(selected)} are padded to more than twice their tokens, "
-            f"{real} to {real + worst.answer.padded_tokens} at worst",
-            count=_count(selected),
-            fix=subject.engine.fixes.padded(subject.emulation, selected[0]),
-        )
+        padded = f"{real} to {real + worst.answer.padded_tokens} at worst"
+        message = f"{role}: {_in_words(selected)} are padded to more than twice their tokens, {padded}"
+        yield Diagnosis(role, message, _count(selected), subject.engine.fixes.padded(subject.emulation, selected[0]))

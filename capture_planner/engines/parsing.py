@@ -6,8 +6,8 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
 
 from capture_planner.errors import FlagError, NotEmulated, Problem
 
@@ -66,6 +66,25 @@ def listed(text: str) -> list[str]:
     return re.findall(r"-?\d+", text)
 
 
+def as_words(settings: Mapping[Any, Any], is_switch: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Return settings, such as those of a file, as words of a command line: a mapping as JSON.
+
+    False switches and empty lists are dropped. A flag that is no switch takes ``true`` and ``false`` as its value.
+    """
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{name}"
+        if isinstance(value, bool) and is_switch(str(name)):
+            words += [flag] if value else []
+        elif isinstance(value, bool):
+            words += [flag, str(value).lower()]
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)] if value else []
+        else:
+            words += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return words
+
+
 def json_remedy(text: str) -> str:
     """Return what to do about a text that is no JSON."""
     if text.startswith("{") and not text.rstrip().endswith("}"):
@@ -99,7 +118,7 @@ class Parser(argparse.ArgumentParser):
             flag = flag.partition("=")[0]
             says = f"{self.engine}'s parser stops: it is ambiguous, short for {fitting}"
             remedy = f"give {self.renamed[flag]}" if flag in self.renamed else "write one of them out"
-            raise FlagError([Problem(path=(flag,), message=says, remedy=remedy)])
+            raise refusal(flag, says, remedy)
         flag, _, reason = message.removeprefix("argument ").partition(": ")
         if not reason:
             raise FlagError([Problem(message=f"{self.engine}'s parser stops: {message}")])
@@ -107,8 +126,7 @@ class Parser(argparse.ArgumentParser):
         remedy = self._remedy(flag, reason)
         if not remedy:
             reason, _, remedy = reason.partition(REMEDY)
-        says = f"{self.engine}'s parser stops: {reason}"
-        raise FlagError([Problem(path=(flag,), message=says, remedy=remedy)])
+        raise refusal(flag, f"{self.engine}'s parser stops: {reason}", remedy)
 
     def strangers(self, words: Sequence[str]) -> list[Problem]:
         """Return the problems of words that the parser does not know: the flags among them, or else the words."""

@@ -7,7 +7,8 @@ another, see ``capture_planner.analysis.diff``.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import attrs
@@ -132,21 +133,29 @@ def compare(
     """
     requests = None if traffic is None else tuple(traffic)
     left, right = _Side(a), _Side(b)
-    largest = {role: _largest((left, right), role) for role in Role}
     for side in (left, right):
-        side.dispatch(requests, largest)
-    families = sorted({*left.answers, *right.answers}, key=_order)
-    called = (left.name, right.name) if names is None else names
+        side.dispatch(requests, {role: _largest((left, right), role) for role in Role})
+    families = sorted(
+        {*left.answers, *right.answers},
+        key=lambda family: (list(Role).index(family.role), family.kind.value, family.query_len or 0),
+    )
+    a_graphs, b_graphs = (Counter((g.role, g.entry.mode) for g in side.emulation.graphs) for side in (left, right))
+    a_name, b_name = names or (left.name, right.name)
     return SideBySide(
-        a=called[0],
-        b=called[1],
+        a=a_name,
+        b=b_name,
         from_traffic=requests is not None,
         modes=tuple(
             Modes(role=role, a=left.emulation.modes.get(role), b=right.emulation.modes.get(role))
             for role in Role
             if role in left.emulation.modes or role in right.emulation.modes
         ),
-        graphs=tuple(_graph_counts(left, right)),
+        graphs=tuple(
+            GraphCounts(role=role, mode=mode, a=a_graphs[role, mode], b=b_graphs[role, mode])
+            for role in Role
+            for mode in (GraphMode.FULL, GraphMode.PIECEWISE)
+            if a_graphs[role, mode] or b_graphs[role, mode]
+        ),
         families=tuple(Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families),
         holes=tuple(
             hole
@@ -154,10 +163,6 @@ def compare(
             for hole in _holes(left, right, role, kind)
         ),
     )
-
-
-def _order(family: BatchClass) -> tuple[int, str, int]:
-    return (list(Role).index(family.role), family.kind.value, family.query_len or 0)
 
 
 @attrs.frozen(kw_only=True)
@@ -197,16 +202,9 @@ def _emulation_of(plan: Plan) -> Emulation:
 
 @attrs.frozen
 class _Answer:
-    """One batch, how often it runs, and its answer."""
-
     batch: Batch
     times: int
     dispatch: Dispatch
-
-    @property
-    def ratio(self) -> float:
-        entry = self.dispatch.entry
-        return 1.0 if entry is None else entry.num_tokens / self.batch.num_tokens
 
 
 # What makes two batches of two sides the same one: extent and adapters, and of a mixed one of a trace all the rest.
@@ -237,8 +235,7 @@ class _Side:
             families = self.emulation.families(role)
             if counts is None:
                 for batch, last in batches(role, self.emulation, families=families, upto=largest[role]):
-                    kind = batch.kind
-                    self._answer(batch, kind, 1 + last - batch.extent(kind))
+                    self._answer(batch, batch.kind, 1 + last - batch.extent(batch.kind))
             else:
                 for batch, times in for_role(counts, role, families).items():
                     kind = kind_of(batch, families)
@@ -253,17 +250,7 @@ class _Side:
         query_len = batch.query_len if kind is Kind.DECODE else None
         batch_class = BatchClass(role=batch.role, kind=kind, query_len=query_len)
         key = (batch.extent(kind), batch.active_loras, whole)
-        answer = _Answer(batch, times, self.emulation.dispatch(batch))
-        self.answers.setdefault(batch_class, {})[key] = answer
-
-
-def _graph_counts(left: _Side, right: _Side) -> Iterator[GraphCounts]:
-    a, b = (Counter((g.role, g.entry.mode) for g in side.emulation.graphs) for side in (left, right))
-    for role in Role:
-        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
-            key = (role, mode)
-            if a[key] or b[key]:
-                yield GraphCounts(role=role, mode=mode, a=a[key], b=b[key])
+        self.answers.setdefault(batch_class, {})[key] = _Answer(batch, times, self.emulation.dispatch(batch))
 
 
 def _served(side: _Side, family: BatchClass) -> Service | None:
@@ -275,8 +262,8 @@ def _served(side: _Side, family: BatchClass) -> Service | None:
     for answer in answers.values():
         times[answer.dispatch.mode] += answer.times
         if answer.dispatch.entry is not None:
-            worst = max(worst, answer.ratio)
-            total += answer.ratio * answer.times
+            ratio = answer.dispatch.entry.num_tokens / answer.batch.num_tokens
+            worst, total = max(worst, ratio), total + ratio * answer.times
     graphed = times[GraphMode.FULL] + times[GraphMode.PIECEWISE]
     return Service(
         batches=sum(times.values()),
@@ -299,15 +286,14 @@ def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
     Decodes of as many requests are the same ones, whatever each side drafts for them.
     """
     a, b = left.of(role, kind), right.of(role, kind)
-    found: dict[tuple[str, int | None, int, Reason | None, GraphMode], dict[int, int]] = {}
-    for key in a.keys() & b.keys():
+    shared = a.keys() & b.keys()
+    found: defaultdict[tuple[str, int | None, int, Reason | None, GraphMode], Counter[int]] = defaultdict(Counter)
+    for key in shared:
         extent, loras, _ = key
         for side, eager, other in (("a", a[key], b[key]), ("b", b[key], a[key])):
             if eager.dispatch.entry is None and other.dispatch.entry is not None:
                 query_len = eager.batch.query_len if kind is Kind.DECODE else None
-                group = (side, query_len, loras, eager.dispatch.reason, other.dispatch.mode)
-                extents = found.setdefault(group, {})
-                extents[extent] = extents.get(extent, 0) + eager.times
+                found[side, query_len, loras, eager.dispatch.reason, other.dispatch.mode][extent] += eager.times
     holes = [
         Hole(
             family=BatchClass(role=role, kind=kind, query_len=query_len),
@@ -320,19 +306,14 @@ def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
             mode=mode,
         )
         for (side, query_len, loras, reason, mode), extents in found.items()
-        for first, last in _runs(extents, sorted({key[0] for key in a.keys() & b.keys() if key[1] == loras}))
+        for first, last in _runs(extents, sorted({key[0] for key in shared if key[1] == loras}))
     ]
     yield from sorted(holes, key=lambda hole: (hole.eager, hole.active_loras, hole.first, hole.mode.value))
 
 
 def _runs(extents: Container[int], asked: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield first and last of each run of extents that follow each other among those asked about."""
-    run: list[int] = []
-    for count in asked:
-        if count in extents:
-            run.append(count)
-        elif run:
+    for included, group in itertools.groupby(asked, lambda count: count in extents):
+        if included:
+            run = list(group)
             yield run[0], run[-1]
-            run = []
-    if run:
-        yield run[0], run[-1]

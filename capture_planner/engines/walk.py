@@ -15,7 +15,7 @@ from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.engines.emulation import CapturedGraph, Emulation, Manager
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
-from capture_planner.records.batch_space import DecodeFamily, batches, most_loras
+from capture_planner.records.batch_space import batches, most_loras, split_when
 from capture_planner.records.text import counted
 
 
@@ -96,13 +96,9 @@ def _role(emulation: Emulation, manager: Manager) -> Iterator[BatchAnswer]:
     largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
     families = emulation.families(role)
     for batch, last in batches(role, emulation, families=families, upto=largest):
-        best = graphs.best(batch, _draft_steps(batch, families))
+        fitting = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
+        best = graphs.best(batch, next((family.draft_steps for family in fitting), None))
         yield BatchAnswer(batch=batch, answer=manager.dispatch(batch), best=best, last=last)
-
-
-def _draft_steps(batch: Batch, families: Iterable[DecodeFamily]) -> int | None:
-    fitting = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
-    return next((family.draft_steps for family in fitting), None)
 
 
 class _GraphRows:
@@ -119,48 +115,38 @@ class _GraphRows:
 
     def best(self, batch: Batch, steps: int | None) -> Entry | None:
         """Return the cheapest graph that serves the batch."""
-        first = (self._first(tokens, row, batch, steps) for tokens, row in self._rows)
-        return min((entry for entry in first if entry), key=lambda entry: entry.cost, default=None)
-
-    @staticmethod
-    def _first(tokens: list[int], row: list[CapturedGraph], batch: Batch, steps: int | None) -> Entry | None:
-        for graph in row[bisect_left(tokens, batch.num_tokens) :]:
-            rejection = graph.rejection(batch, steps)
-            if rejection is None:
-                return graph.entry
-            if rejection is not Rejection.REQUESTS:
-                return None  # Larger graphs of a row are rejected for the same reason.
-        return None
+        first = []
+        for tokens, row in self._rows:
+            for graph in row[bisect_left(tokens, batch.num_tokens) :]:
+                rejection = graph.rejection(batch, steps)
+                if rejection is None:
+                    first.append(graph.entry)
+                if rejection is not Rejection.REQUESTS:
+                    break  # Larger graphs of a row are rejected for the same reason.
+        return min(first, key=lambda entry: entry.cost, default=None)
 
 
 def runs(answers: Iterable[BatchAnswer]) -> Iterator[Run]:
     """Group consecutive batches of one role, kind, query length and adapter count."""
-    run: list[BatchAnswer] = []
-    for answer in sorted(answers, key=_place):
-        if run and (_place(answer)[:-1] != _place(run[0])[:-1] or answer.extent > run[-1].last + 1):
-            yield _run(run)
-            run = []
-        run.append(answer)
-    if run:
-        yield _run(run)
 
+    def place(answer: BatchAnswer) -> tuple[str, str, int, int, int]:
+        batch = answer.batch
+        return (batch.role, answer.kind.value, batch.query_len or 0, batch.active_loras, answer.extent)
 
-def _place(answer: BatchAnswer) -> tuple[str, str, int, int, int]:
-    batch = answer.batch
-    return (batch.role, answer.kind.value, batch.query_len or 0, batch.active_loras, answer.extent)
+    def apart(before: BatchAnswer, after: BatchAnswer) -> bool:
+        return place(before)[:-1] != place(after)[:-1] or after.extent > before.last + 1
 
-
-def _run(answers: list[BatchAnswer]) -> Run:
-    first = answers[0]
-    return Run(
-        role=first.batch.role,
-        kind=first.kind,
-        query_len=first.batch.query_len,
-        first=first.extent,
-        last=answers[-1].last,
-        active_loras=first.batch.active_loras,
-        answers=tuple(answers),
-    )
+    for run in split_when(apart, sorted(answers, key=place)):
+        batch = run[0].batch
+        yield Run(
+            role=batch.role,
+            kind=batch.kind,
+            query_len=batch.query_len,
+            first=run[0].extent,
+            last=run[-1].last,
+            active_loras=batch.active_loras,
+            answers=tuple(run),
+        )
 
 
 def why_inadmissible(batch: Batch, emulation: Emulation) -> str | None:

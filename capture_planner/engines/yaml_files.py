@@ -6,8 +6,7 @@ holds. Only engines import this module, so PyYAML is a dependency of their distr
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,7 @@ def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = Fal
     try:
         content = read_yaml(path)
     except InvalidDocument as error:
-        remedy = "name a YAML file of flags"
-        raise refused_file(error, "--config", f"{engine} cannot read it", remedy) from None
+        raise refused_file(error, "--config", f"{engine} cannot read it", "name a YAML file of flags") from None
     if content is None and may_be_empty:
         return {}
     if not isinstance(content, dict):
@@ -86,26 +84,6 @@ def split_config(words: Sequence[str], engine: str) -> tuple[list[str], str | No
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         raise refusal("--config", f"{engine} reads .yaml and .yml files only, got {path}", "rename the file")
     return rest[:index] + rest[index + 2 :], path
-
-
-def as_words(content: Mapping[Any, Any], is_switch: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Return the flags of a file as a command line has them.
-
-    False switches and empty lists are dropped. A flag that is no switch takes ``true`` and ``false`` as its
-    value.
-    """
-    words: list[str] = []
-    for name, value in content.items():
-        flag = f"--{name}"
-        if isinstance(value, bool) and is_switch(str(name)):
-            words += [flag] if value else []
-        elif isinstance(value, bool):
-            words += [flag, str(value).lower()]
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)] if value else []
-        else:
-            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return words
 
 
 def in_its_file(error: FlagError, command: Sequence[str], name_of: Callable[[str], str]) -> FlagError:

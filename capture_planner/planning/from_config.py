@@ -32,7 +32,7 @@ version: 1
 model:
 {model}
 
-# Limits of the scheduler: they decide which batches can occur. Use your engine's.
+# Limits of the scheduler: they decide which batches can occur. Copy them from your engine.
 limits:
   max_num_reqs: 256  # most requests per batch (vLLM: --max-num-seqs)
   max_num_tokens: 8192  # most tokens per batch (vLLM: --max-num-batched-tokens)
@@ -121,8 +121,7 @@ def _text(config: dict[str, Any], source: str, name: str) -> str:
         lines.append(f"head_dim: {_or_assumed(text, 'head_dim', width // heads, 'hidden_size / num_heads')}")
         draft = "{method: mtp, num_tokens: 1}" if mtp else draft
     dtype = text.get("dtype") or text.get("torch_dtype")
-    known = ("bfloat16", "float16", "float32")
-    lines.append(f"dtype: {dtype}" if dtype in known else f"dtype: bfloat16  # {ASSUMED}")
+    lines.append(f"dtype: {dtype}" if dtype in ("bfloat16", "float16", "float32") else f"dtype: bfloat16  # {ASSUMED}")
     if text.get("model_type") == "gpt_oss":
         lines.append("sinks: true  # gpt-oss has learned attention sinks")
     if any("mrope_section" in str(text.get(key)) for key in ("rope_scaling", "rope_parameters")):

@@ -37,8 +37,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
     roles: list[RoleInProgress] = []
     for role in spec.active_roles:
         groups = ask_backends(spec, role, environment, registry)
-        target = roles[0].resolved.mode if roles else None
-        requested, resolved = _resolve(spec, role, groups, target)
+        requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
         roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
     for working in roles:
         working.choose_ladders()
@@ -77,7 +76,6 @@ def _resolve(
 
 
 def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
-    """Fit the graphs of all roles into the budget."""
     bound = spec.budget.allowed_graphs()
     ladders = [ladder for working in roles for ladder in working.ladders]
     if bound is None or total(ladders) <= bound[0]:

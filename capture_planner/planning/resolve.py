@@ -54,18 +54,11 @@ class _Ladder:
     def step(self, rule: str, after: GraphMode, message: str, *, backend: bool = True) -> None:
         if after is self.mode:
             return
+        cause = {"backend": self.cause.backend, "group": self.cause.group} if backend else {}
+        before, self.mode = self.mode.value, after
         self.decisions.append(
-            Decision(
-                rule=rule,
-                before=self.mode.value,
-                after=after.value,
-                role=self.role,
-                backend=self.cause.backend if backend else None,
-                group=self.cause.group if backend else None,
-                message=message,
-            )
+            Decision(rule=rule, before=before, after=after.value, role=self.role, message=message, **cause)
         )
-        self.mode = after
 
 
 def resolve(
@@ -86,7 +79,7 @@ def resolve(
 
     if ladder.mode.mixed_mode is _FULL and level < GraphSupport.ALWAYS:
         if level is GraphSupport.NEVER and role is Role.TARGET:
-            message = f"{requested.value} is not possible: {why}"
+            message = f"{requested.value} is not possible: {why.rstrip('.')}"
             remedy = "request PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
             raise PlanningError([Problem(path=("mode",), message=message, remedy=remedy)])
         after = GraphMode.FULL_AND_PIECEWISE if split else GraphMode.FULL_DECODE_ONLY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -82,7 +83,6 @@ class RoleInProgress:
         self.ladders = tuple(ladders)
 
     def _note_limits(self) -> None:
-        """Record what the deployment fixes before any size is chosen."""
         spec, limits, step = self.spec, self.spec.limits, token_step(self.spec.parallel)
         speculative = spec.speculative
         if speculative is not None and self.role is Role.TARGET:
@@ -146,21 +146,17 @@ class RoleInProgress:
         step, cap = family.requests.step, self.cap
         capped = family.requests if cap is None else family.requests.clipped(cap // step * step)
         choice = decode_sizes(sizes, capped, family.query_len, context).within(cap)
-        ladder = Ladder(
-            role=self.role,
+        return self._ladder(
+            choice,
+            sizes,
+            family.requests,
             kind=Kind.DECODE,
             mode=GraphMode.FULL,
             query_len=family.query_len,
             draft_steps=family.draft_steps,
-            domain=choice.domain,
-            sizes=choice.sizes,
-            adaptive=choice.adaptive,
-            cases=lora_cases(self.role, self.spec),
             max_num_reqs=self.spec.limits.max_num_reqs,
             cut=Reason.BACKEND_CAP if capped != family.requests and choice.domain == capped else None,
         )
-        self._note_choice(ladder, choice, sizes, family.requests)
-        return ladder
 
     def _mixed_ladder(self, sizes: Sizes, context: Context) -> Ladder:
         domain = mixed_tokens(self.role, self.spec)
@@ -170,25 +166,30 @@ class RoleInProgress:
         choice = mixed_sizes(sizes, domain, anchors, context)
         full = self.mode.mixed_mode is GraphMode.FULL
         most = self.spec.limits.max_num_reqs
-        ladder = Ladder(
-            role=self.role,
+        return self._ladder(
+            choice,
+            sizes,
+            domain,
             kind=Kind.MIXED,
             mode=self.mode.mixed_mode,
+            anchors=tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
+            max_num_reqs=min(most, self.cap or most) if full else most,
+        )
+
+    def _ladder(self, choice: Choice, sizes: Sizes, domain: Domain, **fields: Any) -> Ladder:
+        """Return the ladder of a choice, and note the choice; ``fields`` are the ladder's other ones."""
+        ladder = Ladder(
+            role=self.role,
             domain=choice.domain,
             sizes=choice.sizes,
             adaptive=choice.adaptive,
-            anchors=tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
             cases=lora_cases(self.role, self.spec),
-            max_num_reqs=min(most, self.cap or most) if full else most,
+            **fields,
         )
-        self._note_choice(ladder, choice, sizes, domain)
-        return ladder
-
-    def _note_choice(self, ladder: Ladder, choice: Choice, sizes: Sizes, domain: Domain) -> None:
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
-        chosen = counted(len(choice.sizes), "size")
-        self.decide(f"sizes-{policy}", f"1..{last}", chosen, f"{ladder}: {choice.message}")
+        self.decide(f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}")
+        return ladder
 
     def fit_backend(self) -> None:
         """Drop full graphs beyond what the backends can hold."""

@@ -80,7 +80,6 @@ def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, R
 
 
 def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
-    """Return the decode ladder that serves the most requests of a family."""
     serving = [
         ladder
         for ladder in working.ladders

@@ -70,8 +70,7 @@ class Registry(Mapping[str, Registered]):
         by_name: dict[str, Registered] = {}
         for item in backends:
             if item.name in by_name:
-                one = by_name[item.name].distribution
-                raise BackendError(duplicate("backend", item.name, one, item.distribution))
+                raise BackendError(duplicate("backend", item.name, by_name[item.name].distribution, item.distribution))
             by_name[item.name] = item
         self._by_name = dict(sorted(by_name.items()))
 
@@ -90,8 +89,7 @@ class Registry(Mapping[str, Registered]):
 def load_backends(*plugins: object, installed: bool = True) -> Registry:
     """Return the registry of the installed plugins and of ``plugins`` (modules or objects).
 
-    Raises ``BackendError`` where a plugin cannot be imported, breaks the contract, or brings a
-    name that is taken.
+    Raises ``BackendError`` where a plugin cannot be imported, breaks the contract, or brings a name that is taken.
     """
     values = implementations(hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed)
     return Registry([_registered(item.value, item.distribution, item.version) for item in values])

@@ -1,8 +1,7 @@
 """What an attention backend declares, without torch: support, padding, workspace, refresh.
 
-``Backend`` documents for implementers when each method is called, how often, and what it may rely on.
-The declarations are data: they are written into the plan, they drive the
-padding, and the conformance kit attacks them.
+``Backend`` documents for implementers when each method is called, how often, and what it may rely on. The declarations
+are data: they are written into the plan, they drive the padding, and the conformance kit attacks them.
 """
 
 import enum
@@ -110,8 +109,7 @@ class MetadataField:
             problems.append(Problem(path=("value",), message="needed for the fill constant, and only for it"))
         most = {"uint8": 255, "bool": 1}.get(self.dtype)
         if most is not None and self.value is not None and not 0 <= self.value <= most:
-            message = f"{self.dtype} holds 0 to {most}, not {self.value}"
-            problems.append(Problem(path=("value",), message=message))
+            problems.append(Problem(path=("value",), message=f"{self.dtype} holds 0 to {most}, not {self.value}"))
         counts = self.fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
         if counts and (self.inner is not None or self.dtype not in ("int32", "int64")):
             message = f"{self.fill.value} is for vectors of int32 or int64"
@@ -179,12 +177,10 @@ class Attention:
         """
         model, tensor = deployment.model, deployment.parallel.tensor
         draft = deployment.speculative.model if deployment.speculative and role.is_drafter else None
-        num_heads = (draft and draft.num_heads) or model.num_heads
-        num_kv_heads = (draft and draft.num_kv_heads) or model.num_kv_heads
         return cls(
             num_layers=layers,
-            num_heads=max(num_heads // tensor, 1),
-            num_kv_heads=max(num_kv_heads // tensor, 1),
+            num_heads=max(((draft and draft.num_heads) or model.num_heads) // tensor, 1),
+            num_kv_heads=max(((draft and draft.num_kv_heads) or model.num_kv_heads) // tensor, 1),
             head_dim=(draft and draft.head_dim) or model.head_dim,
             max_model_len=model.max_model_len,
             max_query_len=max_query_len(role, deployment),
@@ -213,9 +209,8 @@ class Backend(Protocol):
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
         """Return how far this backend goes inside a full graph, for one group.
 
-        Called first, once per group. Raise nothing for a missing kernel library or GPU: return
-        ``GraphSupport.NEVER`` and name what is missing. Eager and piecewise execution do not depend on
-        the answer.
+        Called first, once per group. Raise nothing for a missing kernel library or GPU: return ``GraphSupport.NEVER``
+        and name what is missing. Eager and piecewise execution do not depend on the answer.
         """
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:

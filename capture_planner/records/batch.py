@@ -23,10 +23,9 @@ class Kind(enum.Enum):
 class Batch:
     """One step's batch of one role. All counts are real, without padding.
 
-    ``query_len`` is the number of tokens that *every* request has, or None where they differ.
-    ``past_prompt``: no request has prompt tokens left. ``active_loras`` counts the distinct adapters
-    in the batch; rows without one count as one more if any row has one (as in vLLM, so up to
-    ``max_active + 1``).
+    ``query_len`` is the number of tokens that *every* request has, or None where they differ. ``past_prompt``: no
+    request has prompt tokens left. ``active_loras`` counts the distinct adapters in the batch; rows without one count
+    as one more if any row has one (as in vLLM, so up to ``max_active + 1``).
     """
 
     role: Role
@@ -88,11 +87,10 @@ class Rejection(enum.StrEnum):
 class Entry:
     """One captured graph: the same value is the key at capture, at dispatch and at replay.
 
-    ``mode`` is PIECEWISE or FULL. ``num_tokens`` and ``num_reqs`` are padded extents; ``num_reqs``
-    is None for PIECEWISE, which runs attention outside the graph on unpadded requests.
-    ``query_len`` is set for a uniform decode graph, where num_tokens == num_reqs * query_len.
-    ``active_loras`` is the largest adapter count that it serves; ``draft_steps`` the length of a
-    fused draft chain.
+    ``mode`` is PIECEWISE or FULL. ``num_tokens`` and ``num_reqs`` are padded extents; ``num_reqs`` is None for
+    PIECEWISE, which runs attention outside the graph on unpadded requests. ``query_len`` is set for a uniform decode
+    graph, where num_tokens == num_reqs * query_len. ``active_loras`` is the largest adapter count that it serves;
+    ``draft_steps`` the length of a fused draft chain.
     """
 
     mode: GraphMode

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import attrs
 
@@ -17,6 +17,8 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
+
+T = TypeVar("T")
 
 
 class Deployment(Protocol):
@@ -83,13 +85,11 @@ class Domain:
 
     def clipped(self, last: int) -> Domain:
         """Return the part up to ``last``."""
-        kept = tuple((first, min(end, last)) for first, end in self.intervals if first <= last)
-        return Domain(kept, self.step)
+        return Domain(tuple((first, min(end, last)) for first, end in self.intervals if first <= last), self.step)
 
     def above(self, count: int) -> Domain:
         """Return the part above ``count``."""
-        kept = tuple((max(first, count + 1), last) for first, last in self.intervals if last > count)
-        return Domain(kept, self.step)
+        return Domain(tuple((max(first, count + 1), last) for first, last in self.intervals if last > count), self.step)
 
     def counts(self, least: int = 1, upto: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield ``(count, count)`` from ``least`` to ``upto``, then ``(first, last)`` of each range above."""
@@ -130,9 +130,8 @@ def decode_tiers(deployment: Deployment) -> tuple[tuple[int, int, int], ...]:
 def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, ...]:
     """Return the uniform decodes of ``role``.
 
-    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k.
-    Draft decodes run one token, k - 1 times after the draft prefill. A batch has no more requests than
-    fit max_num_tokens.
+    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k. Draft decodes
+    run one token, k - 1 times after the draft prefill. A batch has no more requests than fit max_num_tokens.
     """
     limits = deployment.limits
     ranges: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
@@ -217,6 +216,25 @@ def batches(
         for num_tokens, last in mixed_tokens(role, deployment).counts(loras, upto):
             num_reqs = min(num_tokens, deployment.limits.max_num_reqs)
             yield Batch.mixed(role, num_reqs, num_tokens, loras), last
+
+
+def split_at(first: int, last: int, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Split the counts from ``first`` to ``last`` after each stop between them; yield the ends of each part."""
+    for stop in sorted({stop for stop in stops if first <= stop < last} | {last}):
+        yield first, stop
+        first = stop + 1
+
+
+def split_when(apart: Callable[[T, T], bool], items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield runs of items, with an end between two neighbours that are ``apart``."""
+    run: list[T] = []
+    for item in items:
+        if run and apart(run[-1], item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
 
 
 def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> int | None:

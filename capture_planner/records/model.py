@@ -71,8 +71,7 @@ class Model:
     def __attrs_post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             message = f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads"
-            remedy = "each KV head serves the same number of query heads"
-            raise refuse("num_heads", message=message, remedy=remedy)
+            raise refuse("num_heads", message=message, remedy="each KV head serves the same number of query heads")
 
 
 @record

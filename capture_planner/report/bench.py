@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from capture_planner.bench.record import (
-    BenchReport,
-    CaptureFigure,
-    ChainTiming,
-    Decode,
-    Pools,
-    Preparation,
-    Replayed,
-    TargetVerdict,
-    Throughput,
-)
+from capture_planner.bench import record
+from capture_planner.bench.record import BenchReport
 from capture_planner.bench.targets import verdicts
-from capture_planner.codec import json_of, plain, plain_fields
+from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.records.text import counted
 from capture_planner.report.sections import NONE
 from capture_planner.report.writing import Chart, Grid, Report, Section, seconds, size
@@ -53,16 +44,8 @@ def _alert(report: BenchReport) -> str | None:
 
 def bench_sections(report: BenchReport) -> tuple[Section, ...]:
     """Return the parts of the report in the order in which they are read."""
-    return (
-        _what(report),
-        _targets(report),
-        _decode(report),
-        _preparation(report),
-        _chain(report),
-        _throughput(report),
-        _capture(report),
-        _pools(report),
-    )
+    parts = (_what, _targets, _decode, _preparation, _chain, _throughput, _capture, _pools)
+    return tuple(part(report) for part in parts)
 
 
 def _what(report: BenchReport) -> Section:
@@ -87,11 +70,14 @@ def _what(report: BenchReport) -> Section:
     )
 
 
-def _absent(report: BenchReport, figure: str) -> tuple[str, ...]:
-    """Return why a figure was not measured."""
-    return tuple(
-        f"{'broke' if absent.failed else NONE}: {absent.says}" for absent in report.absent if absent.figure == figure
-    ) or ("not measured",)
+def _absent(report: BenchReport, figure: str, title: str = "") -> Section:
+    absent = [each for each in report.absent if each.figure == figure]
+    lines = tuple(f"{'broke' if each.failed else NONE}: {each.says}" for each in absent)
+    return Section(name=figure, title=title or figure.capitalize(), lines=lines or ("not measured",))
+
+
+def _skipped(report: BenchReport, figure: str) -> list[str]:
+    return [f"skipped: {absent.says}" for absent in report.absent if absent.figure == figure]
 
 
 Column = tuple[str, str, Callable[[Any], str]]
@@ -104,10 +90,9 @@ def _figure_section(
     """Return the table of one figure; its first ``text`` columns are words, and the others numbers."""
     rows = [tuple(write(getattr(row, key)) for _, key, write in columns) for row in getattr(report, name)]
     if not rows:
-        return Section(name=name, title=title, lines=_absent(report, name))
-    skipped = (f"skipped: {absent.says}" for absent in report.absent if absent.figure == name)
+        return _absent(report, name, title)
     grid = Grid.of([head for head, _, _ in columns], rows, text=text)
-    return Section(name=name, title=title, grid=grid, notes=(*skipped, *notes))
+    return Section(name=name, title=title, grid=grid, notes=(*_skipped(report, name), *notes))
 
 
 def times(value: float | None) -> str:
@@ -119,7 +104,7 @@ def _optional(value: float | None) -> str:
     return NONE if value is None else seconds(value)
 
 
-def verdict_text(verdict: TargetVerdict) -> str:
+def verdict_text(verdict: record.TargetVerdict) -> str:
     """Say whether a target is met, or by how much it is missed."""
     return "met" if verdict.holds else f"missed by {verdict.missed_by:.0%}"
 
@@ -136,16 +121,16 @@ def _targets(report: BenchReport) -> Section:
     ]
     notes = ("Set for Qwen3-0.6B's shape in bfloat16 on an H100; elsewhere they are only a yardstick.",)
     if not rows:
-        return Section(name="targets", title="Targets", lines=("none: no figure has a target",))
+        return Section(name="targets", lines=("none: no figure has a target",))
     grid = Grid(columns=("", "target", "reached", "verdict"), right=frozenset({"reached"}), rows=tuple(rows))
-    return Section(name="targets", title="Targets", grid=grid, notes=notes)
+    return Section(name="targets", grid=grid, notes=notes)
 
 
 def _value(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if unit else times(value)
 
 
-def _graphs(graphs: Iterable[Replayed]) -> str:
+def _graphs(graphs: Iterable[record.Replayed]) -> str:
     return " + ".join(f"{each.role}{f' x {each.times}' if each.times > 1 else ''} ({each.entry})" for each in graphs)
 
 
@@ -164,10 +149,7 @@ def _decode(report: BenchReport) -> Section:
         "A step is everything: schedule, preparation, replay, copy of the tokens to the host, verification. Bare: "
         "only the graphs it replays, repeated on what the last step staged. Host: the part of the step before "
         "its replays; on a GPU it overlaps the step before, where the runner can run ahead.",
-        *(
-            f"At most {counted(row.windows, 'window')} of {counted(row.steps, 'step')} each."
-            for row in report.decode[:1]
-        ),
+        *(f"At most {counted(r.windows, 'window')} of {counted(r.steps, 'step')} each." for r in report.decode[:1]),
     ]
     if any(len(row.graphs) > 1 for row in report.decode):
         notes.append("With a drafter, a bare step is the sum of its graphs, one after the other.")
@@ -211,8 +193,7 @@ def _chain(report: BenchReport) -> Section:
     return _figure_section(report, "chain", "Draft chain", columns, text=0, notes=notes)
 
 
-def _bound(row: ChainTiming) -> str:
-    """Say what bounds the gain over single steps."""
+def _bound(row: record.ChainTiming) -> str:
     step = f"With {counted(row.num_reqs, 'request')}, a single step takes {seconds(row.one)} on the device"
     if row.host is None:
         return f"{step}; its host time was not measured."
@@ -224,7 +205,7 @@ def _bound(row: ChainTiming) -> str:
 def _throughput(report: BenchReport) -> Section:
     result = report.throughput
     if result is None:
-        return Section(name="throughput", title="Throughput", lines=_absent(report, "throughput"))
+        return _absent(report, "throughput")
     lines = (
         f"{counted(result.num_requests, 'request')} of {result.prompt_tokens} + {result.output_tokens} tokens: "
         f"{result.tokens_per_second:,.0f} tokens/s generated",
@@ -232,13 +213,13 @@ def _throughput(report: BenchReport) -> Section:
         if result.other is None
         else f"{result.other_says}: {result.other:,.0f} tokens/s; ours is {times(result.gain)} of it",
     )
-    return Section(name="throughput", title="Throughput", lines=lines)
+    return Section(name="throughput", lines=lines)
 
 
 def _capture(report: BenchReport) -> Section:
     result = report.capture
     if result is None:
-        return Section(name="capture", title="Capture", lines=_absent(report, "capture"))
+        return _absent(report, "capture")
     rows = [
         (name, seconds(cost.seconds), *map(size, (cost.pool, cost.driver, round(cost.memory / result.graphs))))
         for name, cost in (("the runner", result.ours), ("bare loop", result.bare))
@@ -251,21 +232,20 @@ def _capture(report: BenchReport) -> Section:
             f"the first capture took {seconds(result.first_seconds)}: it also compiles and loads kernels",
         )
     grid = Grid.of((counted(result.graphs, "graph"), "time", "in pools", "in the driver", "a graph"), rows, text=1)
-    skipped = (f"skipped: {absent.says}" for absent in report.absent if absent.figure == "capture")
-    return Section(name="capture", title="Capture", grid=grid, notes=(*skipped, *notes))
+    return Section(name="capture", grid=grid, notes=(*_skipped(report, "capture"), *notes))
 
 
 def _pools(report: BenchReport) -> Section:
     result = report.pools
     if result is None:
-        return Section(name="pools", title="Pools", lines=_absent(report, "pools"))
+        return _absent(report, "pools")
     line = f"one for all roles {size(result.shared)}, one each {size(result.per_role)}: sharing saves "
-    lines: tuple[str, ...] = (line + size(result.saved),)
-    requests = counted(result.requests, "request")
-    if result.differing:
-        differing = f"{len(result.differing)} of {requests} differ: {', '.join(result.differing[:5])}"
-        return Section(name="pools", title="Pools", lines=lines, warnings=(differing,))
-    return Section(name="pools", title="Pools", lines=(*lines, f"{requests} served with both: the same tokens"))
+    requests, differing = counted(result.requests, "request"), result.differing
+    return Section(
+        name="pools",
+        warnings=(f"{len(differing)} of {requests} differ: {', '.join(differing[:5])}",) if differing else (),
+        lines=(line + size(result.saved), *(() if differing else (f"{requests} served with both: the same tokens",))),
+    )
 
 
 @json_of(BenchReport)
@@ -289,18 +269,13 @@ def _bench(report: BenchReport) -> dict[str, Any]:
     }
 
 
-_DERIVED: dict[type, tuple[str, ...]] = {
-    Decode: ("overhead", "gain"),
-    Preparation: ("of_stock",),
-    ChainTiming: ("one", "over_single", "over_eager"),
-    Throughput: ("gain",),
-    CaptureFigure: ("of_seconds", "of_memory"),
-    Pools: ("saved",),
-    TargetVerdict: ("holds", "missed_by"),
-}
-"""Properties that the JSON of a figure has after its fields."""
-
-
-@json_of(*_DERIVED)
-def _figure(figure: Any) -> dict[str, Any]:
-    return plain_fields(figure, *_DERIVED[type(figure)])
+for _figure, _derived in {
+    record.Decode: ("overhead", "gain"),
+    record.Preparation: ("of_stock",),
+    record.ChainTiming: ("one", "over_single", "over_eager"),
+    record.Throughput: ("gain",),
+    record.CaptureFigure: ("of_seconds", "of_memory"),
+    record.Pools: ("saved",),
+    record.TargetVerdict: ("holds", "missed_by"),
+}.items():
+    json_fields(_figure, *_derived)  # properties, after the fields

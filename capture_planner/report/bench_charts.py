@@ -23,7 +23,7 @@ def bench_charts(report: BenchReport) -> tuple[Chart, ...]:
     return drawn(report, (_decode, _preparation, _chain, _capture))
 
 
-def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], xlabel: str) -> None:
+def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], title: str = "") -> None:
     """Draw groups of bars side by side; a height that was not measured leaves its place free."""
     width = 0.8 / len(series)
     for number, (label, color, heights) in enumerate(series):
@@ -34,7 +34,8 @@ def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], xlabel: s
             plot.bar(places, heights, width * 0.92, color=color, label=label, linewidth=0)
     plot.set_xticks(range(len(groups)), labels=groups)
     plot.set_xlim(-0.6, max(len(groups), 3) - 0.4)
-    plot.set_xlabel(xlabel)
+    plot.set_xlabel("requests")
+    plot.set_title(title, loc="left")
     plot.yaxis.set_major_formatter(EngFormatter(unit="s"))
     # Room for the legend above the bars.
     plot.set_ylim(0, plot.get_ylim()[1] * 1.18)
@@ -45,17 +46,13 @@ def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], xlabel: s
 def _decode(report: BenchReport) -> Chart | None:
     if not report.decode:
         return None
-    figure, axes = new_figure(1, 2, 2.8)
+    figure, ((left, right),) = new_figure(1, 2, 2.8)
     groups = [str(row.num_reqs) for row in report.decode]
     bare: Series = ("bare graphs", GRAPH, [row.bare for row in report.decode])
     step: Series = ("step", STEP, [row.step for row in report.decode])
     eager: Series = ("eager step", EAGER, [row.eager for row in report.decode])
-    for plot, title, series in (
-        (axes[0][0], "step and its graphs", (bare, step)),
-        (axes[0][1], "and eager", (bare, step, eager)),
-    ):
-        _bars(plot, groups, series, "requests")
-        plot.set_title(title, loc="left")
+    _bars(left, groups, (bare, step), "step and its graphs")
+    _bars(right, groups, (bare, step, eager), "and eager")
     return chart(
         figure,
         "decode",
@@ -79,8 +76,7 @@ def _preparation(report: BenchReport) -> Chart | None:
         ]
         if any(row.stock is not None for row in rows):
             series.append(("stock call", EAGER, [row.stock for row in rows]))
-        _bars(plot, [str(row.num_reqs) for row in rows], series, "requests")
-        plot.set_title(role.value, loc="left")
+        _bars(plot, [str(row.num_reqs) for row in rows], series, role.value)
     return chart(
         figure,
         "preparation",
@@ -94,14 +90,13 @@ def _preparation(report: BenchReport) -> Chart | None:
 def _chain(report: BenchReport) -> Chart | None:
     if not report.chain:
         return None
-    figure, axes = new_figure(1, 1, 2.6)
-    plot = axes[0][0]
+    figure, ((plot,),) = new_figure(1, 1, 2.6)
     series: list[Series] = [
         ("one graph", GRAPH, [row.fused for row in report.chain]),
         ("single steps", STEP, [row.single for row in report.chain]),
         ("eager", EAGER, [row.eager for row in report.chain]),
     ]
-    _bars(plot, [str(row.num_reqs) for row in report.chain], series, "requests")
+    _bars(plot, [str(row.num_reqs) for row in report.chain], series)
     return chart(
         figure,
         "chain",
@@ -114,8 +109,7 @@ def _chain(report: BenchReport) -> Chart | None:
 def _capture(report: BenchReport) -> Chart | None:
     if report.capture is None or not report.capture.captured:
         return None
-    figure, axes = new_figure(1, 1, 2.6)
-    plot = axes[0][0]
+    figure, ((plot,),) = new_figure(1, 1, 2.6)
     for mode in (GraphMode.PIECEWISE, GraphMode.FULL):
         graphs = [graph for graph in report.capture.captured if graph.entry.mode is mode]
         graphs = graphs[:: -(-len(graphs) // MAX_POINTS) or 1]

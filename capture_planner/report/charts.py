@@ -8,25 +8,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
-from capture_planner.report.drawing import (
-    COLORS,
-    INK,
-    MAX_POINTS,
-    Buckets,
-    chart,
-    draw_cumulative,
-    draw_marks,
-    drawn,
-    in_percent,
-    new_figure,
-    thinned,
-)
+from capture_planner.report import drawing
 from capture_planner.report.summary import (
     CAPTURED_MODES,
     first_token_times,
@@ -43,20 +32,13 @@ _DASHES = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
 
 def charts(report: RunReport) -> tuple[Chart, ...]:
     """Return the pictures of a run; those that would be empty are left out."""
-    return drawn(report, (_memory, _batches, _paddings, _steps, _acceptance, _latency))
+    return drawing.drawn(report, (_memory, _batches, _paddings, _steps, _acceptance, _latency))
 
-
-def _ran(report: RunReport) -> list[Role]:
-    return [role for role in Role if any(forward.role is role for forward in report.forwards)]
-
-
-# Batches ---------------------------------------------------------------------------------------
 
 _AXES = ("tokens", "requests")
 
 
 def _extents(forward: Forward, axis: str) -> tuple[int, int]:
-    """Return a forward's real and padded extent."""
     if axis == "tokens":
         return forward.num_tokens, forward.num_tokens + forward.padded_tokens
     return forward.num_reqs, forward.num_reqs + forward.padded_reqs
@@ -73,10 +55,10 @@ def _ladders(graphs: Iterable[Captured], axis: str) -> list[tuple[GraphMode, lis
 
 
 def _batches(report: RunReport) -> Chart | None:
-    roles = _ran(report)
+    roles = [role for role in Role if any(forward.role is role for forward in report.forwards)]
     if not roles:
         return None
-    figure, axes = new_figure(2, len(roles), 3.0)
+    figure, axes = drawing.new_figure(2, len(roles), 3.0)
     for row, axis in zip(axes, _AXES, strict=True):
         for plot, role in zip(row, roles, strict=True):
             graphs = [graph for graph in report.captured if graph.role is role and graph.waiver is None]
@@ -84,7 +66,7 @@ def _batches(report: RunReport) -> Chart | None:
             plot.set_title(f"{role}, {axis}", loc="left")
             plot.set_xlabel(f"{axis} of the batch")
         row[0].set_ylabel(f"{axis} computed")
-    return chart(
+    return drawing.chart(
         figure,
         "batches",
         section="served",
@@ -99,21 +81,21 @@ def _batches(report: RunReport) -> Chart | None:
 def _scatter(plot: Axes, forwards: Sequence[Forward], graphs: Sequence[Captured], axis: str) -> None:
     top = max(_extents(forward, axis)[1] for forward in forwards)
     for mode, sizes in _ladders(graphs, axis):
-        sizes = sizes[:: -(-len(sizes) // MAX_POINTS)] + sizes[-1:]
-        plot.step([0, *sizes], [sizes[0], *sizes], where="pre", color=COLORS[mode], linewidth=0.7, alpha=0.7)
+        sizes = sizes[:: -(-len(sizes) // drawing.MAX_POINTS)] + sizes[-1:]
+        plot.step([0, *sizes], [sizes[0], *sizes], where="pre", color=drawing.COLORS[mode], linewidth=0.7, alpha=0.7)
         top = max(top, sizes[-1])
-    plot.plot([0, top], [0, top], ":", color=INK, linewidth=0.7)
+    plot.plot([0, top], [0, top], ":", color=drawing.INK, linewidth=0.7)
     for mode in MODES:
         counts: Counter[tuple[int, int]] = Counter()
         for forward in forwards:
             if forward.mode is mode:
                 counts[_extents(forward, axis)] += forward.repeats
-        points = thinned(counts)
+        points = drawing.thinned(counts)
         most = max((count for _, count in points), default=1)
         for level, marker_size in enumerate((2.5, 3.5, 5.0)):
             # A third of the most on a logarithmic scale: counts differ by orders of magnitude.
             some = [at for at, n in points if min(2, int(3 * math.log(n + 1) / math.log(most + 2))) == level]
-            draw_marks(plot, some, mode, marker_size)
+            drawing.draw_marks(plot, some, mode, marker_size)
     _scale(plot, sorted(_extents(forward, axis)[1] for forward in forwards))
 
 
@@ -138,36 +120,32 @@ def _scale(plot: Axes, extents: Sequence[int]) -> None:
     plot.set_ylim(limits)
 
 
-# Cumulative shares -----------------------------------------------------------------------------
-
-
 def _paddings(report: RunReport) -> Chart | None:
     served = [forward for forward in report.forwards if forward.entry is not None]
     if not served:
         return None
-    figure, axes = new_figure(1, 2, 2.6)
+    figure, axes = drawing.new_figure(1, 2, 2.6)
     for plot, axis in zip(axes[0], _AXES, strict=True):
-        for role in Role:
-            for mode in CAPTURED_MODES:
-                shares = [
-                    padding(real, computed - real)
-                    for forward in served
-                    if forward.role is role and forward.mode is mode
-                    for real, computed in (_extents(forward, axis),)
-                    for _ in range(forward.repeats)
-                ]
-                if shares and not (axis == "requests" and mode is GraphMode.PIECEWISE):
-                    draw_cumulative(plot, shares, COLORS[mode], _DASHES[role], f"{role} {mode.value}")
+        for role, mode in product(Role, CAPTURED_MODES):
+            shares = [
+                padding(real, computed - real)
+                for forward in served
+                if forward.role is role and forward.mode is mode
+                for real, computed in (_extents(forward, axis),)
+                for _ in range(forward.repeats)
+            ]
+            if shares and not (axis == "requests" and mode is GraphMode.PIECEWISE):
+                drawing.draw_cumulative(plot, shares, drawing.COLORS[mode], _DASHES[role], f"{role} {mode.value}")
         plot.set_title(f"padding of {axis}", loc="left")
         plot.set_xlabel(f"padded share of the computed {axis}, at most")
-        in_percent(plot.xaxis)
+        drawing.in_percent(plot.xaxis)
         # Nothing padded is a line at 0, which must not hide in the axis.
         right = max(0.05, plot.get_xlim()[1])
         plot.set_xlim(-0.02 * right, right)
         if plot.get_legend_handles_labels()[0]:
             plot.legend(loc="lower right")
     axes[0][0].set_ylabel("forwards served by a graph")
-    return chart(
+    return drawing.chart(
         figure,
         "padding",
         section="served",
@@ -178,20 +156,15 @@ def _paddings(report: RunReport) -> Chart | None:
     )
 
 
-# Memory ----------------------------------------------------------------------------------------
-
-
 def _memory(report: RunReport) -> Chart | None:
     kinds = [
         (role, mode, found)
-        for role in Role
-        for mode in CAPTURED_MODES
+        for role, mode in product(Role, CAPTURED_MODES)
         if (found := [g for g in report.captured if (g.role, g.entry.mode, g.waiver) == (role, mode, None)])
     ]
     if not kinds:
         return None
-    rows = -(-len(kinds) // 2)
-    figure, axes = new_figure(rows, 2, 1.9)
+    figure, axes = drawing.new_figure(-(-len(kinds) // 2), 2, 1.9)
     plots = [plot for row in axes for plot in row]
     for plot in plots[len(kinds) :]:
         plot.remove()
@@ -199,26 +172,26 @@ def _memory(report: RunReport) -> Chart | None:
         _bars(plot, mode, sorted(graphs, key=lambda graph: size(graph.entry)))
         extent = "requests" if all(graph.entry.query_len for graph in graphs) else "tokens"
         plot.set_title(f"{role} {mode.value}, by {extent}", loc="left")
-    return chart(
+    return drawing.chart(
         figure,
         "memory",
         section="captured",
         alt="Bars of the memory of each captured graph by its size, one panel for each role and mode.",
         caption="Pale: what a graph would take in a pool of its own. Solid: what it added to the pool that "
         "it shares. The largest graph of a pool is captured first and pays; the others fit into what it "
-        f"left and add nothing, or little. Where there are more than {MAX_POINTS} graphs, a bar is the mean "
+        f"left and add nothing, or little. Where there are more than {drawing.MAX_POINTS} graphs, a bar is the mean "
         "of neighbours.",
         modes=CAPTURED_MODES,
     )
 
 
 def _bars(plot: Axes, mode: GraphMode, graphs: Sequence[Captured]) -> None:
-    width = -(-len(graphs) // MAX_POINTS)
+    width = -(-len(graphs) // drawing.MAX_POINTS)
     groups = [graphs[start : start + width] for start in range(0, len(graphs), width)]
     unit, shift = _unit(max(max(graph.alone, graph.memory) for graph in graphs))
     for name, alpha in (("alone", 0.35), ("memory", 1.0)):
         heights = [sum(getattr(graph, name) for graph in group) / len(group) / (1 << shift) for group in groups]
-        plot.bar(range(len(groups)), heights, color=COLORS[mode], alpha=alpha, width=0.8)
+        plot.bar(range(len(groups)), heights, color=drawing.COLORS[mode], alpha=alpha, width=0.8)
     shown = sorted({round(i * (len(groups) - 1) / 9) for i in range(10)})
     plot.set_xticks(shown, labels=[_label(groups[i][-1].entry) for i in shown])
     plot.set_xlim(-0.6, max(len(groups), 8) - 0.4)
@@ -237,19 +210,14 @@ def _unit(most: int) -> tuple[str, int]:
     return next((unit for unit in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if most >= 1 << unit[1]), ("B", 0))
 
 
-# Steps -----------------------------------------------------------------------------------------
-
-
 def _steps(report: RunReport) -> Chart | None:
     if not report.steps:
         return None
-    figure, axes = new_figure(2, 1, 1.9, sharex=True)
-    (requests,), (tokens,) = axes
-    buckets = Buckets.of(report.steps)
-    for name, dash in (("num_reqs", "-"), ("waiting", ":")):
+    figure, ((requests,), (tokens,)) = drawing.new_figure(2, 1, 1.9, sharex=True)
+    buckets = drawing.Buckets.of(report.steps)
+    for name, label, dash in (("num_reqs", "running", "-"), ("waiting", "waiting", ":")):
         means = buckets.means((step.index, getattr(step, name)) for step in report.steps)
-        label = "running" if name == "num_reqs" else "waiting"
-        requests.stairs(means, buckets.edges, baseline=None, color=INK, linestyle=dash, label=label)
+        requests.stairs(means, buckets.edges, baseline=None, color=drawing.INK, linestyle=dash, label=label)
     requests.set_ylabel("requests")
     requests.set_ylim(bottom=0)
     requests.set_xlim(buckets.edges[0], buckets.edges[-1])
@@ -259,19 +227,19 @@ def _steps(report: RunReport) -> Chart | None:
     for mode in MODES:
         means = buckets.means((f.step, f.num_tokens) for f in target if f.mode is mode)
         top = [low + mean for low, mean in zip(base, means, strict=True)]
-        tokens.stairs(top, buckets.edges, baseline=base, fill=True, color=COLORS[mode], linewidth=0)
+        tokens.stairs(top, buckets.edges, baseline=base, fill=True, color=drawing.COLORS[mode], linewidth=0)
         base = top
     tokens.set_ylabel("tokens of the target")
     tokens.set_ylim(bottom=0)
     tokens.set_xlabel("step")
     tokens.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return chart(
+    return drawing.chart(
         figure,
         "steps",
         alt="Over the steps: requests that run and wait; tokens of the target by the mode that served them.",
         caption="Above, the requests that run and those that wait for a place. Below, the tokens that the "
         "target computed, by the mode of its forward: prompts show as peaks, and eager peaks are those that "
-        f"no graph covers. Beyond {MAX_POINTS} steps, means of neighbours are drawn.",
+        f"no graph covers. Beyond {drawing.MAX_POINTS} steps, means of neighbours are drawn.",
     )
 
 
@@ -279,23 +247,22 @@ def _acceptance(report: RunReport) -> Chart | None:
     drafted = sum(step.drafted for step in report.steps)
     if not drafted:
         return None
-    figure, axes = new_figure(1, 1, 1.9)
-    plot = axes[0][0]
-    buckets = Buckets.of(report.steps)
+    figure, ((plot,),) = drawing.new_figure(1, 1, 1.9)
+    buckets = drawing.Buckets.of(report.steps)
     tried, kept = (
         buckets.means((step.index, getattr(step, name)) for step in report.steps) for name in ("drafted", "accepted")
     )
     rates = [good / all_ if all_ else math.nan for good, all_ in zip(kept, tried, strict=True)]
-    plot.stairs(rates, buckets.edges, baseline=None, color=INK)
+    plot.stairs(rates, buckets.edges, baseline=None, color=drawing.INK)
     plot.set_xlim(buckets.edges[0], buckets.edges[-1])
     mean = sum(step.accepted for step in report.steps) / drafted
-    plot.axhline(mean, color=INK, linestyle=":", linewidth=1)
+    plot.axhline(mean, color=drawing.INK, linestyle=":", linewidth=1)
     plot.set_ylim(0, 1.03)
-    in_percent(plot.yaxis)
+    drawing.in_percent(plot.yaxis)
     plot.set_ylabel("accepted of drafted")
     plot.set_xlabel("step")
     plot.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return chart(
+    return drawing.chart(
         figure,
         "acceptance",
         alt="The share of draft tokens that the target accepted, over the steps, and its mean.",
@@ -305,29 +272,26 @@ def _acceptance(report: RunReport) -> Chart | None:
     )
 
 
-# Latency ---------------------------------------------------------------------------------------
-
-
 def _latency(report: RunReport) -> Chart | None:
     target = [forward for forward in report.forwards if forward.role is Role.TARGET]
     panels = [
-        ("time to first token", "requests", [(INK, "-", first_token_times(report))]),
-        ("time per output token", "requests", [(INK, "-", per_token_times(report))]),
+        ("time to first token", "requests", [(drawing.INK, "-", first_token_times(report))]),
+        ("time per output token", "requests", [(drawing.INK, "-", per_token_times(report))]),
         (
             "forward of the target, by mode",
             "forwards",
-            [(COLORS[m], "-", [f.seconds for f in target if f.mode is m]) for m in MODES],
+            [(drawing.COLORS[m], "-", [f.seconds for f in target if f.mode is m]) for m in MODES],
         ),
     ]
     panels = [panel for panel in panels if any(values for _, _, values in panel[2])]
     if not panels:
         return None
-    figure, axes = new_figure(1, len(panels), 2.5)
+    figure, axes = drawing.new_figure(1, len(panels), 2.5)
     for plot, (title, unit, series) in zip(axes[0], panels, strict=True):
         every = sorted(value for _, _, values in series for value in values)
         for color, dash, values in series:
             if values:
-                draw_cumulative(plot, values, color, dash, "")
+                drawing.draw_cumulative(plot, values, color, dash, "")
         plot.set_title(title, loc="left")
         plot.set_ylabel(unit)
         if every[0] > 0 and every[-1] > 20 * nearest_rank(every, 50):
@@ -336,7 +300,7 @@ def _latency(report: RunReport) -> Chart | None:
             plot.set_xlim(left=0)
             plot.xaxis.set_major_locator(MaxNLocator(5))
         plot.xaxis.set_major_formatter(EngFormatter(unit="s"))
-    return chart(
+    return drawing.chart(
         figure,
         "latency",
         alt="Cumulative distributions of the time to the first token, per token, and of target forwards.",

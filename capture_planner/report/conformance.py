@@ -125,7 +125,7 @@ def _checks(report: Conformance) -> Section:
     if broken:
         notes = ("the search ends with the first finding; the numbers are without the cases that made it small",)
     grid = Grid.of(("check", "", "tried on", "law"), rows)
-    return Section(name="checks", title="Checks", grid=grid, notes=notes)
+    return Section(name="checks", grid=grid, notes=notes)
 
 
 def _steps(report: Conformance) -> Section:
@@ -133,7 +133,6 @@ def _steps(report: Conformance) -> Section:
     rows = tuple((name, f"{count:,}") for name, count in sorted(log.steps.items()))
     return Section(
         name="steps",
-        title="Steps",
         lines=(f"{counted(sum(log.steps.values()), 'step')} in {counted(log.examples, 'scene')}",),
         grid=Grid.of(("step", "times"), rows, text=1),
     )
@@ -144,7 +143,6 @@ def _forwards(report: Conformance) -> Section:
     reqs, tokens = report.log.largest
     return Section(
         name="forwards",
-        title="Forwards",
         lines=(f"the largest batches had {counted(reqs, 'request')}, and {counted(tokens, 'token')}",) if rows else (),
         grid=Grid.of(("role", "ran as", "forwards"), rows, text=2),
     )
@@ -153,7 +151,7 @@ def _forwards(report: Conformance) -> Section:
 def _shapes(report: Conformance) -> Section:
     used = ((str(shape), "used") for shape in report.outcome.shapes)
     refused = ((str(each.shape), f"refused: {each.reason}") for each in report.outcome.refused)
-    return Section(name="shapes", title="Shapes", grid=Grid.of(("shape", ""), (*used, *refused)))
+    return Section(name="shapes", grid=Grid.of(("shape", ""), (*used, *refused)))
 
 
 def _audits(report: Conformance) -> Iterator[Section]:
@@ -175,4 +173,4 @@ def _audits(report: Conformance) -> Iterator[Section]:
         if report.over_declared
         else ()
     )
-    yield Section(name="audits", title="Audits", lines=(tries,), grid=Grid.of(columns, rows), notes=notes)
+    yield Section(name="audits", lines=(tries,), grid=Grid.of(columns, rows), notes=notes)

@@ -101,19 +101,14 @@ def _conformance(report: Conformance) -> dict[str, Any]:
     ``refused``: what was tried. ``audited``: each attack on a declared field; ``fields``: what they come to.
     """
     outcome, log = report.outcome, report.log
-    reqs, tokens = log.largest
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: plain(getattr(report, name)) for name in names}
+
     return {
-        "backend": report.backend,
-        "distribution": report.distribution,
-        "version": report.version,
+        **some("backend", "distribution", "version"),
         "environment": plain_fields(report.environment),
-        "differences": plain(report.differences),
-        "host": plain(report.host),
-        "seed": report.seed,
-        "profile": plain(report.profile),
-        "drafts": plain(report.drafts),
-        "passed": report.passed,
-        "interrupted": report.interrupted,
+        **some("differences", "host", "seed", "profile", "drafts", "passed", "interrupted"),
         "findings": [
             plain_fields(finding)
             | {
@@ -126,7 +121,7 @@ def _conformance(report: Conformance) -> dict[str, Any]:
         "scenes": log.examples,
         "steps": dict(sorted(log.steps.items())),
         "forwards": [{"role": role.value, "mode": mode.value, "count": count} for (role, mode), count in forwards(log)],
-        "largest": {"num_reqs": reqs, "num_tokens": tokens},
+        "largest": dict(zip(("num_reqs", "num_tokens"), log.largest, strict=True)),
         "shapes": plain(outcome.shapes),
         "refused": plain(outcome.refused),
         "audited": [

@@ -58,7 +58,6 @@ STYLE: dict[Any, Any] = {
 }
 _WIDTH = 9.8
 
-
 Of = TypeVar("Of")
 
 
@@ -121,10 +120,9 @@ def draw_rows(plot: Axes, names: Sequence[str], parts: Iterable[tuple[str, Seque
     plot.grid(False, axis="y")
 
 
-def in_percent(*axes: Axis) -> None:
+def in_percent(axis: Axis) -> None:
     """Write the shares of an axis in percent."""
-    for axis in axes:
-        axis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def cumulative(values: Iterable[float]) -> tuple[list[float], list[float]]:

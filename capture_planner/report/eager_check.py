@@ -44,7 +44,6 @@ def comparison_sections(comparison: Comparison | None) -> Iterator[Section]:
     columns = ("tensor", "largest error", "allowed", "role", "layer")
     yield Section(
         name="comparison",
-        title="Comparison",
         lines=tuple(lines),
         grid=Grid(columns=columns, right=frozenset({"largest error", "allowed"}), rows=tuple(rows)),
     )
@@ -57,12 +56,8 @@ def _counts(forwards: Mapping[Role, int]) -> str:
 
 
 def _difference(difference: Difference) -> Section:
-    if difference.request is not None:
-        whose = f"row {difference.row}: {difference.request}" + (
-            "" if difference.token is None else f", token {difference.token}"
-        )
-    else:
-        whose = f"row {difference.row}: padding, or no request's"
+    token = "" if difference.token is None else f", token {difference.token}"
+    whose = "padding, or no request's" if difference.request is None else f"{difference.request}{token}"
     error = "infinite" if difference.error is None else f"{difference.error:.2g}"
     chain = "" if difference.draft_step is None else f", draft decode {difference.draft_step}"
     facts = [
@@ -75,7 +70,7 @@ def _difference(difference: Difference) -> Section:
             f"{difference.padded_tokens} tokens after {difference.num_tokens}, {difference.padded_reqs} requests after "
             f"{difference.num_reqs}",
         ),
-        ("first row", whose),
+        ("first row", f"row {difference.row}: {whose}"),
         ("graph", shown(difference.graph)),
         ("eager", shown(difference.eager)),
         ("largest error", f"{error}, and {difference.tolerance:g} is allowed; {counted(difference.rows, 'row')}"),

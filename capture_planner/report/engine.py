@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
@@ -30,8 +29,11 @@ def emulation_table(emulation: Emulation) -> RenderableType:
     for manager in emulation.managers:
         parts += [Text(), *_role(manager.role, manager.mode, manager.graphs, asked)]
     if emulation.decisions:
-        parts += [Text(), Text("decisions", style="bold"), _decisions(emulation)]
-    parts += [Text(), Text("settings", style="bold"), _settings(emulation)]
+        rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
+        table = table_of("role", "rule", "before", "after", "because", rows=rows)
+        parts += [Text(), Text("decisions", style="bold"), table]
+    settings = ((each.name, _value(each.value), each.source) for each in emulation.settings)
+    parts += [Text(), Text("settings", style="bold"), table_of("setting", "value", "from", rows=settings)]
     return Group(*parts)
 
 
@@ -95,20 +97,9 @@ def _ranges(asked: Sequence[BatchAnswer]) -> str:
 
 
 def _padding(asked: Sequence[BatchAnswer]) -> str:
-    """Write the share of the computed tokens that is padding."""
     computed = sum(one.answer.entry.num_tokens for one in asked if one.answer.entry is not None)
     padded = sum(one.answer.padded_tokens for one in asked)
     return f"{padded / computed:.0%}" if computed else ""
-
-
-def _decisions(emulation: Emulation) -> Table:
-    rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
-    return table_of("role", "rule", "before", "after", "because", rows=rows)
-
-
-def _settings(emulation: Emulation) -> Table:
-    rows = ((each.name, _value(each.value), each.source) for each in emulation.settings)
-    return table_of("setting", "value", "from", rows=rows)
 
 
 def _value(value: Any) -> str:

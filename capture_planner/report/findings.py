@@ -34,6 +34,7 @@ class Drift:
 
     file: str
     message: str
+    line = column = 1
 
 
 def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
@@ -54,9 +55,7 @@ def _placed(placed: FileFinding) -> dict[str, Any]:
         "message": placed.finding.diagnostic.message,
         "remedy": rule.remedy,
         "threads": list(rule.threads),
-        "file": placed.file,
-        "line": placed.line,
-        "column": placed.column,
+        **{name: getattr(placed, name) for name in ("file", "line", "column")},
     }
 
 
@@ -96,12 +95,10 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
         }
         for rule in RULES.values()
     ]
-    rules.append(
-        {"id": DRIFT_CODE, "name": "drift", "shortDescription": {"text": "A plan is not what its spec gives."}}
-    )
+    drifts = {"id": DRIFT_CODE, "name": "drift", "shortDescription": {"text": "A plan is not what its spec gives."}}
     results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]
-    driver = {"name": "capture-planner", "version": version, "rules": rules}
+    driver = {"name": "capture-planner", "version": version, "rules": [*rules, drifts]}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -110,17 +107,6 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
 
 
 def _result(code: str, level: str, text: str, place: FileFinding | Drift) -> dict[str, Any]:
-    line, column = (place.line, place.column) if isinstance(place, FileFinding) else (1, 1)
-    return {
-        "ruleId": code,
-        "level": level,
-        "message": {"text": text},
-        "locations": [
-            {
-                "physicalLocation": {
-                    "artifactLocation": {"uri": place.file},
-                    "region": {"startLine": line, "startColumn": column},
-                }
-            }
-        ],
-    }
+    region = {"startLine": place.line, "startColumn": place.column}
+    location = {"physicalLocation": {"artifactLocation": {"uri": place.file}, "region": region}}
+    return {"ruleId": code, "level": level, "message": {"text": text}, "locations": [location]}

@@ -12,6 +12,11 @@ from capture_planner.runtime.ledger import Accounts, RunReport
 MOST_APART = 0.05
 """The ledger is flagged where it is further than this share from what the device reports."""
 
+_APART = (
+    "the ledger is {} away from what the device reports: something took or gave back memory between captures, such "
+    "as another process on the device"
+)
+
 MAX_GRAPHS = 10
 """Graphs that are listed with their memory, the largest first; the rest is counted."""
 
@@ -25,8 +30,7 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
     ]
     yield Section(
         name="memory",
-        title="Memory",
-        warnings=tuple(_warnings(accounts)),
+        warnings=(_APART.format(percent(accounts.apart)),) if accounts and accounts.apart > MOST_APART else (),
         lines=(
             f"weights {size(report.weights)}, KV cache {size(report.kv_cache)}, fields and outputs "
             f"{size(rest)}, workspaces {size(report.workspaces)}",
@@ -63,14 +67,6 @@ def _reconciled(report: RunReport, accounts: Accounts | None) -> str:
         f"the device lost {size(accounts.device)} from before the first capture to after the last, and the "
         f"ledger has {size(accounts.explained)} of it: {percent(accounts.apart)} apart"
     )
-
-
-def _warnings(accounts: Accounts | None) -> Iterator[str]:
-    if accounts is not None and accounts.apart > MOST_APART:
-        yield (
-            f"the ledger is {percent(accounts.apart)} away from what the device reports: something took or "
-            "gave back memory between captures, such as another process on the device"
-        )
 
 
 def _by_graph(numbers: RunSummary) -> Iterator[Section]:

@@ -33,13 +33,5 @@ def page(report: Report) -> str:
     )
     environment.tests["mode"] = lambda cell: isinstance(cell, GraphMode)
     template = resources.files("capture_planner.report").joinpath("page.html.j2").read_text("utf-8")
-    return environment.from_string(template).render(
-        kind=report.kind,
-        title=report.title,
-        alert=report.alert,
-        sections=report.sections,
-        charts=pictures,
-        ran=ran,
-        svg=markupsafe.Markup,
-        spec=report.spec,
-    )
+    parts = {name: getattr(report, name) for name in ("kind", "title", "alert", "sections", "spec")}
+    return environment.from_string(template).render(parts, charts=pictures, ran=ran, svg=markupsafe.Markup)

@@ -12,7 +12,7 @@ from typing import Any
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.diff import Change
 from capture_planner.analysis.explain import Explanation, NearMiss
-from capture_planner.codec import json_of, plain, plain_fields
+from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
@@ -27,26 +27,17 @@ def _without(value: Any, *names: str) -> dict[str, Any]:
     return {name: item for name, item in plain_fields(value).items() if name not in names}
 
 
-@json_of(Change)
-def _change(change: Change) -> dict[str, Any]:
-    return plain_fields(change, subject="what", message="says")
-
-
-@json_of(NearMiss)
-def _near_miss(miss: NearMiss) -> dict[str, Any]:
-    return plain_fields(miss, message="says")
+json_fields(Change, subject="what", message="says")
+json_fields(NearMiss, message="says")
+json_fields(Service, "coverage")
 
 
 @json_of(Explanation)
 def _explanation(explained: Explanation) -> dict[str, Any]:
-    answer = explained.answer
+    names = ("mode", "entry", "padded_tokens", "padded_reqs", "reason")
     return {
         "batch": plain(explained.batch),
-        "mode": answer.mode.value,
-        "entry": plain(answer.entry),
-        "padded_tokens": answer.padded_tokens,
-        "padded_reqs": answer.padded_reqs,
-        "reason": plain(answer.reason),
+        **{name: plain(getattr(explained.answer, name)) for name in names},
         "says": explained.message,
         "rejected": plain(explained.near_misses),
     }
@@ -144,11 +135,6 @@ def _side_by_side(compared: SideBySide) -> dict[str, Any]:
     found = plain_fields(compared)
     batches = "traffic" if found.pop("from_traffic") else "admissible"
     return {"a": found.pop("a"), "b": found.pop("b"), "batches": batches, **found}
-
-
-@json_of(Service)
-def _served(served: Service) -> dict[str, Any]:
-    return plain_fields(served, "coverage")
 
 
 @json_of(Pair, Hole)

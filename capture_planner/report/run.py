@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from capture_planner.codec import json_of, plain, plain_fields
+from capture_planner.codec import json_fields, json_of, plain
 from capture_planner.report.sections import alert, sections
 from capture_planner.report.summary import Acceptance, GraphUse, RunSummary, ServedMode, summary
 from capture_planner.report.writing import Chart, Report
@@ -52,72 +51,47 @@ def _run(report: RunReport) -> dict[str, Any]:
         "model": report.model,
         "environment": report.plan.environment.name,
         "spec": report.plan.spec_digest,
-        "backends": plain(report.backends),
-        "host": plain(report.host),
-        "interrupted": report.interrupted,
+        **_some(report, "backends", "host", "interrupted"),
         "captured": _captured(report, numbers),
-        "memory": {name: getattr(report, name) for name in ("weights", "kv_cache", "buffers", "workspaces")}
-        | {"accounts": plain(numbers.accounts), "later": numbers.later},
-        "served_from": plain(numbers.served_from),
-        "fallbacks": plain(numbers.fallbacks),
-        "acceptance": plain(numbers.acceptance),
-        "latency": plain(numbers.latency),
-        "throughput": {
-            "seconds": report.serve_seconds,
-            **{name: getattr(numbers, name) for name in ("output_tokens", "tokens_per_second", "finished", "cut_off")},
-        },
-        "comparison": plain(report.comparison),
-        "steps": plain(report.steps),
-        "forwards": plain(report.forwards),
+        "memory": _some(report, "weights", "kv_cache", "buffers", "workspaces") | _some(numbers, "accounts", "later"),
+        **_some(numbers, "served_from", "fallbacks", "acceptance", "latency"),
+        "throughput": {"seconds": report.serve_seconds}
+        | _some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
+        **_some(report, "comparison", "steps", "forwards"),
         "requests": plain(report.served),
     }
 
 
-@json_of(Accounts)
-def _accounts(accounts: Accounts) -> dict[str, Any]:
-    return plain_fields(accounts, "unexplained", "apart")
-
-
-@json_of(ServedMode)
-def _served_mode(served: ServedMode) -> dict[str, Any]:
-    return plain_fields(served, "token_padding", "request_padding")
-
-
-@json_of(Acceptance)
-def _acceptance(acceptance: Acceptance) -> dict[str, Any]:
-    return plain_fields(acceptance, "rate", "length")
-
-
-@json_of(Forward)
-def _forward(forward: Forward) -> dict[str, Any]:
-    return plain_fields(forward, "mode")
+json_fields(Accounts, "unexplained", "apart")
+json_fields(ServedMode, "token_padding", "request_padding")
+json_fields(Acceptance, "rate", "length")
+json_fields(Forward, "mode")
 
 
 @json_of(GraphUse)
 def _used(used: GraphUse) -> dict[str, Any]:
     graph, waiver = used.graph, used.graph.waiver
-    names = ("role", "entry", "seconds", "memory", "alone", "driver", "readings")
-    return {name: plain(getattr(graph, name)) for name in names} | {
+    return _some(graph, "role", "entry", "seconds", "memory", "alone", "driver", "readings") | {
         "forwards": used.forwards,
         "reason": waiver and plain(waiver.reason),
         "says": waiver and waiver.message,
     }
 
 
-def _captured(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
-    def total(name: str) -> int:
-        return sum(getattr(kind, name) for kind in numbers.captured)
+def _some(value: Any, *names: str) -> dict[str, Any]:
+    return {name: plain(getattr(value, name)) for name in names}
 
-    dropped: Iterable[GraphUse] = (GraphUse(graph=graph, forwards=0) for graph in numbers.dropped)
+
+def _captured(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
+    dropped = (GraphUse(graph=graph, forwards=0) for graph in numbers.dropped)
     return {
         "planned": numbers.planned,
         "graphs": len(numbers.graphs),
         "dropped": len(numbers.dropped),
         "unused": len(numbers.unused),
         "seconds": report.capture_seconds,
-        **{name: total(name) for name in ("memory", "alone", "driver")},
-        "buffers": report.buffers,
-        "kv_cache": report.kv_cache,
+        **{name: sum(getattr(kind, name) for kind in numbers.captured) for name in ("memory", "alone", "driver")},
+        **_some(report, "buffers", "kv_cache"),
         "by": plain(numbers.captured),
         "entries": plain((*numbers.graphs, *dropped)),
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import attrs
+
 from capture_planner.modes import GraphMode
 from capture_planner.records.text import counted
 from capture_planner.report.eager_check import comparison_sections
@@ -84,7 +86,6 @@ def _captured(report: RunReport, numbers: RunSummary) -> Section:
         warnings.append(f"not captured: {counted(missing, 'graph')} of the plan, which had no turn")
     return Section(
         name="captured",
-        title="Captured",
         lines=(
             f"{total} of {counted(numbers.planned, 'graph')} in {seconds(report.capture_seconds)}; "
             f"they grew their pool by {size(memory)}, alone they would take {size(alone)}",
@@ -138,7 +139,7 @@ def _fallbacks(numbers: RunSummary) -> Section:
     if not listed:
         ran = any(role.forwards for role in numbers.served_from)
         line = "none: a graph served every forward" if ran else "none: there was no forward"
-        return Section(name="fallbacks", title="Fallbacks", lines=(line,))
+        return Section(name="fallbacks", lines=(line,))
     eager = sum(fallback.forwards for fallback in numbers.fallbacks)
     total = sum(role.forwards for role in numbers.served_from)
     others = counted(len(rest), "other shape"), counted(sum(each.forwards for each in rest), "forward")
@@ -155,7 +156,6 @@ def _fallbacks(numbers: RunSummary) -> Section:
     ]
     return Section(
         name="fallbacks",
-        title="Fallbacks",
         lines=(
             f"eager: {_part(eager, total)} forwards, in {counted(len(numbers.fallbacks), 'shape')}",
             *_causes(numbers),
@@ -197,7 +197,7 @@ def _steps(report: RunReport) -> Section:
             f"at most {max(step.num_reqs for step in steps):,} requests at once, "
             f"{max(step.waiting for step in steps):,} waiting"
         )
-    return Section(name="steps", title="Steps", lines=(line,))
+    return Section(name="steps", lines=(line,))
 
 
 def _acceptance(numbers: RunSummary) -> Iterator[Section]:
@@ -209,21 +209,15 @@ def _acceptance(numbers: RunSummary) -> Iterator[Section]:
         line = "none: no draft token was verified"
     elif found.length is not None:
         line += f"; a decode gained {found.length:.2f} tokens a step, its own included"
-    yield Section(name="acceptance", title="Acceptance", lines=(line,))
+    yield Section(name="acceptance", lines=(line,))
 
 
 def _latency(report: RunReport, numbers: RunSummary) -> Section:
     rate = NONE if numbers.tokens_per_second is None else f"{numbers.tokens_per_second:,.1f} tokens/s"
-    measured = (
-        ("to first token", numbers.latency.first_token),
-        ("per output token", numbers.latency.per_token),
-        ("to last token", numbers.latency.finished),
-        ("step", numbers.latency.step),
-        ("host, per forward", numbers.latency.forward_host),
-    )
+    names = ("to first token", "per output token", "to last token", "step", "host, per forward")
+    measured = zip(names, attrs.astuple(numbers.latency, recurse=False), strict=True)
     return Section(
         name="latency",
-        title="Latency",
         lines=(
             f"output tokens: {numbers.output_tokens:,} in {seconds(report.serve_seconds)}, {rate}",
             f"requests: {numbers.finished:,} finished, {numbers.cut_off:,} cut off",

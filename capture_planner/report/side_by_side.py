@@ -23,10 +23,7 @@ def side_by_side_table(compared: SideBySide) -> RenderableType:
     """What each captures, what each serves, and what one alone runs eager."""
     parts: list[RenderableType] = [
         Text(f"A: {compared.a}\nB: {compared.b}", style="bold"),
-        Text(""),
-        _graphs(compared),
-        Text(""),
-        _families(compared),
+        *(Text(""), _graphs(compared), Text(""), _families(compared)),
     ]
     for side, other in (("a", "b"), ("b", "a")):
         holes = [hole for hole in compared.holes if hole.eager == side]
@@ -56,9 +53,8 @@ def _families(compared: SideBySide) -> Table:
     figures = (what, "with a graph", "mean", "worst")
     table = table_of("role", "kind", "", *figures, right=figures)
     for pair in compared.families:
-        for index, (name, served) in enumerate((("A", pair.a), ("B", pair.b))):
-            first = (pair.family.role.value, _kind(pair.family)) if index == 0 else ("", "")
-            table.add_row(*first, name, *_figures(served))
+        table.add_row(pair.family.role.value, _kind(pair.family), "A", *_figures(pair.a))
+        table.add_row("", "", "B", *_figures(pair.b))
     return table
 
 
@@ -70,9 +66,8 @@ def _figures(served: Service | None) -> tuple[str, ...]:
     if served is None:
         return ("none", "", "", "")
     share = f"{100 * served.coverage:.1f}%"
-    if served.graphed == 0:
-        return (f"{served.batches:,}", share, "", "")
-    return (f"{served.batches:,}", share, f"{served.mean:.3f}x", f"{served.worst:.2f}x")
+    padding = (f"{served.mean:.3f}x", f"{served.worst:.2f}x") if served.graphed else ("", "")
+    return (f"{served.batches:,}", share, *padding)
 
 
 def _holes(holes: list[Hole], eager: str, other: str, *, often: bool) -> Iterable[RenderableType]:

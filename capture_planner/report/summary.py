@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
 
 import attrs
 
@@ -219,21 +221,21 @@ def size(entry: Entry) -> tuple[int, int, int, int]:
 
 
 def _captured(graphs: Sequence[Captured]) -> Iterable[CapturedKind]:
-    for role in Role:
-        for mode in MODES:
-            kind = [graph for graph in graphs if graph.role is role and graph.entry.mode is mode]
-            if kind:
-                yield CapturedKind(
-                    role=role,
-                    mode=mode,
-                    graphs=len(kind),
-                    seconds=math.fsum(graph.seconds for graph in kind),
-                    memory=sum(graph.memory for graph in kind),
-                    alone=sum(graph.alone for graph in kind),
-                    driver=sum(graph.driver for graph in kind),
-                    largest=max((graph.entry for graph in kind), key=size),
-                    smallest=min((graph.entry for graph in kind), key=size),
-                )
+    for role, mode in product(Role, MODES):
+        kind = [graph for graph in graphs if graph.role is role and graph.entry.mode is mode]
+        if kind:
+            entries = sorted((graph.entry for graph in kind), key=size)
+            yield CapturedKind(
+                role=role,
+                mode=mode,
+                graphs=len(kind),
+                seconds=math.fsum(graph.seconds for graph in kind),
+                memory=sum(graph.memory for graph in kind),
+                alone=sum(graph.alone for graph in kind),
+                driver=sum(graph.driver for graph in kind),
+                largest=entries[-1],
+                smallest=entries[0],
+            )
 
 
 def _later(report: RunReport) -> int | None:
@@ -242,50 +244,44 @@ def _later(report: RunReport) -> int | None:
 
 
 def _served_from(report: RunReport) -> Iterable[ServedRole]:
-    counts: Counter[tuple[Role, GraphMode, str]] = Counter()
-    decodes: Counter[tuple[Role, bool]] = Counter()
-    for forward in report.forwards:
-        key = forward.role, forward.mode
-        for name in ("num_tokens", "padded_tokens", "num_reqs", "padded_reqs"):
-            counts[*key, name] += getattr(forward, name) * forward.repeats
-        counts[*key, "forwards"] += forward.repeats
-        if forward.query_len is not None:
-            decodes[forward.role, forward.entry is not None] += forward.repeats
-    present = {role.role for role in report.plan.roles} | {role for role, _, _ in counts}
     for role in Role:
-        if role in present:
-            forwards = sum(counts[role, mode, "forwards"] for mode in MODES)
+        forwards = [forward for forward in report.forwards if forward.role is role]
+        if forwards or any(planned.role is role for planned in report.plan.roles):
+            decodes = [forward for forward in forwards if forward.query_len is not None]
+            total = _total(forwards)
             yield ServedRole(
                 role=role,
-                forwards=forwards,
-                modes=tuple(
-                    ServedMode(
-                        mode=mode,
-                        forwards=counts[role, mode, "forwards"],
-                        share=counts[role, mode, "forwards"] / forwards if forwards else 0.0,
-                        real_tokens=counts[role, mode, "num_tokens"],
-                        padded_tokens=counts[role, mode, "padded_tokens"],
-                        real_reqs=counts[role, mode, "num_reqs"],
-                        padded_reqs=counts[role, mode, "padded_reqs"],
-                    )
-                    for mode in MODES
-                ),
-                decodes=decodes[role, True] + decodes[role, False],
-                covered=decodes[role, True],
+                forwards=total,
+                modes=tuple(_served_mode(mode, [f for f in forwards if f.mode is mode], total) for mode in MODES),
+                decodes=_total(decodes),
+                covered=_total(forward for forward in decodes if forward.entry is not None),
             )
 
 
-def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
-    counts: Counter[tuple[Role, Reason | None, int, int, int | None]] = Counter()
-    for f in forwards:
-        if f.entry is None:
-            counts[f.role, f.reason, f.num_reqs, f.num_tokens, f.query_len] += f.repeats
-    return tuple(
-        Fallback(
-            role=role, reason=reason, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, forwards=count
-        )
-        for (role, reason, num_reqs, num_tokens, query_len), count in counts.most_common()
+def _total(forwards: Iterable[Forward], name: str | None = None) -> int:
+    """Return how many forwards they are with their repeats, or the sum of a property over them."""
+    return sum(forward.repeats * (1 if name is None else getattr(forward, name)) for forward in forwards)
+
+
+def _served_mode(mode: GraphMode, forwards: Sequence[Forward], of_role: int) -> ServedMode:
+    return ServedMode(
+        mode=mode,
+        forwards=_total(forwards),
+        share=_total(forwards) / of_role if of_role else 0.0,
+        real_tokens=_total(forwards, "num_tokens"),
+        padded_tokens=_total(forwards, "padded_tokens"),
+        real_reqs=_total(forwards, "num_reqs"),
+        padded_reqs=_total(forwards, "padded_reqs"),
     )
+
+
+def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
+    names = ("role", "reason", "num_reqs", "num_tokens", "query_len")
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for forward in forwards:
+        if forward.entry is None:
+            counts[tuple(getattr(forward, name) for name in names)] += forward.repeats
+    return tuple(Fallback(**dict(zip(names, key, strict=True)), forwards=count) for key, count in counts.most_common())
 
 
 def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:

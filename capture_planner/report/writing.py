@@ -41,7 +41,7 @@ class Section:
     """One part of the report: sentences that warn, sentences, a table, and sentences below it."""
 
     name: str
-    title: str
+    title: str = attrs.field(default=attrs.Factory(lambda self: self.name.capitalize(), takes_self=True))
     warnings: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     grid: Grid | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-import attrs
 import torch
 
 from capture_planner.errors import BackendError, RunError
@@ -22,7 +21,7 @@ from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, Draf
 from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.role import ExecutionContext, RoleRun
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, TorchUpdates, Updates
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, Runnable
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
@@ -30,22 +29,12 @@ from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.serving import kv
 from capture_planner.runtime.serving.parts import Parts
 
-DTYPES = {
-    DataType.BFLOAT16: torch.bfloat16,
-    DataType.FLOAT16: torch.float16,
-    DataType.FLOAT32: torch.float32,
-    DataType.FLOAT64: torch.float64,
-}
+DTYPES = (DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
 """The element types that the runner computes and caches in."""
 
 
-@attrs.frozen
-class LayerShape:
-    """What is known of a model's layers without the model."""
-
-    num_layers: int
-    windows: tuple[int | None, ...]
-    """Each layer's sliding window in tokens; None: full attention."""
+Windows = tuple[int | None, ...]
+"""The sliding window of each layer of a model, in tokens; None: full attention."""
 
 
 def dtype_of(kind: DataType) -> torch.dtype:
@@ -53,7 +42,8 @@ def dtype_of(kind: DataType) -> torch.dtype:
     if kind not in DTYPES:
         known = ", ".join(k.value for k in DTYPES)
         raise RunError(f"the plan's model is in {kind.value}; the runner computes in {known}")
-    return DTYPES[kind]
+    dtype: torch.dtype = getattr(torch, kind.value)
+    return dtype
 
 
 def assemble(
@@ -73,32 +63,39 @@ def assemble(
     """
     refuse_planning_backends(plan, registry)
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
-    fields = _fields(plan, pages, device)
+    capacity = capacity_of(plan, pages)
+    fields = {
+        role.role: Fields(role, capacity, device, SAMPLED_FIELDS if role.role is Role.TARGET else ())
+        for role in plan.roles
+    }
     apply, updates = _operations(device, list(fields.values()))
     token_fields = {
         role: TokenFields.of(each, pages.page_size, plan.model.max_model_len) for role, each in fields.items()
     }
-    state = None
-    if drafter is not None and plan.speculative is not None:
-        most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
-        state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
     target = _target_body(plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET])
     bodies: dict[Role, Body] = {Role.TARGET: target}
-    if drafter is not None and state is not None:
-        prefill = fields[Role.DRAFT_PREFILL]
+    windows: dict[bool, Windows] = {False: tuple(model.windows)}
+    state = None
+    if drafter is not None and plan.speculative is not None:
+        prefill, decode = fields[Role.DRAFT_PREFILL], fields[Role.DRAFT_DECODE]
+        most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
+        state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
         hidden = _zeros(plan, prefill, drafter.hidden_size)
-        decode, advancing = fields[Role.DRAFT_DECODE], token_fields[Role.DRAFT_DECODE]
-        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(drafter, prefill, target, hidden, state, updates)
-        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, advancing)
-    shapes = {False: LayerShape(model.num_layers, tuple(model.windows))}
-    if drafter is not None:
-        shapes[True] = LayerShape(drafter.num_layers, (None,) * drafter.num_layers)
-    caches = caches_of(plan, shapes, pages, device)
-    reserved = reserve_all(plan, shapes, caches, fields, registry, pages, device)
+        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(drafter, prefill, state, updates, target, hidden)
+        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, token_fields[Role.DRAFT_DECODE])
+        windows[True] = (None,) * drafter.num_layers
+    reserved = reserve_all(plan, windows, fields, registry, pages, device)
     context = ExecutionContext(
         grapher=grapher,
         policy=policy,
-        bounds=bounds_of(plan, pages, model.vocab_size),
+        bounds=Bounds(
+            reqs=plan.limits.max_num_reqs,
+            pages=pages.num_pages,
+            slots=pages.slots,
+            positions=plan.model.max_model_len,
+            vocabulary=model.vocab_size,
+            workspace=max((group.workspace.device for role in plan.roles for group in role.groups), default=0),
+        ),
         page_size=pages.page_size,
         apply=apply,
     )
@@ -121,17 +118,7 @@ def assemble(
         updates=updates,
         token_fields=token_fields,
         comparison=comparison,
-        kv_cache=sum(c.keys.nbytes + c.values.nbytes for each in caches.values() for c in each),
     )
-
-
-def _fields(plan: Plan, pages: kv.PageFormat, device: torch.device) -> dict[Role, Fields]:
-    """Allocate the fields of each role; of the target, also those that the runner alone reads."""
-    capacity = capacity_of(plan, pages)
-    return {
-        role.role: Fields(role, capacity, device, SAMPLED_FIELDS if role.role is Role.TARGET else ())
-        for role in plan.roles
-    }
 
 
 def _zeros(plan: Plan, fields: Fields, width: int) -> torch.Tensor:
@@ -168,22 +155,10 @@ def _target_body(
     )
 
 
-def bounds_of(plan: Plan, pages: kv.PageFormat, vocab_size: int) -> Bounds:
-    """Return what index fields may hold."""
-    return Bounds(
-        reqs=plan.limits.max_num_reqs,
-        pages=pages.num_pages,
-        slots=pages.slots,
-        positions=plan.model.max_model_len,
-        vocabulary=vocab_size,
-        workspace=max((group.workspace.device for role in plan.roles for group in role.groups), default=0),
-    )
-
-
 def _operations(device: torch.device, fields: Sequence[Fields]) -> tuple[Callable[[Sequence[Write]], None], Updates]:
     """Return what fills and pads, and what moves on: a kernel each on a GPU, arrays and torch on a host."""
     if device.type != "cuda":
-        return padding.apply, TorchUpdates()
+        return padding.apply, Updates()
     from capture_planner.runtime.execution.fused import FusedPadding
     from capture_planner.runtime.execution.fused_updates import FusedUpdates
 
@@ -201,34 +176,29 @@ def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:
     )
 
 
-def caches_of(
-    plan: Plan, shapes: Mapping[bool, LayerShape], pages: kv.PageFormat, device: torch.device
-) -> dict[bool, tuple[LayerCache, ...]]:
-    """Make the cache of each layer, of the target and (key True) of the drafter, whose roles share it."""
-    dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
-    caches = {}
-    for is_drafter, shape in shapes.items():
-        role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
-        attention = Attention.of(plan, role, layers=shape.num_layers, window=None)
-        caches[is_drafter] = tuple(kv.layer_cache(attention, pages, dtype, device) for _ in range(shape.num_layers))
-    return caches
-
-
 def reserve_all(
     plan: Plan,
-    shapes: Mapping[bool, LayerShape],
-    caches: Mapping[bool, Sequence[LayerCache]],
+    windows: Mapping[bool, Windows],
     fields: Mapping[Role, Fields],
     registry: Registry,
     pages: kv.PageFormat,
     device: torch.device,
 ) -> dict[Role, list[GroupRun]]:
-    """Reserve the backend of each group of each role; where one refuses, release those before it."""
+    """Reserve the backend of each group of each role; where one refuses, release those before it.
+
+    Each layer has a cache, of the target and (key True) of the drafter, whose roles share it.
+    """
+    dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
+    caches: dict[bool, list[LayerCache]] = {}
+    for is_drafter, of_model in windows.items():
+        any_role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
+        attention = Attention.of(plan, any_role, layers=len(of_model), window=None)
+        caches[is_drafter] = [kv.layer_cache(attention, pages, dtype, device) for _ in of_model]
     reserved: dict[Role, list[GroupRun]] = {role.role: [] for role in plan.roles}
     try:
         for role in plan.roles:
-            shape, mine = shapes[role.role.is_drafter], caches[role.role.is_drafter]
-            for group, layers in zip(role.groups, layers_of(role, shape.windows), strict=True):
+            mine = caches[role.role.is_drafter]
+            for group, layers in zip(role.groups, layers_of(role, windows[role.role.is_drafter]), strict=True):
                 of_group = {layer: mine[layer] for layer in layers}
                 reserved[role.role].append(
                     _reserved(plan, role, group, of_group, fields[role.role], registry, pages, device)

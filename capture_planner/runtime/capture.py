@@ -26,8 +26,7 @@ def capture_all(
 ) -> Iterator[Captured]:
     """Capture all entries of ``plan``, and yield what each cost.
 
-    ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if
-    ``strict``.
+    ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``.
     """
     shared = grapher.pool(memory)
     for role in roles:

@@ -23,13 +23,15 @@ LEAST_MEMORY = 0.95
 
 def this_environment(name: str) -> Environment:
     """Return the facts of this machine: its first CUDA device, or its processor. ``notes`` says more."""
-    packages = {package: version for package in PACKAGES if (version := _installed(package)) is not None}
+    found = {package: _installed(package) for package in PACKAGES}
+    # Without local labels: 2.11.0+cu130 is 2.11.0.
+    packages = {package: version.partition("+")[0] for package, version in found.items() if version is not None}
     if not torch.cuda.is_available():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = Device(kind=DeviceKind.CPU, name=platform.machine(), memory=memory)
-        return Environment(name=name, device=device, packages=_public(packages))
+        return Environment(name=name, device=device, packages=packages)
     return Environment(
-        name=name, device=_cuda_device(), driver=_driver()[0], cuda=torch.version.cuda, packages=_public(packages)
+        name=name, device=_cuda_device(), driver=_driver()[0], cuda=torch.version.cuda, packages=packages
     )
 
 
@@ -58,11 +60,6 @@ def _cuda_device() -> Device:
         memory=found.total_memory,
         multiprocessors=found.multi_processor_count,
     )
-
-
-def _public(packages: dict[str, str]) -> dict[str, str]:
-    """Leave out local labels: 2.11.0+cu130 is 2.11.0."""
-    return {name: version.partition("+")[0] for name, version in packages.items()}
 
 
 def _driver() -> tuple[str | None, str]:
@@ -97,21 +94,16 @@ def device_of(environment: Environment) -> torch.device:
 def facts() -> dict[str, str]:
     """Return this machine and its versions, for a report."""
     found = {
-        "device": _device_name(),
+        "device": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
     }
     if torch.cuda.is_available():
+        found["device"] = str(torch.cuda.get_device_name(0))
         found["cuda"] = str(torch.version.cuda)
         found["driver"] = _driver()[0] or "unknown"
     return found
-
-
-def _device_name() -> str:
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name(0))
-    return platform.processor() or platform.machine()
 
 
 def differences(environment: Environment) -> tuple[str, ...]:
@@ -132,14 +124,11 @@ def differences(environment: Environment) -> tuple[str, ...]:
         if here.name != planned.name:
             found.append(f"the plan is for {planned.name}, and this is {here.name}")
         if here.multiprocessors != planned.multiprocessors:
-            found.append(
-                f"the plan is for {planned.multiprocessors} multiprocessors, and this device has {here.multiprocessors}"
-            )
+            count = f"{planned.multiprocessors} multiprocessors"
+            found.append(f"the plan is for {count}, and this device has {here.multiprocessors}")
         if here.memory < LEAST_MEMORY * planned.memory:
-            found.append(
-                f"the plan is for {planned.memory / GIBI:.1f} GiB of memory, and this device has "
-                f"{here.memory / GIBI:.1f}"
-            )
+            memory = f"{planned.memory / GIBI:.1f} GiB of memory"
+            found.append(f"the plan is for {memory}, and this device has {here.memory / GIBI:.1f}")
     for name, version in environment.packages.items():
         installed = _installed(name)
         if installed is None:

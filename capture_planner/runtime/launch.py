@@ -130,21 +130,27 @@ def launch(
         try:
             if choices.verify or choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
-            run.capture(runner)
+            with progress("capture", runner.plan.num_graphs) as advance:
+                runner.capture(
+                    memory=plan.budget.memory if choices.graph_memory is None else choices.graph_memory,
+                    progress=lambda done: advance(f"{done.role.value} {done.entry}"),
+                )
             # Where a comparison found a difference, the report has it.
-            with contextlib.suppress(DifferenceError):
-                run.serve(runner, answers)
+            with contextlib.suppress(DifferenceError), progress("serve", len(requests)) as served_one:
+                runner.serve(
+                    requests,
+                    answers=answers,
+                    step_seconds=choices.step_seconds,
+                    progress=lambda done: served_one(done.name),
+                )
         except KeyboardInterrupt:
             interrupted = True
         report = run.report(runner, drafter, decode, interrupted=interrupted)
     differing = None
     if choices.verify and answers is not None and any(served.tokens for served in report.served):
         by_name = {request.name: request for request in requests}
-        differing = tuple(
-            served.name
-            for served in report.served
-            if served.tokens and not _agrees(served, by_name[served.name], answers[served.name])
-        )
+        given = [served for served in report.served if served.tokens]
+        differing = tuple(s.name for s in given if not _agrees(s, by_name[s.name], answers[s.name]))
     return Outcome(report=report, differing=differing)
 
 
@@ -152,18 +158,6 @@ def _agrees(served: Served, request: Request, answer: tuple[int, ...]) -> bool:
     """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
     expected = request.cut(answer[len(request.prompt) :])
     return served.tokens == (expected if served.finished is not None else expected[: len(served.tokens)])
-
-
-def _not_as_planned(plan: Plan) -> dict[str, str]:
-    """Return what differs from the environment that was planned for, as a fact for the report."""
-    sentences = (*host.differences(plan.environment), *host.remarks(plan.environment))
-    return {"not as planned": "; ".join(sentences)} if sentences else {}
-
-
-def _weights(runner: Runner) -> int:
-    """Return the bytes of all weights; those that target and drafter share count once."""
-    tensors = [tensor_of(held) for role in runner.parts.roles.values() for held in role.body.weights()]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
@@ -242,14 +236,10 @@ class _Run:
         """
         more = self.plan.speculative.num_tokens if self.plan.speculative else 0
         longest = self.plan.model.max_model_len
-        longer = [
-            attrs.evolve(
-                request,
-                max_new_tokens=min(request.max_new_tokens + more, longest - len(request.prompt)),
-                stop=frozenset(),
-            )
-            for request in self.requests
-        ]
+        longer = []
+        for each in self.requests:
+            most = min(each.max_new_tokens + more, longest - len(each.prompt))
+            longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
         plain = Runner(
             without_speculation(self.plan, self.registry),
             self.model,
@@ -266,52 +256,35 @@ class _Run:
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
-    def capture(self, runner: Runner) -> None:
-        """Capture with progress."""
-        memory = self.choices.graph_memory
-        with self.progress("capture", runner.plan.num_graphs) as advance:
-            runner.capture(
-                memory=self.plan.budget.memory if memory is None else memory,
-                progress=lambda done: advance(f"{done.role.value} {done.entry}"),
-            )
-
-    def serve(self, runner: Runner, answers: dict[str, tuple[int, ...]] | None) -> None:
-        """Serve with progress."""
-        with self.progress("serve", len(self.requests)) as advance:
-            runner.serve(
-                self.requests,
-                answers=answers,
-                step_seconds=self.choices.step_seconds,
-                progress=lambda done: advance(done.name),
-            )
-
     def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
-        """Put together what happened."""
-        session = runner.session
+        session, roles = runner.session, runner.parts.roles.values()
+        weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
         entered = {done.name for done in session.served}
         served = session.served + [
-            Served(
-                name=request.name, prompt_tokens=len(request.prompt), output_tokens=0, first_token=None, finished=None
-            )
-            for request in self.requests
-            if request.name not in entered
+            Served(name=each.name, prompt_tokens=len(each.prompt), output_tokens=0, first_token=None, finished=None)
+            for each in self.requests
+            if each.name not in entered
         ]
+        facts = host.facts()
+        if deviations := (*host.differences(self.plan.environment), *host.remarks(self.plan.environment)):
+            facts["not as planned"] = "; ".join(deviations)
         if decode is not None:
             served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
         return RunReport(
             plan=self.plan,
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
-            host=host.facts() | _not_as_planned(self.plan) | {"seed": str(self.choices.seed)},
+            host=facts | {"seed": str(self.choices.seed)},
             captured=tuple(session.captured),
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
             served=tuple(served),
             buffers=runner.parts.buffers,
             kv_cache=runner.parts.kv_cache,
-            workspaces=sum(g.workspace.nbytes for role in runner.parts.roles.values() for g in role.groups),
-            weights=_weights(runner),
+            workspaces=sum(group.workspace.nbytes for role in roles for group in role.groups),
+            # Those that target and drafter share count once.
+            weights=sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values()),
             served_reading=self.grapher.reading(),
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,

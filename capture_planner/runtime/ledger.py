@@ -173,7 +173,6 @@ class Session:
     served: list[Served] = attrs.Factory(list)
     capture_seconds: float = 0.0
     serve_seconds: float = 0.0
-    interrupted: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import attrs
 
 from capture_planner.errors import RunError
@@ -86,17 +84,12 @@ def _chosen(asked: bool | None, is_gpu: bool, options: Options) -> bool:
 
 
 def _refuse_without_comparison(options: Options) -> None:
-    wrong: Mapping[str, object] = {
-        "replay": not options.replay,
-        "run_ahead": options.run_ahead,
-        "drafts_on_device": options.drafts_on_device,
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise RunError(
-                f"compare runs an eager forward before each graph, and {name} is {getattr(options, name)}; "
-                "use one or the other"
-            )
+    wrong = {"replay": not options.replay, "run_ahead": options.run_ahead, "drafts_on_device": options.drafts_on_device}
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise RunError(
+            f"compare runs an eager forward before each graph, and {name} is {getattr(options, name)}; "
+            "use one or the other"
+        )
 
 
 def _needs_host(plan: Plan, role: RolePlan, registry: Registry) -> bool:

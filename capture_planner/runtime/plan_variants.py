@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plugins.registry import Registry
@@ -15,38 +15,23 @@ from capture_planner.runtime.ledger import Captured
 
 def as_captured(plan: Plan, captured: Sequence[Captured]) -> Plan:
     """Return the plan without what could not be captured, each with its waiver."""
-    lost: dict[Role, list[Captured]] = {}
-    for item in captured:
-        if item.waiver is not None:
-            lost.setdefault(item.role, []).append(item)
-    if not lost:
-        return plan
-    return replace(plan, roles=tuple(_without(role, lost.get(role.role, [])) for role in plan.roles))
+    lost = [item for item in captured if item.waiver is not None]
+    return replace(plan, roles=tuple(_without(role, lost) for role in plan.roles)) if lost else plan
 
 
 def _without(role: RolePlan, lost: Sequence[Captured]) -> RolePlan:
-    gone = {item.entry for item in lost}
-    return replace(
-        role,
-        entries=tuple(entry for entry in role.entries if entry not in gone),
-        waivers=role.waivers + tuple(waiver for item in lost for waiver in _all_waivers(item)),
-    )
-
-
-def _all_waivers(lost: Captured) -> Iterator[Waiver]:
-    """Yield the waiver of a graph; one for any batch served decodes too, where no other graph did."""
-    if lost.waiver is not None:
-        yield lost.waiver
-        if lost.entry.query_len is None:
-            yield replace(lost.waiver, kind=Kind.DECODE, first=1, last=lost.entry.num_tokens)
+    gone = {item.entry: item.waiver for item in lost if item.role is role.role and item.waiver is not None}
+    waivers = list(role.waivers)
+    for entry, waiver in gone.items():
+        waivers.append(waiver)
+        if entry.query_len is None:
+            # One for any batch served decodes too, where no other graph did.
+            waivers.append(replace(waiver, kind=Kind.DECODE, first=1, last=entry.num_tokens))
+    return replace(role, entries=tuple(e for e in role.entries if e not in gone), waivers=tuple(waivers))
 
 
 def without_graphs(plan: Plan) -> Plan:
     """Return the plan with nothing to capture: everything runs eager."""
-    return replace(plan, roles=tuple(_eager(role, plan) for role in plan.roles))
-
-
-def _eager(role: RolePlan, plan: Plan) -> RolePlan:
     loras = 0 if plan.lora is None else plan.lora.max_active + 1
     waivers = tuple(
         Waiver(
@@ -60,7 +45,8 @@ def _eager(role: RolePlan, plan: Plan) -> RolePlan:
         )
         for kind in Kind
     )
-    return replace(role, mode=GraphMode.NONE, entries=(), waivers=waivers)
+    eager = (replace(role, mode=GraphMode.NONE, entries=(), waivers=waivers) for role in plan.roles)
+    return replace(plan, roles=tuple(eager))
 
 
 def without_speculation(plan: Plan, registry: Registry) -> Plan:

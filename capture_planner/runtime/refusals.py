@@ -15,7 +15,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.environment import DeviceKind
 from capture_planner.records.plan import Plan
 from capture_planner.runtime import host
-from capture_planner.runtime.assembly import LayerShape, caches_of, capacity_of, refuse_planning_backends, reserve_all
+from capture_planner.runtime.assembly import capacity_of, refuse_planning_backends, reserve_all
 from capture_planner.runtime.execution.fields import Fields
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -61,15 +61,11 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
 
 def _reserve_all(plan: Plan, registry: Registry, device: torch.device, pages: PageFormat) -> None:
     refuse_planning_backends(plan, registry)
-    shapes = {
-        role.role.is_drafter: LayerShape(
-            sum(group.layers for group in role.groups),
-            tuple(group.window for group in role.groups for _ in range(group.layers)),
-        )
+    windows = {
+        role.role.is_drafter: tuple(group.window for group in role.groups for _ in range(group.layers))
         for role in plan.roles
     }
     fields = {role.role: Fields(role, capacity_of(plan, pages), device) for role in plan.roles}
-    caches = caches_of(plan, shapes, pages, device)
-    for groups in reserve_all(plan, shapes, caches, fields, registry, pages, device).values():
+    for groups in reserve_all(plan, windows, fields, registry, pages, device).values():
         for group in groups:
             group.executor.release()

@@ -111,9 +111,8 @@ class Runner:
     ) -> list[Served]:
         """Serve all requests and return them in the order in which they finished.
 
-        Arrivals are on a clock of steps: each step takes ``step_seconds`` of it, and idle time is
-        skipped, so that the same requests make the same batches on any machine. ``answers`` are for
-        drafters that copy or miss the target.
+        Arrivals are on a clock of steps: each step takes ``step_seconds`` of it, and idle time is skipped, so that the
+        same requests make the same batches on any machine. ``answers`` are for drafters that copy or miss the target.
         """
         serving = self.start(requests, answers=answers, progress=progress)
         scheduler = serving.scheduler

@@ -13,22 +13,19 @@ except ImportError as error:  # pragma: no cover - seen without the extra only
         "with: python -m pip install '.[testing]'"
     ) from error
 
-from capture_planner.testing.strategies import (
-    DocumentText,
+from capture_planner.testing.strategies.files import DocumentText, documents
+from capture_planner.testing.strategies.machines import (
     FakeBackend,
     PlanInputs,
-    arbitrary_plans,
     backends,
-    batches,
     deployments,
-    documents,
     environments,
     padding_contracts,
-    plans,
     registries,
-    specs,
 )
+from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
 from capture_planner.testing.strategies.ranks import submissions, vectors
+from capture_planner.testing.strategies.specs import specs
 
 del _hypothesis
 

@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from capture_planner.bench import batching  # noqa: E402
 from capture_planner.bench import throughput as module  # noqa: E402
 from capture_planner.bench.rig import Absence  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
@@ -24,22 +23,21 @@ from support.tiny import planned, rigged  # noqa: E402
 def test_transformers_copy_has_equal_weights_in_separate_storage() -> None:
     """Equal in every tensor; attention is transformers' own."""
     target = rigged(planned(0)).model
-    copy = batching.copied(target)
+    copy = module.copied(target)
     mine = {name: getattr(module, attribute) for name, module, attribute in target.weights()}
     state = copy.state_dict()
     assert state
     for name, tensor in state.items():
         assert torch.equal(tensor, mine[name])
         assert tensor.data_ptr() != mine[name].data_ptr()
-    assert copy.config._attn_implementation == batching.ATTENTION
+    assert copy.config._attn_implementation == module.ATTENTION
 
 
 def test_transformers_options_are_known_to_the_installed_version() -> None:
     """The two that a comparison stands on are in every version that is supported."""
-    for graphs in (True, False):
-        options = batching.config_of(cuda_graphs=graphs)
-        assert options.use_cuda_graph is graphs
-        assert options.allow_block_sharing is False
+    options = module.config_of()
+    assert options.use_cuda_graph is True
+    assert options.allow_block_sharing is False
 
 
 Lengths = st.lists(st.integers(0, 4), max_size=4)
@@ -57,10 +55,10 @@ def test_incomplete_results_of_transformers_are_rejected(
         done["0"].error = "out of blocks"
     whole = len(lengths) == requests and set(lengths) == {wanted} and not breaks
     if whole:
-        batching._refuse_incomplete(done, requests, wanted)
+        module._refuse_incomplete(done, requests, wanted)
     else:
         with pytest.raises(Absence, match="out of blocks" if breaks and done else "instead of"):
-            batching._refuse_incomplete(done, requests, wanted)
+            module._refuse_incomplete(done, requests, wanted)
 
 
 def test_errors_of_transformers_become_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +73,7 @@ def test_errors_of_transformers_become_the_reason(monkeypatch: pytest.MonkeyPatc
 
     rig = rigged(planned(0))
     compared = module._transformers
-    monkeypatch.setattr(batching, "copied", lambda target: Broken())
+    monkeypatch.setattr(module, "copied", lambda target: Broken())
     # All but the comparison runs on the CPU; it alone asks which device this is.
     monkeypatch.setattr(
         module, "_transformers", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)

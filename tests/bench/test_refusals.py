@@ -16,9 +16,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from capture_planner.bench import Bench, measure  # noqa: E402
-from capture_planner.bench.measure import QUICK_LOAD, default_load  # noqa: E402
+from capture_planner.bench.measure import QUICK_LOAD, default_load, page_needs  # noqa: E402
 from capture_planner.bench.record import FIGURES  # noqa: E402
-from capture_planner.bench.refusals import page_needs  # noqa: E402
 from capture_planner.bench.rig import QUICK, REQUESTS, served_sizes  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
 from capture_planner.errors import BackendError, RunError  # noqa: E402

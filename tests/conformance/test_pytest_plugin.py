@@ -86,8 +86,8 @@ def failed(test: Callable[[], None]) -> str:
 class Stale(ReferenceExecutor):
     """Attends, and counts what stands behind a sequence too: a mask that is left out."""
 
-    def _seen(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return super()._seen(keys, positions + 1, lengths + 1)
+    def _visible(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return super()._visible(keys, positions + 1, lengths + 1)
 
 
 def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() -> None:

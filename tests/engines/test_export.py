@@ -10,8 +10,9 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import engines, find_engine
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import Effect, compared, prove
-from capture_planner.engines.export.export import DRAFT_MODEL, graph_scope, words
+from capture_planner.engines.export.export import DRAFT_MODEL, graph_scope
 from capture_planner.engines.export.proof import effect, emulated
+from capture_planner.engines.parsing import as_words
 from capture_planner.errors import DispatchError, FlagError, Problem
 from capture_planner.modes import GraphMode, Refresh, Role
 from capture_planner.records.batch import Batch, Kind
@@ -130,7 +131,7 @@ def test_a_proof_is_true_of_every_batch(engine, planned, data):
         and d.min_loras <= batch.active_loras <= d.max_loras
         and (uniform or d.min_reqs <= batch.num_reqs <= d.max_reqs)
     ]
-    found = effect(Dispatcher(planned).dispatch(batch), emulation.dispatch(batch))
+    found = effect(Dispatcher(planned).dispatch(batch).entry, emulation.dispatch(batch).entry)
     assert [d.effect for d in said] == ([] if found is None else [found])
 
 
@@ -168,7 +169,7 @@ def test_the_file_says_what_the_flags_say(engine, planned):
         assert export.command("/x.yaml") == (planned.model.name, "--config", "/x.yaml")
         assert data["max_batch_size"] == planned.limits.max_num_reqs
     else:
-        assert words(data) == export.flags
+        assert tuple(as_words(data)) == export.flags
     named = planned.speculative is not None and planned.speculative.method is not Method.MTP
     drafts = engine == "vllm" or any(k for *_, k in decode_tiers(planned))
     assert (DRAFT_MODEL in export.file) == (named and drafts)
@@ -303,7 +304,7 @@ def test_a_backend_that_the_engine_refuses_is_left_out(engine):
     assert found.backend is None
     kept = tuple(word for word in export.flags if word not in ("--attention-backend", export.backend))
     assert found.flags == kept
-    assert words(YAML(typ="safe", pure=True).load(found.file)) == found.flags
+    assert tuple(as_words(YAML(typ="safe", pure=True).load(found.file))) == found.flags
     (lost,) = [loss for loss in found.losses if loss.name == "backend"]
     assert "it has no such kernel" in lost.says
     assert "h100" in lost.says

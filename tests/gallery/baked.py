@@ -233,7 +233,7 @@ class ReadsLengths(ReferenceExecutor):
     """Asks the device for the longest sequence while it attends."""
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
-        """Leave out what nobody has."""
+        """Leave out what no request has."""
         if int(metadata.fields["seq_lens"].max()):
             super().attend(layer, query, out, scoring, metadata)
 

@@ -191,7 +191,7 @@ MUTANTS = (
         name="padded-blocks-run",
         threads=("flashinfer#4002", "flashinfer#5176", "sglang#34190"),
         bug_class=D,
-        says="Blocks launched beyond the plan are not masked, and read plan entries that nobody wrote",
+        says="Blocks launched beyond the plan are not masked, and read plan entries that were never written",
         backend=lambda: Paged(PaddedBlocksRun),
     ),
     Mutant(

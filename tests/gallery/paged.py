@@ -104,7 +104,7 @@ class Sizes:
 
     ints: int
     rows: int
-    """Partial results: of every token as many as there are parts, and one that nobody reads."""
+    """Partial results: for every token, one per part, and one that is never read."""
 
     @classmethod
     def of(cls, entries: Sequence[Entry], limits: Limits) -> Sizes:

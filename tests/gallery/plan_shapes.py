@@ -188,7 +188,7 @@ PLANTED: tuple[Planted, ...] = (
         "cheap-padding-refused",
         BugClass.C,
         "sglang#40253",
-        says="a fixed cap of twice the tokens leaves 5 tokens eager beside a graph of 16",
+        says="a fixed cap of twice the tokens leaves 5 tokens eager although a graph of 16 exists",
         healthy=lambda: _prefill_sizes(1, 2, 4, 16, 32, 64, 128, 256, 512),
         plan=_cheap_padding_refused,
     ),

@@ -136,7 +136,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "idle-rank-submits-nothing",
         "vllm#25906",
-        says="a rank without requests runs no forward beside the others",
+        says="a rank without requests runs no forward while the others run one",
         agreed=idle_runs_nothing,
     ),
     _mutant(

@@ -19,7 +19,7 @@ from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, TorchUpdates, VerificationInputs
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving import serving as serving_module
 from capture_planner.runtime.serving.launching import StepLauncher
@@ -102,9 +102,7 @@ def _clamped(original: object) -> Callable[[DraftState, torch.Tensor], torch.Ten
 
 
 def _all_moved(original: Callable[..., None]) -> Callable[..., None]:
-    def advance(
-        updates: TorchUpdates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None
-    ) -> None:
+    def advance(updates: Updates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
         everybody = attrs.evolve(token_fields, idx_mapping=torch.zeros_like(token_fields.idx_mapping))
         original(updates, everybody, rows, tokens)
 
@@ -211,7 +209,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="A step moves positions and lengths of padded rows on too, so that they become real rows of the next",
-        patch=patched((TorchUpdates, "advance", _all_moved)),
+        patch=patched((Updates, "advance", _all_moved)),
     ),
     Mutant(
         name="padded-rows-verified",

@@ -23,7 +23,7 @@ from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import TokenFields, TorchUpdates
+from capture_planner.runtime.execution.updates import TokenFields, Updates
 from capture_planner.runtime.executor import Executor, Metadata, Reservation, Runnable, Scoring
 from capture_planner.runtime.graphs import pool as pool_module
 from capture_planner.runtime.graphs.pool import Block, Layout
@@ -122,9 +122,7 @@ def _one_long_request(original: Callable[[RoleRun, Entry], StepInputs]) -> Calla
 
 
 def _unclamped(original: Callable[..., None]) -> Callable[..., None]:
-    def advance(
-        updates: TorchUpdates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None
-    ) -> None:
+    def advance(updates: Updates, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
         original(updates, attrs.evolve(token_fields, max_model_len=1 << 30), rows, tokens)
 
     return advance
@@ -208,7 +206,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#48894", "vllm#32628"),
         bug_class=BugClass.E,
         says="Draft positions are not held at max_model_len, and go on past the last row of what is read by position",
-        patch=patched((TorchUpdates, "advance", _unclamped)),
+        patch=patched((Updates, "advance", _unclamped)),
     ),
     Mutant(
         name="outputs-made-anew",
@@ -246,7 +244,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         name="metadata-of-the-step-before",
         threads=("vllm#38311",),
         bug_class=BugClass.F,
-        says="Metadata is kept as long as extents are the same, whoever is in the batch",
+        says="Metadata is kept as long as extents are the same, even for other requests",
         patch=patched((RoleAttention, "_describe", _described_once)),
     ),
     Mutant(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from capture_planner.records.backend import Attention
-from capture_planner.runtime.execution.updates import TorchUpdates
+from capture_planner.runtime.execution.updates import Updates
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT
 from capture_planner.runtime.serving.kv import PageFormat, PagePool, layer_cache
 
@@ -102,7 +102,7 @@ def test_rows_are_written_where_their_slots_say_and_nowhere_else(page_size, num_
     torch.manual_seed(seed)
     keys, values = (torch.randn(count, 2, 3).to(dtype) for _ in range(2))
     wanted_keys, wanted_values = cache.keys.clone(), cache.values.clone()
-    TorchUpdates().store(cache, torch.tensor(slots + [NULL_SLOT] * padding, dtype=torch.int64), keys, values)
+    Updates().store(cache, torch.tensor(slots + [NULL_SLOT] * padding, dtype=torch.int64), keys, values)
     for row, slot in enumerate(slots):
         wanted_keys[slot // page_size, slot % page_size] = keys[row]
         wanted_values[slot // page_size, slot % page_size] = values[row]

@@ -9,7 +9,6 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.model import DataType, Model
 from capture_planner.records.spec import Limits, Spec
-from capture_planner.runtime.execution.transfer import on_its_way
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
@@ -17,6 +16,7 @@ from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.inputs import LOOKAHEAD
 from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.launching import on_its_way
 from capture_planner.runtime.serving.workload import Request
 from support.runs import CPU
 

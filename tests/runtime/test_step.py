@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capture_planner.records.backend import COMMON_FIELDS
 from capture_planner.runtime.execution.fields import FieldBuffer
 from capture_planner.runtime.execution.inputs import DERIVED
-from capture_planner.runtime.execution.updates import TokenFields, TorchUpdates
+from capture_planner.runtime.execution.updates import TokenFields, Updates
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs, token_rows
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import Live, RequestStates, ScheduledBatch
@@ -218,7 +218,7 @@ def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
     held = Held(device_fields(inputs.declared, padding))
     rows, dtypes = inputs.num_reqs, {name: str(array.dtype) for name, array in inputs.declared.items()}
     token_fields = TokenFields.of(held, batch.pages.page_size, batch.max_model_len)
-    updates = TorchUpdates()
+    updates = Updates()
     for moved in range(1, batch.scheduled.draft_tokens):
         before, inputs = inputs, inputs.next_draft(batch.max_model_len)
         assert inputs is not before

@@ -13,14 +13,14 @@ from capture_planner.errors import RunError
 from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, TorchUpdates, VerificationInputs
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
 from capture_planner.runtime.executor import LayerCache
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.speculative import settle
 from support.files import module_at
 
 CPU = torch.device("cpu")
-TORCH = TorchUpdates()
+TORCH = Updates()
 
 
 steps = module_at(Path(__file__).with_name("test_step.py"), "step_laws")

@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from capture_planner import codec  # noqa: E402
-from capture_planner.bench.clock import HostClock  # noqa: E402
-from capture_planner.bench.rig import QUICK, Rig  # noqa: E402
+from capture_planner.bench.rig import QUICK, HostClock, Rig  # noqa: E402
 from capture_planner.modes import GraphMode  # noqa: E402
 from capture_planner.planning.planner import plan as make_plan  # noqa: E402
 from capture_planner.plugins import registry  # noqa: E402

@@ -63,7 +63,7 @@ def machine() -> str:
         "packages": _versions(where["packages"]),
     }
     sources = [measured, *{c["file"]["name"]: c["file"] for c in campaigns().values()}.values()]
-    lines = [table(("what", "which"), named.items(), text=2), ""]
+    lines = [table(("part", "version"), named.items(), text=2), ""]
     lines.append(table(("result", "date (UTC)", "command"), map(_source, sources), text=3))
     for file in sources[1:]:
         gpu, packages = file["provenance"]["hardware"].get("gpu"), file["provenance"]["packages"]
@@ -212,7 +212,7 @@ def preparation_whole() -> str:
                 if len(found) == len(forwards):
                     ours, stock = (sum(r[n] * forwards[r["role"]] for r in found) for n in ("step", "stock"))
                     rows.append((backend, k, num_reqs, us(ours), us(stock), times(ours / stock)))
-    return table(("backend", "K", "requests", "all forwards", "as many stock plans", "ratio"), rows)
+    return table(("backend", "K", "requests", "all forwards", "stock plans", "ratio"), rows)
 
 
 def chain() -> str:
@@ -286,7 +286,7 @@ def throughput() -> str:
 def capture() -> str:
     """Return seconds and bytes of a capture, compared with a bare loop."""
     columns = ("graphs", "first, s", "again, s", "bare loop, s", "again / bare")
-    memory = ("MiB a graph", "bare, MiB a graph", "MiB / bare", "driver, MiB")
+    memory = ("MiB per graph", "bare, MiB per graph", "MiB / bare", "driver, MiB")
     rows = []
     for (backend, k), report in reports().items():
         found = report.get("capture")
@@ -325,7 +325,7 @@ def pools() -> str:
         )
         for backend, found in of("pools")
     ]
-    columns = ("backend", "shared, MiB", "one a role, MiB", "saved, MiB", "saved", "requests", "that differ")
+    columns = ("backend", "shared, MiB", "one per role, MiB", "saved, MiB", "saved", "requests", "differing")
     return table(columns, rows)
 
 

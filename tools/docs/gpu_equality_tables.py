@@ -22,7 +22,7 @@ def served() -> str:
         "requests",
         "tokens",
         "drafts kept",
-        "that differ",
+        "differing",
     )
     rows = [
         (
@@ -113,7 +113,7 @@ def kernels() -> str:
         for name, dtypes in seen["other kernels"].items()
         for dtype, each in dtypes.items()
     ]
-    columns = ("backend", "dtype", "against", "requests", "that differ", "not by a tie", "widest gap")
+    columns = ("backend", "dtype", "against", "requests", "differing", "not by a tie", "widest gap")
     return table(columns, rows, text=3)
 
 
@@ -139,7 +139,7 @@ def _relative(error: float) -> str:
 
 
 def pools() -> str:
-    """Bytes of shared pools against one a role, over the deployments that were served with both."""
+    """Bytes of shared pools against one per role, over the deployments that were served with both."""
     rows = []
     for backend, seen in campaigns().items():
         both = seen["shared against dedicated pools"]
@@ -154,8 +154,8 @@ def pools() -> str:
                 differ,
             )
         )
-    sizes = ("shared, MiB", "one a role, MiB", "saved, MiB", "saved")
-    return table(("backend", "deployments", *sizes, "requests that differ"), rows)
+    sizes = ("shared, MiB", "one per role, MiB", "saved, MiB", "saved")
+    return table(("backend", "deployments", *sizes, "differing requests"), rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {

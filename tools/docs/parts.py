@@ -21,6 +21,7 @@ from capture_planner import codec
 from capture_planner.analysis import lint
 from capture_planner.analysis.lint import core as lint_core
 from capture_planner.codec.shipped import find_environment, shipped_environments
+from capture_planner.engines import engines
 from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.planning.sizing.minimax import worst_ratio
 from capture_planner.planning.sizing.policies import Context, decode_sizes
@@ -53,7 +54,8 @@ def engine_rules() -> str:
         kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
         sections += [f"### {code}", f"**{rule.name}**: {rule.severity.value}, class {kind}.", rule.explanation]
         sections += [f"Reported in {_links(rule.threads)}."]
-        sections += ["\n".join(f"- {engine}: {fix}." for engine, fix in rule.mends.items())]
+        fixes = {name: installed.value.fixes.general.get(code) for name, installed in engines().items()}
+        sections += ["\n".join(f"- {name}: {fix}." for name, fix in fixes.items() if fix)]
     return "\n\n".join(sections)
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from capture_planner.analysis.coverage import Coverage, coverage
+from capture_planner.analysis.coverage import Cell, Coverage, coverage
 from capture_planner.modes import Role
-from capture_planner.records.plan import Plan
+from capture_planner.records.plan import Plan, RolePlan
 
 REPOSITORIES = {
     "vllm": "vllm-project/vllm",
@@ -62,7 +62,7 @@ class BugClass(enum.Enum):
     J = "observability"
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Diagnostic:
     """What a rule reports about one place of a plan."""
 
@@ -72,10 +72,10 @@ class Diagnostic:
     """Where in the plan."""
 
 
-def of_role(coverage: Coverage, role: Role, message: str, *path: str | int) -> Diagnostic:
-    """Return a diagnostic about one role of a plan; ``path`` leads on from that role."""
-    index = coverage.plan.planned.index(role)
-    return Diagnostic(message=f"{role}: {message}", role=role, path=("roles", index, *path))
+def of_role(coverage: Coverage, subject: RolePlan | Cell, message: str, *path: str | int) -> Diagnostic:
+    """Return a diagnostic about the role of ``subject``; ``path`` leads on from that role in the plan."""
+    role = subject.role
+    return Diagnostic(f"{role}: {message}", role, ("roles", coverage.plan.planned.index(role), *path))
 
 
 @attrs.frozen(kw_only=True)
@@ -143,11 +143,15 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    severity: Severity, code: str, bug_class: BugClass, *threads: str, remedy: str, spec_path: tuple[str, ...] = ()
+    severity: Severity, code: str, bug_class: BugClass, threads: str, remedy: str, *, at: str = ""
 ) -> Callable[[CheckT], CheckT]:
-    """Register a check of plans under a stable code. The other arguments are fields of ``Rule``."""
-    facts = {"severity": severity, "bug_class": bug_class, "threads": threads}
-    return register_in(RULES, Rule, code, remedy=remedy, spec_path=spec_path, **facts)
+    """Register a check of plans under a stable code.
+
+    ``threads`` is their names, separated by spaces; ``at`` the ``spec_path``, as in ``speculative.schedule``. The other
+    arguments are fields of ``Rule``.
+    """
+    facts = {"severity": severity, "bug_class": bug_class, "threads": tuple(threads.split()), "remedy": remedy}
+    return register_in(RULES, Rule, code, spec_path=tuple(at.split(".") if at else ()), **facts)
 
 
 error, warning, note = (partial(rule, severity) for severity in Severity)

@@ -42,10 +42,9 @@ def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
 @error(
     "CP001",
     BugClass.A,
-    "vllm#54933",
-    "vllm-ascend#16049",
-    remedy="plan again from the spec; a plan made by capture-planner covers or waives every batch",
-    spec_path=("sizes",),
+    "vllm#54933 vllm-ascend#16049",
+    "plan again from the spec; a plan made by capture-planner covers or waives every batch",
+    at="sizes",
 )
 def uncovered_batch(coverage: Coverage) -> Iterator[Diagnostic]:
     """Admissible batches have neither an entry nor a waiver.
@@ -54,17 +53,15 @@ def uncovered_batch(coverage: Coverage) -> Iterator[Diagnostic]:
     7 tokens) to 40, and served 25 instead of 133 tokens per second.
     """
     for run in merged(list(coverage.uncovered)):
-        yield of_role(coverage, run[0].role, f"{describe(run)} have neither a graph nor a waiver")
+        yield of_role(coverage, run[0], f"{describe(run)} have neither a graph nor a waiver")
 
 
 @warning(
     "CP002",
     BugClass.A,
-    "vllm#54933",
-    "vllm#50488",
-    "sglang#33483",
-    remedy="choose a policy whose largest size is the largest decode (default and minimax do), or raise the budget",
-    spec_path=("sizes",),
+    "vllm#54933 vllm#50488 sglang#33483",
+    "choose a policy whose largest size is the largest decode (default and minimax do), or raise the budget",
+    at="sizes",
 )
 def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
     """The decode mode is FULL, but the largest decodes have no full graph.
@@ -86,16 +83,15 @@ def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
         for run in merged(slow):
             reason = run[-1].answer.reason
             how = f"eager ({reason})" if reason else "PIECEWISE"
-            message = f"{describe(run)} run {how}, although the decode mode is FULL"
-            yield of_role(coverage, role.role, message, "waivers")
+            yield of_role(coverage, role, f"{describe(run)} run {how}, although the decode mode is FULL", "waivers")
 
 
 @warning(
     "CP003",
     BugClass.A,
     "vllm#54933",
-    remedy="raise max_num_tokens to requests times tokens each, or lower max_num_reqs",
-    spec_path=("limits", "max_num_tokens"),
+    "raise max_num_tokens to requests times tokens each, or lower max_num_reqs",
+    at="limits.max_num_tokens",
 )
 def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
     """max_num_tokens is too small for a decode of max_num_reqs requests at the query length.
@@ -115,7 +111,7 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
             )
 
 
-@error("CP004", BugClass.A, "vllm#47460", remedy="plan again from the spec")
+@error("CP004", BugClass.A, "vllm#47460", "plan again from the spec")
 def roles_of_the_deployment(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has a role that the deployment does not run, or lacks one that it runs."""
     runs = list(Role) if coverage.plan.speculative else [Role.TARGET]
@@ -135,18 +131,17 @@ _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
 """Reasons that a single batch or step can have, but not a class of batches."""
 
 
-@error("CP050", BugClass.J, "vllm#36165", remedy="give a reason (mode, sizes, backend_cap or budget) and a sentence")
+@error("CP050", BugClass.J, "vllm#36165", "give a reason (mode, sizes, backend_cap or budget) and a sentence")
 def unexplained_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     """A waiver gives no reason that a reader can act on."""
     for role in coverage.plan.roles:
         for index, waiver in enumerate(role.waivers):
             if not waiver.message.strip() or waiver.reason in _NO_REASON:
                 extent, given = f"{waiver.first} to {waiver.last}", f"{waiver.reason}: {waiver.message!r}"
-                message = f"the waiver of {extent} gives no reason ({given})"
-                yield of_role(coverage, role.role, message, "waivers", index)
+                yield of_role(coverage, role, f"the waiver of {extent} gives no reason ({given})", "waivers", index)
 
 
-@warning("CP051", BugClass.J, "vllm#47460", "sglang#40253", remedy="plan again from the spec")
+@warning("CP051", BugClass.J, "vllm#47460 sglang#40253", "plan again from the spec")
 def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     """A waiver covers no batch: all of its batches have a graph or are inadmissible.
 
@@ -159,16 +154,15 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
             if (role.role, waiver) not in used:
                 extent = f"{waiver.first} to {waiver.last} ({waiver.kind.value})"
                 message = f"the waiver of {extent} covers no admissible batch without a graph"
-                yield of_role(coverage, role.role, message, "waivers", index)
+                yield of_role(coverage, role, message, "waivers", index)
 
 
 @note(
     "CP052",
     BugClass.J,
-    "vllm#36165",
-    "vllm#20098",
-    remedy="see the role's decisions for the backend or rule that decided it",
-    spec_path=("mode",),
+    "vllm#36165 vllm#20098",
+    "see the role's decisions for the backend or rule that decided it",
+    at="mode",
 )
 def decodes_run_eager(coverage: Coverage) -> Iterator[Diagnostic]:
     """No decode of a role has a graph.
@@ -180,4 +174,4 @@ def decodes_run_eager(coverage: Coverage) -> Iterator[Diagnostic]:
         cells = [c for c in coverage.cells if c.role is role.role and c.kind is Kind.DECODE]
         if cells and role.requested is not GraphMode.NONE and all(c.entry is None for c in cells):
             message = f"every decode runs eager (mode {role.mode.value}, requested {role.requested.value})"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, message, "mode")

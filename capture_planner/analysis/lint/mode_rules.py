@@ -18,7 +18,6 @@ def _is_step(decision: Decision) -> bool:
 
 
 def _needed(role: RolePlan) -> GraphSupport:
-    """Return the support that a role's mode and graphs need."""
     if role.mode.decode_mode is not GraphMode.FULL:
         return GraphSupport.NEVER
     if role.mode.mixed_mode is GraphMode.FULL:
@@ -28,11 +27,7 @@ def _needed(role: RolePlan) -> GraphSupport:
 
 
 @error(
-    "CP030",
-    BugClass.G,
-    "vllm#39773",
-    remedy="use FULL_DECODE_ONLY or NONE for draft decodes",
-    spec_path=("roles", "draft_decode", "mode"),
+    "CP030", BugClass.G, "vllm#39773", "use FULL_DECODE_ONLY or NONE for draft decodes", at="roles.draft_decode.mode"
 )
 def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A draft decode runs PIECEWISE.
@@ -47,10 +42,10 @@ def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
         graphs = sum(entry.mode is GraphMode.PIECEWISE for entry in role.entries)
         if graphs or role.mode.has_piecewise:
             message = f"{role.mode.value} with {graphs} piecewise graphs reads stale request metadata"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, message, "mode")
 
 
-@error("CP031", BugClass.G, "vllm#49547", remedy="plan again from the spec")
+@error("CP031", BugClass.G, "vllm#49547", "plan again from the spec")
 def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role resolved to more than was requested: a higher mode, or chains instead of single steps."""
     speculative = coverage.plan.speculative
@@ -59,18 +54,13 @@ def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
         chains = [entry for entry in role.entries if entry.draft_steps is not None]
         if single and chains:
             message = f"{len(chains)} graphs such as {chains[0]} run a chain, but speculative.chain is single"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
         if role.mode > role.requested:
-            message = f"{role.mode.value} is above the requested {role.requested.value}"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, f"{role.mode.value} is above the requested {role.requested.value}", "mode")
 
 
 @error(
-    "CP032",
-    BugClass.G,
-    "vllm#49547",
-    "vllm#50619",
-    remedy="record each downgrade as a decision with its rule, backend and group",
+    "CP032", BugClass.G, "vllm#49547 vllm#50619", "record each downgrade as a decision with its rule, backend and group"
 )
 def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """The decisions of a role do not lead from its requested mode to its resolved mode."""
@@ -81,10 +71,10 @@ def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
                 at = decision.after
         if at != role.mode.value:
             message = f"the decisions lead from {role.requested.value} to {at}, but the mode is {role.mode.value}"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, message, "mode")
 
 
-@error("CP033", BugClass.G, "vllm#49547", "vllm#50619", remedy="lower the drafter's mode only")
+@error("CP033", BugClass.G, "vllm#49547 vllm#50619", "lower the drafter's mode only")
 def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter's limits lowered the target's mode.
 
@@ -99,10 +89,10 @@ def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
             if decision.role.is_drafter or foreign:
                 cause = f"{decision.role} ({decision.backend or 'no backend'})"
                 message = f"{decision.before} became {decision.after} because of {cause}"
-                yield of_role(coverage, role.role, message, "decisions", step)
+                yield of_role(coverage, role, message, "decisions", step)
 
 
-@error("CP034", BugClass.G, "vllm#28207", remedy="choose another backend or a lower mode", spec_path=("backend",))
+@error("CP034", BugClass.G, "vllm#28207", "choose another backend or a lower mode", at="backend")
 def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
     """A mode or a graph needs more than the weakest attention group of its role supports."""
     for role in coverage.plan.roles:
@@ -110,21 +100,20 @@ def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
         for number, group in enumerate(role.groups):
             if group.support.level < needed:
                 support = f"{group.backend} ({group.name}) supports only {group.support.level.name}"
-                message = f"{role.mode.value} needs {needed.name}, but {support}"
-                yield of_role(coverage, role.role, message, "groups", number)
+                yield of_role(coverage, role, f"{role.mode.value} needs {needed.name}, but {support}", "groups", number)
 
 
-@note("CP035", BugClass.G, "vllm#49547", remedy="choose another backend if the mode matters", spec_path=("mode",))
+@note("CP035", BugClass.G, "vllm#49547", "choose another backend if the mode matters", at="mode")
 def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
     """A backend's limits lowered a mode. The plan records the decision; this makes it visible."""
     for role in coverage.plan.roles:
         for step, decision in enumerate(role.decisions):
             if decision.backend is not None and _is_step(decision):
                 message = f"{decision.before} became {decision.after}: {decision.message}"
-                yield of_role(coverage, role.role, message, "decisions", step)
+                yield of_role(coverage, role, message, "decisions", step)
 
 
-@error("CP036", BugClass.G, "vllm#39773", remedy="lower the drafter's mode or raise the target's")
+@error("CP036", BugClass.G, "vllm#39773", "lower the drafter's mode or raise the target's")
 def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter has a mode that its target does not allow.
 
@@ -140,11 +129,10 @@ def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
         else:
             wrong = role.mode is not GraphMode.NONE and target.mode.decode_mode is not GraphMode.FULL
         if wrong:
-            message = f"runs {role.mode.value} while the target runs {target.mode.value}"
-            yield of_role(coverage, role.role, message, "mode")
+            yield of_role(coverage, role, f"runs {role.mode.value} while the target runs {target.mode.value}", "mode")
 
 
-@error("CP037", BugClass.G, "vllm#47460", remedy="remove them or change the mode")
+@error("CP037", BugClass.G, "vllm#47460", "remove them or change the mode")
 def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph does not belong to its role's mode, so no batch is dispatched to it."""
     for role in coverage.plan.roles:
@@ -155,4 +143,4 @@ def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
         ]
         if wrong:
             message = f"{len(wrong)} graphs do not belong to {role.mode.value}, such as {wrong[0]}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")

@@ -21,24 +21,15 @@ COARSE_TOKENS = 64
 replaced doubling by steps of 64, for up to 1.5 times the throughput (TRT-LLM#12895)."""
 
 
-@error(
-    "CP040",
-    BugClass.I,
-    "vllm#50488",
-    "TRT-LLM#12895",
-    remedy="plan again from the spec, or raise the budget",
-    spec_path=("budget",),
-)
+@error("CP040", BugClass.I, "vllm#50488 TRT-LLM#12895", "plan again from the spec, or raise the budget", at="budget")
 def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has more graphs than its budget allows."""
     bound = coverage.plan.budget.allowed_graphs()
     if bound is not None and coverage.plan.num_graphs > bound[0]:
-        yield Diagnostic(
-            path=("budget",), message=f"{coverage.plan.num_graphs} graphs, but {bound[1]} allows {bound[0]}"
-        )
+        yield Diagnostic(f"{coverage.plan.num_graphs} graphs, but {bound[1]} allows {bound[0]}", path=("budget",))
 
 
-@error("CP041", BugClass.I, "vllm-ascend#8585", remedy="plan again from the spec")
+@error("CP041", BugClass.I, "vllm-ascend#8585", "plan again from the spec")
 def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role has more full graphs, or larger ones, than its backend can hold."""
     for role in coverage.plan.roles:
@@ -52,18 +43,10 @@ def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
             if support.max_num_reqs is not None and widest > support.max_num_reqs:
                 excess.append(f"a graph of {widest} requests (at most {support.max_num_reqs})")
             if excess:
-                message = f"{group.backend} gets {' and '.join(excess)}"
-                yield of_role(coverage, role.role, message, "groups", number)
+                yield of_role(coverage, role, f"{group.backend} gets {' and '.join(excess)}", "groups", number)
 
 
-@warning(
-    "CP042",
-    BugClass.I,
-    "vllm#32005",
-    "vllm#36370",
-    remedy="set lora.specialize to false, or budget.max_graphs",
-    spec_path=("lora",),
-)
+@warning("CP042", BugClass.I, "vllm#32005 vllm#36370", "set lora.specialize to false, or budget.max_graphs", at="lora")
 def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     """LoRA cases multiply a long list of graphs.
 
@@ -74,20 +57,10 @@ def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     if plan.lora is None or plan.num_graphs <= MANY_GRAPHS:
         return
     plain = sum(entry.active_loras == 0 for role in plan.roles for entry in role.entries)
-    yield Diagnostic(
-        path=("lora",), message=f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}"
-    )
+    yield Diagnostic(f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}", path=("lora",))
 
 
-@warning(
-    "CP043",
-    BugClass.I,
-    "vllm#57475",
-    "vllm#51590",
-    "vllm#20098",
-    remedy="set budget.memory or budget.max_graphs",
-    spec_path=("budget",),
-)
+@warning("CP043", BugClass.I, "vllm#57475 vllm#51590 vllm#20098", "set budget.memory or budget.max_graphs", at="budget")
 def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     """There is no budget, and graphs may take more than a tenth of the device's memory.
 
@@ -104,25 +77,18 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
         )
 
 
-@note(
-    "CP044", BugClass.I, "vllm#44078", remedy="set pool to shared unless you measured a difference", spec_path=("pool",)
-)
+@note("CP044", BugClass.I, "vllm#44078", "set pool to shared unless you measured a difference", at="pool")
 def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     """The drafter's graphs have their own memory pool.
 
     vLLM removed it: same tokens, same acceptance, about 0.27 GiB saved.
     """
     if coverage.plan.pool is Pool.PER_ROLE and len(coverage.plan.roles) > 1:
-        yield Diagnostic(path=("pool",), message="each role has its own pool, which cost vLLM about 0.27 GiB")
+        yield Diagnostic("each role has its own pool, which cost vLLM about 0.27 GiB", path=("pool",))
 
 
 @warning(
-    "CP045",
-    BugClass.I,
-    "TRT-LLM#12895",
-    "vllm-ascend#1168",
-    remedy="add sizes between, or use the default policy",
-    spec_path=("sizes",),
+    "CP045", BugClass.I, "TRT-LLM#12895 vllm-ascend#1168", "add sizes between, or use the default policy", at="sizes"
 )
 def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
     """Decodes are padded by more than half and by many rows, although more graphs would fit.
@@ -144,7 +110,7 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
             assert worst.entry is not None
             padded = f"from {worst.first * (worst.query_len or 1)} to {worst.entry.num_tokens} tokens"
             message = f"{worst.first} requests are padded {padded}, although more graphs would fit"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 def _is_coarse(cell: Cell) -> bool:

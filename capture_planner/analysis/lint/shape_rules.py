@@ -16,7 +16,7 @@ HEAVY_TOKENS = 1024
 """Padding is heavy above both: 5 to 16 tokens is cheap, 3208 to 8192 is not (sglang#31487, #40253)."""
 
 
-@error("CP010", BugClass.B, "vllm#28207", "vllm#36165", remedy="list num_reqs only; num_tokens follows")
+@error("CP010", BugClass.B, "vllm#28207 vllm#36165", "list num_reqs only; num_tokens follows")
 def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph whose num_tokens is not num_reqs times query_len.
 
@@ -28,10 +28,10 @@ def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]
         for entry in role.entries:
             if entry.query_len is not None and entry.num_tokens != (entry.num_reqs or 0) * entry.query_len:
                 message = f"{entry} does not have {entry.num_reqs} x {entry.query_len} tokens"
-                yield of_role(coverage, role.role, message, "entries")
+                yield of_role(coverage, role, message, "entries")
 
 
-@error("CP011", BugClass.B, "vllm#48494", "vllm#48329", remedy="remove them; no batch is dispatched to them")
+@error("CP011", BugClass.B, "vllm#48494 vllm#48329", "remove them; no batch is dispatched to them")
 def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph has a query length that its role never runs.
 
@@ -46,15 +46,15 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
         if wrong:
             runs = ", ".join(map(str, sorted(lengths))) or "none"
             message = f"graphs of query length {', '.join(map(str, wrong))}, but the role runs {runs}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 @note(
     "CP012",
     BugClass.B,
     "vllm#46324",
-    remedy="harmless here; use multiples for an engine that derives requests from tokens",
-    spec_path=("sizes",),
+    "harmless here; use multiples for an engine that derives requests from tokens",
+    at="sizes",
 )
 def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     """PIECEWISE sizes are not multiples of 1 + K in a speculative deployment.
@@ -69,18 +69,10 @@ def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     sizes = {e.num_tokens for r in coverage.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
     odd = sum(size % multiple != 0 for size in sizes)
     if odd:
-        yield Diagnostic(
-            path=("roles",), message=f"{odd} of {len(sizes)} piecewise sizes are not multiples of {multiple}"
-        )
+        yield Diagnostic(f"{odd} of {len(sizes)} piecewise sizes are not multiples of {multiple}", path=("roles",))
 
 
-@error(
-    "CP013",
-    BugClass.B,
-    "vllm#28207",
-    remedy="round them up to multiples of the tensor-parallel size",
-    spec_path=("parallel",),
-)
+@error("CP013", BugClass.B, "vllm#28207", "round them up to multiples of the tensor-parallel size", at="parallel")
 def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnostic]:
     """With sequence parallelism, padded tokens do not divide over the tensor-parallel ranks."""
     step = token_step(coverage.plan.parallel)
@@ -88,16 +80,10 @@ def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnosti
         odd = sorted({e.num_tokens for e in role.entries if e.num_tokens % step})
         if odd:
             message = f"sizes {', '.join(map(str, odd[:8]))} are not multiples of {step}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
-@warning(
-    "CP014",
-    BugClass.B,
-    "vllm#48494",
-    remedy="raise num_tokens or lower the schedule",
-    spec_path=("speculative", "schedule"),
-)
+@warning("CP014", BugClass.B, "vllm#48494", "raise num_tokens or lower the schedule", at="speculative.schedule")
 def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
     """A schedule has more draft tokens than num_tokens, and is clamped to it."""
     speculative = coverage.plan.speculative
@@ -110,9 +96,7 @@ def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
             )
 
 
-@warning(
-    "CP020", BugClass.C, "vllm#47460", "vllm#53407", "vllm#56136", remedy="remove them or plan again from the spec"
-)
+@warning("CP020", BugClass.C, "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")
 def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph that no batch can reach: it wastes memory and start-up time.
 
@@ -125,16 +109,15 @@ def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
         if idle:
             shown = "; ".join(str(entry) for entry in idle[:4]) + ("; ..." if len(idle) > 4 else "")
             message = f"{len(idle)} of {len(role.entries)} graphs serve no batch: {shown}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
 @note(
     "CP021",
     BugClass.C,
-    "vllm#53407",
-    "vllm#56136",
-    remedy="nothing to fix here; with vLLM 0.33, expect these to run PIECEWISE or eager",
-    spec_path=("speculative", "schedule"),
+    "vllm#53407 vllm#56136",
+    "nothing to fix here; with vLLM 0.33, expect these to run PIECEWISE or eager",
+    at="speculative.schedule",
 )
 def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
     """An engine that looks only at the nearest captured size would miss full graphs of this plan.
@@ -146,26 +129,19 @@ def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
         if missed:
             sizes = f"{len(missed)} decode batch sizes, from {missed[0]} requests on"
             message = f"an engine that looks only at the nearest size misses a full graph for {sizes}"
-            yield of_role(coverage, role.role, message, "entries")
+            yield of_role(coverage, role, message, "entries")
 
 
-@error("CP022", BugClass.C, "vllm#36165", remedy="list it once")
+@error("CP022", BugClass.C, "vllm#36165", "list it once")
 def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph is listed twice, and would be captured twice under one key."""
     for role in coverage.plan.roles:
         for entry, count in Counter(role.entries).items():
             if count > 1:
-                yield of_role(coverage, role.role, f"{entry} is listed {count} times", "entries")
+                yield of_role(coverage, role, f"{entry} is listed {count} times", "entries")
 
 
-@warning(
-    "CP023",
-    BugClass.C,
-    "sglang#31487",
-    "sglang#40253",
-    remedy="add a size between, or use the default policy",
-    spec_path=("sizes",),
-)
+@warning("CP023", BugClass.C, "sglang#31487 sglang#40253", "add a size between, or use the default policy", at="sizes")
 def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
     """A batch is padded to more than twice its tokens, and by more than 1024 tokens.
 
@@ -179,11 +155,10 @@ def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
         if cell.worst > HEAVY_RATIO and cell.entry.num_tokens - real > HEAVY_TOKENS:
             unit = "requests" if cell.kind is Kind.DECODE else "tokens"
             padded = f"from {real} to {cell.entry.num_tokens} tokens"
-            message = f"a batch of {cell.first} {unit} is padded {padded}"
-            yield of_role(coverage, cell.role, message, "entries")
+            yield of_role(coverage, cell, f"a batch of {cell.first} {unit} is padded {padded}", "entries")
 
 
-@error("CP024", BugClass.C, "vllm#36165", "vllm#39773", remedy="set num_reqs for FULL graphs only")
+@error("CP024", BugClass.C, "vllm#36165 vllm#39773", "set num_reqs for FULL graphs only")
 def request_extent(coverage: Coverage) -> Iterator[Diagnostic]:
     """A FULL graph without num_reqs, or a PIECEWISE graph with it.
 
@@ -194,4 +169,4 @@ def request_extent(coverage: Coverage) -> Iterator[Diagnostic]:
         for entry in role.entries:
             if (entry.mode is GraphMode.FULL) == (entry.num_reqs is None):
                 verb = "has no" if entry.num_reqs is None else "must not have"
-                yield of_role(coverage, role.role, f"{entry} {verb} num_reqs", "entries")
+                yield of_role(coverage, role, f"{entry} {verb} num_reqs", "entries")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.engines.emulation import CapturedGraph
+from capture_planner.engines.parsing import as_words
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -94,7 +96,7 @@ class Cost:
         )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Loss:
     """Something of a plan that the engine cannot express."""
 
@@ -139,17 +141,16 @@ class Proof:
 
     def cost(self, scope: Sequence[Scope]) -> Cost:
         """Return all that differs in a scope."""
-        found = [d for d in self.differences if (d.role, d.kind) in scope]
-
-        def batches(effect: Effect) -> int:
-            return sum(d.batches for d in found if d.effect is effect)
-
+        batches: Counter[Effect] = Counter()
+        for difference in self.differences:
+            if (difference.role, difference.kind) in scope:
+                batches[difference.effect] += difference.batches
         return Cost(
             graphs_added=sum(graph_scope(graph) in scope for graph in self.adds),
             graphs_lost=sum(graph_scope(graph) in scope for graph in self.lacks),
-            padded=batches(Effect.PADDED),
-            weaker=batches(Effect.WEAKER),
-            eager=batches(Effect.EAGER),
+            padded=batches[Effect.PADDED],
+            weaker=batches[Effect.WEAKER],
+            eager=batches[Effect.EAGER],
         )
 
 
@@ -190,7 +191,7 @@ class Export:
     @property
     def file(self) -> str:
         """Text of the engine's configuration file: the same as the flags, or what they refer to."""
-        return yaml_text(self.settings)
+        return "".join(f"{name}: {_yaml_value(value)}\n" for name, value in self.settings.items())
 
     @property
     def backend(self) -> str | None:
@@ -199,32 +200,11 @@ class Export:
 
     def without_backend(self) -> Export:
         """Return the export without the attention backend."""
-        rest = {name: value for name, value in self.settings.items() if name != BACKEND}
-        return attrs.evolve(self, settings=rest)
+        return attrs.evolve(self, settings={name: value for name, value in self.settings.items() if name != BACKEND})
 
     def command(self, path: str) -> tuple[str, ...]:
         """Return the flags, with the file at ``path`` where they need it."""
-        return (*self.front, *words({"config": path} if self.by_file else self.settings))
-
-
-def words(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return settings as words of a command line: a list as words, a mapping as JSON, true as a switch."""
-    found: list[str] = []
-    for name, value in settings.items():
-        if value is True:
-            found.append(f"--{name}")
-        elif isinstance(value, list):
-            found += [f"--{name}", *map(str, value)]
-        elif isinstance(value, Mapping):
-            found += [f"--{name}", json.dumps(value)]
-        else:
-            found += [f"--{name}", str(value)]
-    return tuple(found)
-
-
-def yaml_text(settings: Mapping[str, Any]) -> str:
-    """Return settings as YAML, one to a line."""
-    return "".join(f"{name}: {_yaml_value(value)}\n" for name, value in settings.items())
+        return (*self.front, *as_words({"config": path} if self.by_file else self.settings))
 
 
 def _yaml_value(value: Any) -> str:
@@ -254,16 +234,11 @@ def drafters(plan: Plan) -> tuple[RolePlan, ...]:
     return tuple(found for found in plan.roles if found.role.is_drafter)
 
 
-def drafter_losses(plan: Plan, name: str, says: str) -> list[Loss]:
-    """Return a loss of each drafter's role, with the role and its number of graphs put into ``says``."""
-    return [
-        Loss(
-            name=f"{drafter.role.value.replace('_', '-')}-{name}",
-            says=says.format(role=drafter.role.value, graphs=counted(len(drafter.entries), "graph")),
-            scope=both(drafter.role),
-        )
-        for drafter in drafters(plan)
-    ]
+def drafter_losses(plan: Plan, name: str, says: str) -> Iterator[Loss]:
+    """Yield a loss of each drafter's role, with the role and its number of graphs put into ``says``."""
+    for drafter in drafters(plan):
+        text = says.format(role=drafter.role.value, graphs=counted(len(drafter.entries), "graph"))
+        yield Loss(f"{drafter.role.value.replace('_', '-')}-{name}", text, both(drafter.role))
 
 
 def longest_draft(plan: Plan) -> int:
@@ -276,38 +251,27 @@ def decode_sizes(plan: Plan, target: RolePlan, width: int) -> tuple[int, ...]:
     if target.mode.is_separate:
         return tuple(sorted({e.num_reqs for e in target.entries if e.query_len is not None and e.num_reqs}))
     most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width)
-    fitting = {min(entry.num_tokens // width, most) for entry in target.entries}
-    return tuple(sorted(size for size in fitting if size))
+    return tuple(sorted(size for size in {min(entry.num_tokens // width, most) for entry in target.entries} if size))
 
 
 def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     """Name the decodes that the plan runs on piecewise graphs of mixed batches, which the engine does not."""
-    found = [
-        cell
-        for cell in coverage(plan).cells
-        if cell.role is Role.TARGET and cell.kind is Kind.DECODE and cell.entry is not None
-    ]
-    if not any(cell.entry.mode is GraphMode.PIECEWISE for cell in found if cell.entry is not None):
+    decodes = (cell for cell in coverage(plan).cells if cell.role is Role.TARGET and cell.kind is Kind.DECODE)
+    if not any(cell.answer.mode is GraphMode.PIECEWISE for cell in decodes):
         return ()
     says = f"decodes without a full graph run on graphs of mixed batches in the plan; {engine} runs them eager"
-    return (Loss(name="piecewise-decodes", says=says, scope=((Role.TARGET, Kind.DECODE),)),)
-
-
-def backends(plan: Plan) -> tuple[str, ...]:
-    """Return the attention backends of the target's groups, each once."""
-    target = planned(plan, Role.TARGET)
-    return tuple(dict.fromkeys(group.backend for group in target.groups)) if target else ()
+    return (Loss("piecewise-decodes", says, ((Role.TARGET, Kind.DECODE),)),)
 
 
 def backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[str | None, tuple[Loss, ...]]:
     """Return the engine's name of the plan's attention backend, and what is lost where it has none."""
-    found = backends(plan)
-    if len(found) == 1 and found[0] in names:
-        return names[found[0]], ()
+    found = list(dict.fromkeys(group.backend for group in plan.role(Role.TARGET).groups))
     if not found:
         return None, ()
+    if len(found) == 1 and found[0] in names:
+        return names[found[0]], ()
     if len(found) == 1:
         says = f"{engine} has no attention backend {found[0]}; it chooses its own, which decides the modes"
     else:
         says = f"the target's groups run on {', '.join(found)}; {engine} takes one backend for all of them"
-    return None, (Loss(name="backend", says=says, scope=all_scopes(plan)),)
+    return None, (Loss("backend", says, all_scopes(plan)),)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export.export import BACKEND, BatchDifference, Effect, Export, Loss, Proof, all_scopes
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.batch_space import decode_families, mixed_tokens, most_loras
+from capture_planner.records.batch_space import decode_families, mixed_tokens, most_loras, split_at, split_when
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 
@@ -47,9 +47,8 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
             f"the plan's backend is left out, and the engine chooses its own, which decides the modes; on {machine}: "
             + "; ".join(problem.message for problem in error.problems)
         )
-        lost = Loss(name="backend", says=says, scope=all_scopes(plan))
-        rest = attrs.evolve(export.without_backend(), losses=(*export.losses, lost))
-        return prove(rest, plan, emulate)
+        lost = Loss("backend", says, all_scopes(plan))
+        return prove(attrs.evolve(export.without_backend(), losses=(*export.losses, lost)), plan, emulate)
     proof = compared(plan, emulation)
     losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
     return attrs.evolve(export, losses=losses, proof=proof)
@@ -75,21 +74,43 @@ def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emul
 
 def compared(plan: Plan, emulation: Emulation) -> Proof:
     """Compare a plan with an emulation, graph by graph and batch by batch."""
-    run = {manager.role for manager in emulation.managers}
-    roles = [role.role for role in plan.roles]
-    ours = [_plain(CapturedGraph(role=role.role, entry=entry)) for role in plan.roles for entry in role.entries]
-    theirs = [_plain(graph) for graph in emulation.graphs]
-    compare = _Comparison(plan, emulation)
-    for role in roles:
-        if role in run:
-            compare.role(role)
+    ours = Counter(_plain(CapturedGraph(role=r.role, entry=entry)) for r in plan.roles for entry in r.entries)
+    theirs = Counter(_plain(graph) for graph in emulation.graphs)
+    dispatcher, batches = Dispatcher(plan), 0
+    differences: list[BatchDifference] = []
+    for role in (role for role in plan.planned if role in emulation.modes):
+        for batch, max_loras, min_reqs in _batches(role, plan, emulation):
+            count = max_loras - batch.active_loras + 1
+            batches += count
+            planned, emulated = dispatcher.dispatch(batch).entry, emulation.dispatch(batch).entry
+            found = effect(planned, emulated)
+            if found is None:
+                continue
+            size = batch.extent(batch.kind)
+            differences.append(
+                BatchDifference(
+                    role=role,
+                    kind=batch.kind,
+                    query_len=batch.query_len,
+                    first=size,
+                    last=size,
+                    min_reqs=min_reqs,
+                    max_reqs=batch.num_reqs,
+                    min_loras=batch.active_loras,
+                    max_loras=max_loras,
+                    effect=found,
+                    planned=planned,
+                    emulated=emulated,
+                    batches=count,
+                )
+            )
     return Proof(
-        same=_both(ours, theirs),
-        lacks=_without(ours, theirs),
-        adds=_without(theirs, ours),
-        batches=compare.batches,
-        differences=tuple(compare.differences),
-        unrun=tuple(role for role in roles if role not in run),
+        same=tuple((ours & theirs).elements()),
+        lacks=tuple((ours - theirs).elements()),
+        adds=tuple((theirs - ours).elements()),
+        batches=batches,
+        differences=tuple(map(_merged, split_when(_unlike, differences))),
+        unrun=tuple(role for role in plan.planned if role not in emulation.modes),
     )
 
 
@@ -100,17 +121,8 @@ def _plain(graph: CapturedGraph) -> CapturedGraph:
     return attrs.evolve(graph, entry=attrs.evolve(graph.entry, draft_steps=None))
 
 
-def _both(ours: Iterable[CapturedGraph], theirs: Iterable[CapturedGraph]) -> tuple[CapturedGraph, ...]:
-    return tuple((Counter(ours) & Counter(theirs)).elements())
-
-
-def _without(some: Iterable[CapturedGraph], others: Iterable[CapturedGraph]) -> tuple[CapturedGraph, ...]:
-    return tuple((Counter(some) - Counter(others)).elements())
-
-
-def effect(planned: Dispatch, emulated: Dispatch) -> Effect | None:
-    """Say how the engine's answer differs from the plan's, or None where it does not."""
-    ours, theirs = planned.entry, emulated.entry
+def effect(ours: Entry | None, theirs: Entry | None) -> Effect | None:
+    """Say how the engine's graph for a batch differs from the plan's, or None where it does not."""
     if ours is None or theirs is None:
         if ours is theirs:
             return None
@@ -120,82 +132,30 @@ def effect(planned: Dispatch, emulated: Dispatch) -> Effect | None:
     shapes = [(e.num_tokens, e.num_reqs or 0, e.active_loras) for e in (ours, theirs)]
     if shapes[0] == shapes[1]:
         return None
-    more = any(b > a for a, b in zip(*shapes, strict=True))
-    return Effect.PADDED if more else Effect.TIGHTER
+    return Effect.PADDED if any(b > a for a, b in zip(*shapes, strict=True)) else Effect.TIGHTER
 
 
-class _Comparison:
-    """All batches of a plan, asked of both sides."""
-
-    def __init__(self, plan: Plan, emulation: Emulation) -> None:
-        self.plan, self.emulation = plan, emulation
-        self.dispatcher = Dispatcher(plan)
-        self.batches = 0
-        self.differences: list[BatchDifference] = []
-
-    def role(self, role: Role) -> None:
-        entries = [*self.plan.role(role).entries, *(g.entry for g in self.emulation.graphs if g.role is role)]
-        rooms = list(_req_ranges(self.plan, entries))
-        for low, high in _lora_ranges(role, self.plan, entries):
-            for family in decode_families(role, self.plan):
-                for count, _ in family.requests.counts(low):
-                    self._compare(Batch.decode(role, count, family.query_len, low), min(high, count))
-            for fewest, most in rooms:
-                fewest = max(fewest, low)
-                for tokens, _ in mixed_tokens(role, self.plan).counts(fewest) if fewest <= most else ():
-                    self._compare(Batch.mixed(role, min(most, tokens), tokens, low), high, fewest)
-
-    def _compare(self, batch: Batch, max_loras: int, min_reqs: int | None = None) -> None:
-        """Dispatch a batch on both sides; a difference like the one before it is merged with it."""
-        planned, emulated = self.dispatcher.dispatch(batch), self.emulation.dispatch(batch)
-        kind = batch.kind
-        size = batch.extent(kind)
-        count = max_loras - batch.active_loras + 1
-        self.batches += count
-        found = effect(planned, emulated)
-        if found is None:
-            return
-        new = BatchDifference(
-            role=batch.role,
-            kind=kind,
-            query_len=batch.query_len,
-            first=size,
-            last=size,
-            min_reqs=batch.num_reqs if min_reqs is None else min_reqs,
-            max_reqs=batch.num_reqs,
-            min_loras=batch.active_loras,
-            max_loras=max_loras,
-            effect=found,
-            planned=planned.entry,
-            emulated=emulated.entry,
-            batches=count,
-        )
-        if self.differences and _like(self.differences[-1], new):
-            before = self.differences.pop()
-            new = attrs.evolve(
-                new, first=before.first, min_reqs=min(before.min_reqs, new.min_reqs), batches=before.batches + count
-            )
-        self.differences.append(new)
+def _batches(role: Role, plan: Plan, emulation: Emulation) -> Iterator[tuple[Batch, int, int]]:
+    """Yield every batch to compare, with the most adapters and the fewest requests that it represents."""
+    entries = [*plan.role(role).entries, *(graph.entry for graph in emulation.graphs if graph.role is role)]
+    # A full graph's room for requests ends with it.
+    rooms = {entry.num_reqs or 0 for entry in entries if entry.query_len is None}
+    requests = list(split_at(1, plan.limits.max_num_reqs, rooms))
+    for low, high in split_at(0, most_loras(role, plan), {0, *(entry.active_loras for entry in entries)}):
+        for family in decode_families(role, plan):
+            for count, _ in family.requests.counts(low):
+                yield Batch.decode(role, count, family.query_len, low), min(high, count), count
+        for fewest, most in requests:
+            fewest = max(fewest, low)
+            for tokens, _ in mixed_tokens(role, plan).counts(fewest) if fewest <= most else ():
+                yield Batch.mixed(role, min(most, tokens), tokens, low), high, fewest
 
 
-def _like(before: BatchDifference, after: BatchDifference) -> bool:
-    """Say whether two differences are one, of neighbouring counts."""
+def _unlike(before: BatchDifference, after: BatchDifference) -> bool:
     named = ("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
-    return before.last + 1 == after.first and all(getattr(before, n) == getattr(after, n) for n in named)
+    return before.last + 1 != after.first or any(getattr(before, n) != getattr(after, n) for n in named)
 
 
-def _lora_ranges(role: Role, plan: Plan, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
-    """Split the adapter counts at each case of either side; drafters take none."""
-    most, low = most_loras(role, plan), 0
-    for stop in sorted({0, most} | {e.active_loras for e in entries if e.active_loras <= most}):
-        yield low, stop
-        low = stop + 1
-
-
-def _req_ranges(plan: Plan, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
-    """Split the requests of mixed batches where a full graph's room ends."""
-    most, low = plan.limits.max_num_reqs, 1
-    rooms = {e.num_reqs for e in entries if e.num_reqs is not None and e.query_len is None}
-    for stop in sorted({room for room in rooms if 0 < room < most} | {most}):
-        yield low, stop
-        low = stop + 1
+def _merged(run: Sequence[BatchDifference]) -> BatchDifference:
+    fewest, batches = min(each.min_reqs for each in run), sum(each.batches for each in run)
+    return attrs.evolve(run[-1], first=run[0].first, min_reqs=fewest, batches=batches)

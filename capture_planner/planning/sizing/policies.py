@@ -87,6 +87,7 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context)
         pool = domain.round_up(context.limits.max_num_reqs)
         listed = tuple(size for size in {*listed, *([pool] if top > pool else [])} if size <= pool)
     else:
+        assert sizes.policy is Policy.TENSORRT_LLM, sizes.policy
         padding = sizes.padding is True
         listed = engines.tensorrt_llm_requests(sizes.max_reqs or TENSORRT_LLM_REQUESTS, padding=padding)
         most_reqs = min(context.limits.max_num_reqs, context.limits.max_num_tokens // query_len)
@@ -111,6 +112,7 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
         top = min(sizes.max_tokens or SGLANG_PREFILL_TOKENS, context.limits.max_num_tokens)
         listed = engines.sglang_tokens(top)
     else:
+        assert sizes.policy is Policy.TENSORRT_LLM, sizes.policy
         listed = ()
     return _listed(sizes.policy, listed, domain, unit)
 
@@ -125,16 +127,14 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str)
         return Choice(domain=domain, sizes=(), adaptive=True, message=f"no {unit} up to the maximum")
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
     if sizes.policy is Policy.POWERS_OF_TWO:
-        doubling = (1 << i for i in range(domain.ceiling.bit_length()))
-        chosen = domain.needed([*doubling, *anchors, domain.ceiling])
+        chosen = domain.needed([*(1 << i for i in range(domain.ceiling.bit_length())), *anchors, domain.ceiling])
         how = "powers of two and the maximum"
     elif sizes.policy is Policy.MINIMAX:
         assert sizes.graphs is not None
         chosen = minimax(domain, sizes.graphs, anchors)
         how = f"the least worst padding with {sizes.graphs} sizes"
     else:
-        graphs = len(fewest(domain, DEFAULT_RATIO, anchors=anchors))
-        chosen = minimax(domain, graphs, anchors)
+        chosen = minimax(domain, len(fewest(domain, DEFAULT_RATIO, anchors=anchors)), anchors)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     return Choice(domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}")
@@ -155,8 +155,7 @@ def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
 
 def _listed(policy: Policy, listed: tuple[int, ...], domain: Domain, unit: str) -> Choice:
     """Keep the sizes of an engine's list that are aligned and that some batch needs."""
-    aligned = [size for size in listed if size % domain.step == 0]
-    chosen = domain.needed(aligned) if domain else ()
+    chosen = domain.needed([size for size in listed if size % domain.step == 0]) if domain else ()
     covered = domain.clipped(chosen[-1]) if chosen else Domain((), domain.step)
     message = f"the list of {policy.value}"
     if len(chosen) < len(listed):

@@ -7,9 +7,8 @@ import math
 import torch
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far a row may be from the eager one, relative to its norm: kernels sum in another order at padded
-extents. Whole numbers must be equal; a token of the target may have a logit that is short of the largest
-by so much of it."""
+"""How far a row may be from the eager one, relative to its norm: kernels sum in another order at padded extents. Whole
+numbers must be equal; a token of the target may have a logit that is short of the largest by so much of it."""
 
 HALF = 1e-3
 """Dtypes with a larger tolerance have near ties: two tokens that are as likely."""

@@ -8,7 +8,7 @@ what the caches hold, and attention, then results. So the first that differs is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import NoReturn
 
@@ -48,8 +48,6 @@ _Owner = tuple[str | None, int | None]
 
 @attrs.frozen(kw_only=True, eq=False)
 class _ComparedForward:
-    """One forward that is compared."""
-
     role: RoleRun
     entry: Entry
     step: ForwardStep
@@ -64,7 +62,6 @@ class _ComparedForward:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens."""
         return self.step.real.tokens
 
     def owner(self, key: TapKey, row: int) -> tuple[int | None, int | None]:
@@ -143,7 +140,7 @@ class EagerCheck:
         inputs = [tensor_of(actual) for actual in role.body.inputs()]
         before = [tensor.clone() for tensor in inputs]
         caches = [(cache, cache[forward.slots]) for _, _, cache in _caches(role)]
-        before_graph = [prints(cache) for cache, _ in caches]
+        before_graph = {(layer, name): prints(cache) for layer, name, cache in _caches(role)}
         eager = self._eager(forward)
         # The graph starts where the eager forward did, and finds none of its results.
         role.poison()
@@ -233,14 +230,13 @@ class EagerCheck:
         forward: _ComparedForward,
         graph: dict[TapKey, torch.Tensor],
         eager: dict[TapKey, torch.Tensor],
-        before_graph: Sequence[torch.Tensor],
+        before_graph: Mapping[tuple[int, str], torch.Tensor],
     ) -> None:
         """Raise ``DifferenceError`` at the first tensor that differs."""
         role, slots, steps = forward.role, forward.slots, len(forward.chain)
         untied = np.full(forward.step.real.reqs, steps)
         """By request, the first step of a chain after which it is not compared: it went on from another
         token of as much likelihood."""
-        caches = dict(zip(((layer, name) for layer, name, _ in _caches(role)), before_graph, strict=True))
         half = any(tolerance_of(tensor) > HALF for tensor in eager.values())
         after: TapKey | None = None
         for key, expected in eager.items():
@@ -263,13 +259,12 @@ class EagerCheck:
                 at = int(slots[row]) if is_cache else row, self._named(*forward.owner(key, row))
                 self._refuse(forward, key, actual, expected, errors, tolerance, after, at)
             if expected.is_floating_point() and len(errors):
+                worst = float(errors.max())
                 self._log.saw(
-                    Largest(
-                        tensor=key.name, error=float(errors.max()), tolerance=tolerance, role=role.role, layer=key.layer
-                    )
+                    Largest(tensor=key.name, error=worst, tolerance=tolerance, role=role.role, layer=key.layer)
                 )
             if is_cache and key.layer is not None:
-                self._compare_foreign(forward, key, caches[key.layer, key.name], after)
+                self._compare_foreign(forward, key, before_graph[key.layer, key.name], after)
             after = key
 
     def _compare_foreign(
@@ -343,7 +338,6 @@ def _in_order(tensors: Iterator[TensorRef]) -> list[tuple[str, torch.Tensor]]:
 
 
 def _chain(inputs: StepInputs, steps: int, max_model_len: int) -> tuple[StepInputs, ...]:
-    """Return the inputs of each draft decode of a chain."""
     chain = [inputs]
     for _ in range(steps - 1):
         chain.append(chain[-1].next_draft(max_model_len))

@@ -65,7 +65,6 @@ class Difference:
 
     @property
     def where(self) -> str:
-        """Layer and tensor."""
         return self.tensor if self.layer is None else f"layer {self.layer}, {self.tensor}"
 
     def __str__(self) -> str:
@@ -80,7 +79,6 @@ class Difference:
 
 
 def shown(value: float | int | None) -> str:
-    """Write one of the two values."""
     return "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
@@ -114,7 +112,6 @@ class Comparison:
 
     @property
     def says(self) -> str:
-        """All of it in a sentence."""
         count = sum(self.compared.values())
         done = f"{counted(count, 'forward')} of {counted(self.steps, 'step')}"
         if self.difference is None:
@@ -168,7 +165,6 @@ class ComparisonLog:
         self.near_ties += count
 
     def end(self, difference: Difference) -> None:
-        """Keep the difference that ends the run."""
         self.difference = difference
 
     def owner(self, slot: int, page_size: int) -> tuple[str | None, int | None]:
@@ -180,7 +176,6 @@ class ComparisonLog:
         return None, None
 
     def report(self) -> Comparison:
-        """Return what was found so far."""
         return Comparison(
             compared=dict(self._compared),
             eager=dict(self._eager),

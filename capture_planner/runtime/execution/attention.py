@@ -13,12 +13,14 @@ from capture_planner.modes import Role
 from capture_planner.records.backend import Lifetime
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import GroupPlan
-from capture_planner.runtime.execution.fields import Fields, TensorRef
+from capture_planner.runtime.execution import padding
+from capture_planner.runtime.execution.fields import Extents, FieldBuffer, Fields, TensorRef
 from capture_planner.runtime.execution.guards import GraphState
-from capture_planner.runtime.execution.host_fields import HostFields
-from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
 from capture_planner.runtime.execution.updates import Updates
 from capture_planner.runtime.executor import Executor, LayerCache, Metadata, Scoring
+
+_SCALARS = ("max_query_len", "max_seq_len")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -31,6 +33,29 @@ class GroupRun:
     workspace: torch.Tensor
     label: str
     """Backend, distribution and version, for messages."""
+
+
+class _HostFields(Mapping[str, Array]):
+    """A step's metadata on the host, as one group declares it, padded when it is asked for."""
+
+    def __init__(self, buffers: Mapping[str, FieldBuffer], inputs: StepInputs, seen: Extents, num_tokens: int) -> None:
+        self._buffers, self._inputs, self._seen, self._num_tokens = buffers, inputs, seen, num_tokens
+
+    def __getitem__(self, name: str) -> Array:
+        value, buffer = self._inputs.declared[name], self._buffers.get(name)
+        if buffer is None:
+            return value
+        rows = self._seen.rows(buffer.field)
+        if rows <= len(value):
+            return value[:rows]
+        fill = padding.fill_of(buffer, value, self._num_tokens)
+        return np.concatenate((value, np.full((rows - len(value), *value.shape[1:]), fill, value.dtype)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inputs.declared)
+
+    def __len__(self) -> int:
+        return len(self._inputs.declared)
 
 
 class RoleAttention:
@@ -51,10 +76,11 @@ class RoleAttention:
         self._updates = updates
         self._max_model_len = max_model_len
         self._group_of = {layer: group for group in groups for layer in group.caches}
-        self._frozen = {group.plan.name: _frozen_scalars(group.plan) for group in groups}
+        frozen = {g.plan.name: [f.name for f in g.plan.padding.fields if f.lifetime is Lifetime.FROZEN] for g in groups}
+        self._frozen = {group: [name for name in names if name in _SCALARS] for group, names in frozen.items()}
+        """The frozen fields of each group that are scalars of a step's metadata."""
 
     def persistent(self) -> Iterator[TensorRef]:
-        """Yield workspaces and caches."""
         for group in self.groups:
             yield f"{self._role.value}.{group.plan.name}.workspace", group, "workspace"
             for layer, cache in group.caches.items():
@@ -76,7 +102,6 @@ class RoleAttention:
                 raise self._blamed(group, step.entry, "prepare", error) from error
 
     def _describe(self, step: ForwardStep) -> None:
-        """Make the metadata of each group, at the extents that attention sees."""
         entry, inputs = step.entry, step.inputs
         if entry is not None and step.is_full:
             # A graph bakes these in, so they are the most that it can ever see.
@@ -88,7 +113,7 @@ class RoleAttention:
             length = int(inputs.seq_lens.max(initial=0))
         for group in self.groups:
             name = group.plan.name
-            host = HostFields(self._fields.by_group[name], inputs, seen, step.real.tokens)
+            host = _HostFields(self._fields.by_group[name], inputs, seen, step.real.tokens)
             self.metadata[name] = Metadata(
                 entry=entry,
                 num_reqs=seen.reqs,
@@ -166,9 +191,3 @@ class RoleAttention:
         where = f"{self._role.value}, group {group.plan.name}{step}"
         message = " ".join(f"{type(error).__name__}: {error}".split())
         return BackendError(f"{group.label} broke in {call} ({where}): {message}; tell its authors")
-
-
-def _frozen_scalars(group: GroupPlan) -> list[str]:
-    """Return the frozen fields of a group that are scalars of a step's metadata."""
-    known = ("max_query_len", "max_seq_len")
-    return [f.name for f in group.padding.fields if f.lifetime is Lifetime.FROZEN and f.name in known]

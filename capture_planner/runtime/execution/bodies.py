@@ -63,7 +63,6 @@ class TargetBody:
     """Whether a graph of one token a request ends with the fields of the next step."""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
-        """Fill ``hidden`` and ``aux``."""
         rows = extents.tokens
         positions = self.fields["positions"][:rows]
         if self.model.mrope:
@@ -123,7 +122,6 @@ class TargetBody:
             yield "embeddings", self, "embeddings"
 
     def weights(self) -> Iterator[Weight]:
-        """The model's."""
         return self.model.weights()
 
 
@@ -133,19 +131,25 @@ def _reads_all(entry: Entry | None) -> bool:
 
 
 @attrs.define(eq=False)
-class DraftPrefillBody:
-    """Draft position 0, on the target's batch: it reads what the target left in its outputs."""
-
+class _DraftBody:
     drafter: Drafter
     fields: Fields
-    target: TargetBody
-    hidden: torch.Tensor
-    """``[max tokens, hidden_size]``"""
     state: DraftState
     updates: Updates
 
+    def weights(self) -> Iterator[Weight]:
+        return self.drafter.weights()
+
+
+@attrs.define(eq=False)
+class DraftPrefillBody(_DraftBody):
+    """Draft position 0, on the target's batch: it reads what the target left in its outputs."""
+
+    target: TargetBody
+    hidden: torch.Tensor
+    """``[max tokens, hidden_size]``"""
+
     def per_token(self, extents: Extents, attend: Attend) -> None:
-        """Fill ``hidden``."""
         rows = extents.tokens
         source = (
             self.drafter.combine(self.target.aux[:rows]) if self.target.aux is not None else self.target.hidden[:rows]
@@ -174,23 +178,14 @@ class DraftPrefillBody:
         yield from self.state.buffers()
 
     def inputs(self) -> Iterator[TensorRef]:
-        """What the target left."""
         for name, holder, attribute in self.target.outputs():
             yield f"target.{name}", holder, attribute
 
-    def weights(self) -> Iterator[Weight]:
-        """The drafter's."""
-        return self.drafter.weights()
-
 
 @attrs.define(eq=False)
-class DraftDecodeBody:
+class DraftDecodeBody(_DraftBody):
     """Later draft positions, one token a request: each step moves its own fields on to the next."""
 
-    drafter: Drafter
-    fields: Fields
-    state: DraftState
-    updates: Updates
     token_fields: TokenFields
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
@@ -215,9 +210,4 @@ class DraftDecodeBody:
         return iter(())
 
     def inputs(self) -> Iterator[TensorRef]:
-        """The state of the drafts."""
         return self.state.buffers()
-
-    def weights(self) -> Iterator[Weight]:
-        """The drafter's."""
-        return self.drafter.weights()

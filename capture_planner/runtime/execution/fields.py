@@ -20,13 +20,6 @@ from capture_planner.runtime.executor import NULL_SLOT
 TensorRef = tuple[str, object, str]
 """A persistent tensor: its name, the object that holds it, and the attribute there."""
 
-_DTYPES = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-    "float32": torch.float32,
-}
 _INTEGER_POISON = {torch.int32: -(1 << 31), torch.int64: -(1 << 63), torch.uint8: 255, torch.bool: True}
 
 
@@ -133,7 +126,7 @@ class Fields:
     def _add(self, key: str, field: MetadataField, device: torch.device) -> FieldBuffer:
         columns = self.capacity.columns(field)
         shape = (self.capacity.rows(field),) if columns is None else (self.capacity.rows(field), columns)
-        tensor = torch.zeros(shape, dtype=_DTYPES[field.dtype], device=device)
+        tensor = torch.zeros(shape, dtype=getattr(torch, field.dtype), device=device)
         buffer = FieldBuffer(key, field, tensor)
         if buffer.constant:
             tensor.fill_(buffer.constant)
@@ -151,7 +144,6 @@ class Fields:
 
     @property
     def memory(self) -> int:
-        """Bytes of all tensors."""
         return sum(buffer.tensor.nbytes for buffer in self)
 
     def views(self, group: str, extents: Extents) -> Mapping[str, torch.Tensor]:
@@ -184,7 +176,6 @@ class _Views(Mapping[str, torch.Tensor]):
 
 
 def tensor_of(held: TensorRef) -> torch.Tensor:
-    """Return the tensor as it is now."""
     found: torch.Tensor = getattr(held[1], held[2])
     return found
 

@@ -175,7 +175,7 @@ class FusedPadding:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fill_and_pad(staging: tl.tensor, width: tl.constexpr, block: tl.constexpr) -> None:
+def _fill_and_pad(staging, width: tl.constexpr, block: tl.constexpr) -> None:
     # Numbers added to ``row`` are the places of ``pack``'s columns.
     row = staging.to(tl.pointer_type(tl.int64)) + tl.program_id(1) * width
     first = tl.program_id(0) * block
@@ -193,7 +193,7 @@ def _fill_and_pad(staging: tl.tensor, width: tl.constexpr, block: tl.constexpr) 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write(staging: tl.tensor, row: tl.tensor, places: tl.tensor, elements: tl.tensor, element: tl.constexpr) -> None:
+def _write(staging, row, places, elements, element: tl.constexpr) -> None:
     target = tl.load(row).to(tl.pointer_type(element))
     source = (staging + tl.load(row + 1)).to(tl.pointer_type(element))
     real_columns = tl.load(row + 4)

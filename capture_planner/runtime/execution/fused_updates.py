@@ -10,20 +10,19 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, VerificationInputs
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
 from capture_planner.runtime.executor import NULL_SLOT, LayerCache
 
 _BLOCK = 128
 
 
-class FusedUpdates:
-    """One kernel each; see ``Updates``."""
+class FusedUpdates(Updates):
+    """One kernel each."""
 
     def __init__(self) -> None:
         self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
 
     def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``Updates``."""
         tokens, heads, dim = keys.shape
         if not tokens:
             return
@@ -46,20 +45,17 @@ class FusedUpdates:
         )
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """See ``Updates``."""
         resolved = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
         _taken[_grid(len(ids))](ids, answers, resolved, len(ids), block=_BLOCK, **_ONE_WARP)
         return resolved
 
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Updates``."""
         rows = len(idx_mapping)
         states, ids = torch.empty(2, rows, dtype=torch.int64, device=idx_mapping.device)
         _entered[_grid(rows)](idx_mapping, state.token, states, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP)
         return states, ids
 
     def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
-        """See ``Updates``."""
         _keep[(1,)](
             idx_mapping,
             tokens,
@@ -75,19 +71,11 @@ class FusedUpdates:
         )
 
     def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
-        """See ``Updates``."""
         _advance[_grid(rows)](
             token_fields.idx_mapping,
             token_fields.input_ids,
-            token_fields.positions,
-            token_fields.slot_mapping,
-            token_fields.block_table,
-            self._held(token_fields.lengths),
             token_fields.idx_mapping if tokens is None else tokens,
-            token_fields.block_table.stride(0),
-            len(token_fields.lengths),
-            token_fields.page_size,
-            token_fields.max_model_len,
+            *self._cache_arguments(token_fields),
             rows,
             NULL_SLOT,
             takes=tokens is not None,
@@ -98,7 +86,6 @@ class FusedUpdates:
     def prepare_drafts(
         self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
-        """See ``Updates``."""
         decodes = decode or prefill
         rows = len(verified.counts)
         _prepare_drafts[_grid(rows)](
@@ -109,14 +96,7 @@ class FusedUpdates:
             verified.fields.positions,
             prefill.input_ids,
             last,
-            decodes.positions,
-            decodes.slot_mapping,
-            decodes.block_table,
-            self._held(decodes.lengths),
-            decodes.block_table.stride(0),
-            len(decodes.lengths),
-            decodes.page_size,
-            decodes.max_model_len,
+            *self._cache_arguments(decodes),
             rows,
             verified.most,
             NULL_SLOT,
@@ -124,6 +104,12 @@ class FusedUpdates:
             block=_BLOCK,
             **_ONE_WARP,
         )
+
+    def _cache_arguments(self, fields: TokenFields) -> tuple[torch.Tensor | int, ...]:
+        """Return what a kernel needs to move requests on in the cache."""
+        table, lengths = fields.block_table, fields.lengths
+        place = fields.positions, fields.slot_mapping, table, self._held(lengths)
+        return *place, table.stride(0), len(lengths), fields.page_size, fields.max_model_len
 
     def _held(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the addresses of tensors, ``int64[n]`` on their device: made once, so out of any capture.
@@ -136,9 +122,8 @@ class FusedUpdates:
         return self._addresses[key]
 
 
-# The kernels compute with no floats, and at most copy them; Triton 3.9 warns where a launch leaves their
-# rules open. One warp: a scalar that a program both reads and writes must not be overtaken by another
-# warp of its own.
+# The kernels compute with no floats, and at most copy them; Triton 3.9 warns where a launch leaves their rules open.
+# One warp: a scalar that a program both reads and writes must not be overtaken by another warp of its own.
 _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 
 
@@ -148,25 +133,25 @@ def _grid(rows: int) -> tuple[int]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(
-    keys: tl.tensor,
-    values: tl.tensor,
-    slots: tl.tensor,
-    key_cache: tl.tensor,
-    value_cache: tl.tensor,
-    key_token: tl.tensor,
-    key_head: tl.tensor,
-    value_token: tl.tensor,
-    value_head: tl.tensor,
-    elements: tl.tensor,
-    dim: tl.tensor,
+    keys,
+    values,
+    slots,
+    key_cache,
+    value_cache,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    size,
+    dim,
     width: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, width)
-    inside = element < elements
+    inside = element < size
     head = (element // dim).to(tl.int64)
     within = element % dim
-    row = tl.load(slots + token) * elements + element
+    row = tl.load(slots + token) * size + element
     key = tl.load(keys + token * key_token + head * key_head + within, mask=inside)
     tl.store(key_cache + row, key.to(key_cache.dtype.element_ty), mask=inside)
     value = tl.load(values + token * value_token + head * value_head + within, mask=inside)
@@ -174,7 +159,7 @@ def _store(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _taken(ids: tl.tensor, answers: tl.tensor, resolved: tl.tensor, rows: tl.tensor, block: tl.constexpr) -> None:
+def _taken(ids, answers, resolved, rows, block: tl.constexpr) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
     token = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
@@ -184,15 +169,7 @@ def _taken(ids: tl.tensor, answers: tl.tensor, resolved: tl.tensor, rows: tl.ten
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _entered(
-    idx_mapping: tl.tensor,
-    token: tl.tensor,
-    states: tl.tensor,
-    ids: tl.tensor,
-    padding: tl.tensor,
-    rows: tl.tensor,
-    block: tl.constexpr,
-) -> None:
+def _entered(idx_mapping, token, states, ids, padding, rows, block: tl.constexpr) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
     state = tl.load(idx_mapping + row, mask=inside, other=-1)
@@ -203,16 +180,7 @@ def _entered(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keep(
-    idx_mapping: tl.tensor,
-    tokens: tl.tensor,
-    token: tl.tensor,
-    proposed: tl.tensor,
-    column: tl.tensor,
-    padding: tl.tensor,
-    width: tl.tensor,
-    rows: tl.tensor,
-    first: tl.constexpr,
-    block: tl.constexpr,
+    idx_mapping, tokens, token, proposed, column, padding, width, rows, first: tl.constexpr, block: tl.constexpr
 ) -> None:
     # One program for all rows: with several, one would move the column on before another has read it.
     at = tl.load(column)
@@ -232,19 +200,19 @@ def _keep(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _advance(
-    idx_mapping: tl.tensor,
-    input_ids: tl.tensor,
-    positions: tl.tensor,
-    slot_mapping: tl.tensor,
-    block_table: tl.tensor,
-    lengths: tl.tensor,
-    tokens: tl.tensor,
-    table_row: tl.tensor,
-    num_lengths: tl.tensor,
-    page_size: tl.tensor,
-    max_model_len: tl.tensor,
-    rows: tl.tensor,
-    null_slot: tl.tensor,
+    idx_mapping,
+    input_ids,
+    tokens,
+    positions,
+    slot_mapping,
+    block_table,
+    lengths,
+    table_row,
+    num_lengths,
+    page_size,
+    max_model_len,
+    rows,
+    null_slot,
     takes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -270,24 +238,24 @@ def _advance(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_drafts(
-    starts: tl.tensor,
-    wanted: tl.tensor,
-    answers: tl.tensor,
-    input_ids: tl.tensor,
-    positions: tl.tensor,
-    shifted: tl.tensor,
-    last: tl.tensor,
-    next_positions: tl.tensor,
-    next_slots: tl.tensor,
-    block_table: tl.tensor,
-    lengths: tl.tensor,
-    table_row: tl.tensor,
-    num_lengths: tl.tensor,
-    page_size: tl.tensor,
-    max_model_len: tl.tensor,
-    rows: tl.tensor,
-    most: tl.tensor,
-    null_slot: tl.tensor,
+    starts,
+    wanted,
+    answers,
+    input_ids,
+    positions,
+    shifted,
+    last,
+    next_positions,
+    next_slots,
+    block_table,
+    lengths,
+    table_row,
+    num_lengths,
+    page_size,
+    max_model_len,
+    rows,
+    most,
+    null_slot,
     decodes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:

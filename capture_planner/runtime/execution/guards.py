@@ -41,11 +41,8 @@ class PointerGuard:
             self._refuse_buffer(label, buffers)
         weights = self._weights_now()
         if weights != self._weights_at_capture:
-            name = next(
-                weight[0]
-                for weight, now, then in zip(self._weights, weights, self._weights_at_capture, strict=True)
-                if now != then
-            )
+            pairs = zip(self._weights, weights, self._weights_at_capture, strict=True)
+            name = next(weight[0] for weight, now, then in pairs if now != then)
             raise GuardError(
                 f"{label}: the weight {name} is not where it was at capture; load weights in place "
                 "(copy_ into the old tensor), or capture again"
@@ -60,16 +57,13 @@ class PointerGuard:
         return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
     def _refuse_buffer(self, label: str, buffers: list[_Place]) -> None:
-        for held, now, then in zip(self._buffers, buffers, self._at_capture, strict=True):
+        for (name, *_), now, then in zip(self._buffers, buffers, self._at_capture, strict=True):
             if now[1:] != then[1:]:
-                raise GuardError(
-                    f"{label}: {held[0]} has shape {list(now[1])} and strides {list(now[2])}, at capture it "
-                    f"had {list(then[1])} and {list(then[2])}"
-                )
+                was = f"at capture it had {list(then[1])} and {list(then[2])}"
+                raise GuardError(f"{label}: {name} has shape {list(now[1])} and strides {list(now[2])}, {was}")
             if now != then:
-                raise GuardError(
-                    f"{label}: {held[0]} is not where it was at capture; write into it instead of replacing it"
-                )
+                remedy = "write into it instead of replacing it"
+                raise GuardError(f"{label}: {name} is not where it was at capture; {remedy}")
 
 
 @attrs.frozen

@@ -160,8 +160,7 @@ DERIVED: Mapping[str, Callable[[StepInputs], Array]] = {
     "paged_kv_last_page_len": _last_page_len,
     "mrope_positions": lambda inputs: np.repeat(inputs.positions, 3),
 }
-"""Fields that follow from the common ones. Text has the same position in all three sections of
-multimodal rope."""
+"""Fields that follow from the common ones. Text has the same position in all three sections of multimodal rope."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -180,7 +179,3 @@ class ForwardStep:
     def is_full(self) -> bool:
         """Whether attention runs inside the graph, at padded extents."""
         return self.entry is not None and self.entry.num_reqs is not None
-
-    def with_inputs(self, inputs: StepInputs) -> ForwardStep:
-        """Return the next step of a chain: the same batch and graph on other values."""
-        return attrs.evolve(self, inputs=inputs)

@@ -53,22 +53,14 @@ def table(buffers: Iterable[FieldBuffer], values: Values, num_tokens: int) -> li
         fill = fill_of(buffer, real, num_tokens)
         rows, columns = buffer.dirty_rows, buffer.dirty_columns
         if real is not None:
-            _refuse_overflow(buffer, real)
-            buffer.dirty_rows = len(real)
-            buffer.dirty_columns = real.shape[1] if real.ndim == 2 else 1
-            rows, columns = max(rows, buffer.dirty_rows), max(columns, buffer.dirty_columns)
+            height, width = len(real), real.shape[1] if real.ndim == 2 else 1
+            if real.ndim != buffer.tensor.dim() or height > buffer.rows or width > buffer.columns:
+                room = list(buffer.tensor.shape)
+                raise RunError(f"{buffer.key} has room for {room}, and this step has {list(real.shape)}")
+            buffer.dirty_rows, buffer.dirty_columns = height, width
+            rows, columns = max(rows, height), max(columns, width)
         writes.append(Write(buffer, real, rows, columns, fill))
     return writes
-
-
-def _refuse_overflow(buffer: FieldBuffer, real: np.ndarray[Any, Any]) -> None:
-    """Refuse values that have no room."""
-    if (
-        real.ndim != buffer.tensor.dim()
-        or len(real) > buffer.rows
-        or (real.ndim == 2 and real.shape[1] > buffer.columns)
-    ):
-        raise RunError(f"{buffer.key} has room for {list(buffer.tensor.shape)}, and this step has {list(real.shape)}")
 
 
 def fill_of(buffer: FieldBuffer, real: np.ndarray[Any, Any] | None, num_tokens: int) -> int:
@@ -128,35 +120,17 @@ class Bounds:
         return number
 
 
-@attrs.frozen(kw_only=True)
-class OutOfBounds:
-    """A value of an index field that is not inside what it indexes."""
-
-    buffer: FieldBuffer
-    place: tuple[int, ...]
-    value: int
-    is_padding: bool
-    top: int
-    """The first value that is out of range."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.buffer.key}[{', '.join(map(str, self.place))}] is {self.value}, "
-            f"{'padding' if self.is_padding else 'a real value'}; it indexes "
-            f"{_indexed(self.buffer).value}, so it must be at least 0 and less than {self.top}"
-        )
-
-
 def out_of_bounds(
     buffer: FieldBuffer, held: np.ndarray[Any, Any], real: np.ndarray[Any, Any] | None, extents: Extents, bounds: Bounds
-) -> OutOfBounds | None:
-    """Return the first value of an index field's ``held``, real or padding, that is out of bounds.
+) -> str | None:
+    """Return a sentence about the first value of an index field's ``held``, real or padding, that is out of bounds.
 
     A fill of -1 says skip, and is in order in padding alone. An offset past the end of the tokens is
     in order where the field holds offsets (one more than requests).
     """
     field = buffer.field
-    top = bounds.of(_indexed(buffer), extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
+    assert field.indexes is not None, "asked of index fields"
+    top = bounds.of(field.indexes, extents) + (field.axis is Axis.REQUEST_PLUS_ONE)
     wrong = (held < 0) | (held >= top)
     padded = np.ones(held.shape, dtype=np.bool_)
     if real is not None:
@@ -166,19 +140,16 @@ def out_of_bounds(
     if not wrong.any():
         return None
     place = tuple(int(index) for index in np.argwhere(wrong)[0])
-    return OutOfBounds(buffer=buffer, place=place, value=int(held[place]), is_padding=bool(padded[place]), top=top)
-
-
-def _indexed(buffer: FieldBuffer) -> Bound:
-    assert buffer.field.indexes is not None, "asked of index fields"
-    return buffer.field.indexes
+    return (
+        f"{buffer.key}[{', '.join(map(str, place))}] is {held[place]}, {'padding' if padded[place] else 'a real value'}"
+        f"; it indexes {field.indexes.value}, so it must be at least 0 and less than {top}"
+    )
 
 
 def check_bounds(buffers: Iterable[FieldBuffer], values: Values, extents: Extents, bounds: Bounds) -> None:
     """Check every real and padded value of the index fields, up to the extents that a step reads.
 
-    Raises ``RunError`` with the field, the place, the value and the bound. Reads the device: for
-    debugging.
+    Raises ``RunError`` with the field, the place, the value and the bound. Reads the device: for debugging.
     """
     for buffer in buffers:
         if buffer.field.indexes is None or buffer.is_frozen:
@@ -186,4 +157,4 @@ def check_bounds(buffers: Iterable[FieldBuffer], values: Values, extents: Extent
         held = buffer.view(extents).cpu().numpy()
         wrong = out_of_bounds(buffer, held, values.get(buffer.field.name), extents, bounds)
         if wrong is not None:
-            raise RunError(str(wrong))
+            raise RunError(wrong)

@@ -85,14 +85,11 @@ class RoleRun:
         self.body = body
         self.fields = fields
         self.attention = attention
-        self.bounds = context.bounds
-        self.page_size = context.page_size
+        self.bounds, self.page_size = context.bounds, context.page_size
         self.graphs: dict[Entry, Graph] = {}
         self.pool: GraphPool | None = None
         """Where its graphs live; None before ``begin_capture``."""
-        self._policy = context.policy
-        self._grapher = context.grapher
-        self._apply = context.apply
+        self._policy, self._grapher, self._apply = context.policy, context.grapher, context.apply
         self._observer = observer
         self._guard: PointerGuard | None = None
         self._states: dict[Entry, GraphState] = {}
@@ -101,7 +98,6 @@ class RoleRun:
 
     @property
     def role(self) -> Role:
-        """Which one it is."""
         return self.plan.role
 
     @property
@@ -137,11 +133,14 @@ class RoleRun:
     def step(self, batch: Batch, entry: Entry | None, inputs: StepInputs) -> ForwardStep:
         """Return the forward of a batch by ``entry``, or eagerly."""
         real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages)
-        extents = real if entry is None else _padded(entry, real)
+        extents = real
+        if entry is not None:
+            # A PIECEWISE graph pads tokens alone.
+            reqs = real.reqs if entry.num_reqs is None else entry.num_reqs
+            extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages)
         return ForwardStep(batch=batch, entry=entry, inputs=inputs, real=real, extents=extents)
 
     def stage_inputs(self, step: ForwardStep) -> None:
-        """Fill and pad the fields."""
         self._apply(self.writes(step.inputs))
 
     def writes(self, inputs: StepInputs) -> list[Write]:
@@ -304,7 +303,36 @@ class RoleRun:
         self.attention.release()
 
 
-def _padded(entry: Entry, real: Extents) -> Extents:
-    """Return the extents that a graph runs at; a PIECEWISE one pads tokens alone."""
-    reqs = real.reqs if entry.num_reqs is None else entry.num_reqs
-    return Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages)
+def run_chain(
+    role: RoleRun,
+    batch: Batch,
+    dispatch: Dispatch,
+    inputs: StepInputs,
+    steps: int,
+    *,
+    max_model_len: int,
+    filled: bool = False,
+) -> tuple[ForwardTimes, int]:
+    """Run ``steps`` draft decodes of a batch from the inputs of the first.
+
+    Returns the sum of their times, and how many forwards there were: 1 of a fused chain.
+
+    :param filled: the fields on the device hold the inputs already.
+    """
+    times = role.run(batch, dispatch, inputs, perf_counter(), filled=filled)
+    if dispatch.entry is not None and dispatch.entry.draft_steps is not None:
+        return times, 1
+    preparation, host, seconds = times.preparation, times.host_seconds, times.seconds
+    step = role.step(batch, dispatch.entry, inputs)
+    for _ in range(steps - 1):
+        started = perf_counter()
+        # Each forward ends with the common fields of the next one, on the device; the host follows.
+        step = attrs.evolve(step, inputs=step.inputs.next_draft(max_model_len))
+        if not filled:
+            role.stage_derived(step)
+        role.prepare_backends(step)
+        times = role.replay_or_run(step, started)
+        preparation += times.preparation
+        host += times.host_seconds
+        seconds += times.seconds
+    return ForwardTimes(preparation, host, seconds), steps

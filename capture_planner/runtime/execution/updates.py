@@ -6,7 +6,6 @@ Here in torch operators, for any device; ``fused_updates`` has each of them as o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import attrs
 import torch
@@ -108,17 +107,20 @@ class VerificationInputs:
     """The largest of ``counts`` that there can be."""
 
 
-class Updates(Protocol):
-    """What is done to caches, to fields and to the state of the drafts inside a forward."""
+class Updates:
+    """What is done to caches, to fields and to the state of the drafts inside a forward, with torch operators."""
 
     def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put keys and values ``[T, num_kv_heads, head_dim]`` into ``slots int64[T]``.
 
         Padded tokens all name the null slot; which of them stays there does not matter.
         """
+        cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
+        cache.values.flatten(0, 1).index_copy_(0, slots, values)
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """Return ``int64[T]``: the ids, and where one is negative the answer ``-1 - id`` of ``answers``."""
+        return torch.where(ids < 0, answers[(-1 - ids).clamp(min=0).long()], ids.long())
 
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``int64[R]`` twice: the state's row of each request, and the token it goes on from.
@@ -126,46 +128,11 @@ class Updates(Protocol):
         Padded rows have the state's last row and the token 0: what is there is anybody's guess, and an
         embedding must not be looked up for it.
         """
-
-    def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
-        """Store one proposed token ``int64[R]`` of each request; ``first``: it is the step's first."""
-
-    def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
-        """Step every real row: position, length and slot; held at the model's end, on the null slot.
-
-        ``tokens int64[rows]`` become the next input ids, where they are given.
-        """
-
-    def prepare_drafts(
-        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
-    ) -> None:
-        """Verify the target's batch, and bring the drafter's fields to what was kept of it.
-
-        Written are the draft prefill's input ids at the rows that were read (each token shifted by one),
-        ``last int32[reqs]`` (the last row of each request that was kept), and, of the first draft decode,
-        positions, lengths and slots, held at the model's end.
-        """
-
-
-class TorchUpdates:
-    """With torch operators."""
-
-    def store(self, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``Updates``."""
-        cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-        cache.values.flatten(0, 1).index_copy_(0, slots, values)
-
-    def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """See ``Updates``."""
-        return torch.where(ids < 0, answers[(-1 - ids).clamp(min=0).long()], ids.long())
-
-    def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Updates``."""
         rows = _state_rows(state, idx_mapping)
         return rows, torch.where(idx_mapping < 0, 0, state.token[rows])
 
     def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
-        """See ``Updates``."""
+        """Store one proposed token ``int64[R]`` of each request; ``first``: it is the step's first."""
         if first:
             state.column.zero_()
         rows, width = _state_rows(state, idx_mapping), state.proposed.shape[1]
@@ -174,7 +141,10 @@ class TorchUpdates:
         state.column.add_(1).clamp_(max=width - 1)
 
     def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
-        """See ``Updates``."""
+        """Step every real row: position, length and slot; held at the model's end, on the null slot.
+
+        ``tokens int64[rows]`` become the next input ids, where they are given.
+        """
         real = token_fields.idx_mapping[:rows] >= 0
         positions = token_fields.positions[:rows]
         moved = real & (positions + 1 < token_fields.max_model_len)
@@ -191,7 +161,12 @@ class TorchUpdates:
     def prepare_drafts(
         self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
     ) -> None:
-        """See ``Updates``."""
+        """Verify the target's batch, and bring the drafter's fields to what was kept of it.
+
+        Written are the draft prefill's input ids at the rows that were read (each token shifted by one),
+        ``last int32[reqs]`` (the last row of each request that was kept), and, of the first draft decode,
+        positions, lengths and slots, held at the model's end.
+        """
         start, end, read = verified.starts[:-1], verified.starts[1:], verified.counts
         drafts = (read - 1).clamp(min=0)
         first, rows = (end - 1 - drafts).long(), len(read)

@@ -55,9 +55,8 @@ class Grapher(Protocol):
     def capture(self, forward: Callable[[], object], pool: GraphPool) -> Graph:
         """Run ``forward`` once and keep what it did.
 
-        Raises ``CaptureError`` where it did what no graph can hold, such as reading a device value
-        on the host, and ``torch.OutOfMemoryError`` where the pool cannot hold it; then the pool is
-        as it was before.
+        Raises ``CaptureError`` where it did what no graph can hold, such as reading a device value on the host, and
+        ``torch.OutOfMemoryError`` where the pool cannot hold it; then the pool is as it was before.
         """
 
     def split(

@@ -116,8 +116,7 @@ class RecordedPool:
     def hold(self, blocks: Sequence[Block]) -> Allocation:
         """Give memory to the blocks of one graph; other graphs' blocks may lie in the same bytes.
 
-        Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then
-        as it was before.
+        Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then as it was before.
         """
         layout = lay_out(blocks, [chunk.nbytes() for chunk in self._chunks])
         if self.limit is not None and self.memory + layout.grows > self.limit:

@@ -1,11 +1,10 @@
 """Recorded graphs: the replacement for CUDA graphs on a machine without a GPU.
 
-A capture runs the forward once and keeps every operator that it called: which one, its host numbers,
-and where in memory each tensor lay. A replay calls the same operators on the same memory. So what is
-baked into a CUDA graph is baked in here: numbers, shapes, pointers, and the order of operators; and
-what no CUDA graph can hold is refused here, where every tensor counts as one on the device. Two
-things differ: a capture here also computes, and intermediates get their place in the pool when it is
-over, once it is known how long each is alive.
+A capture runs the forward once and keeps every operator that it called: which one, its host numbers, and where in
+memory each tensor lay. A replay calls the same operators on the same memory. So what is baked into a CUDA graph is
+baked in here: numbers, shapes, pointers, and the order of operators; and what no CUDA graph can hold is refused here,
+where every tensor counts as one on the device. Two things differ: a capture here also computes, and intermediates get
+their place in the pool when it is over, once it is known how long each is alive.
 """
 
 from __future__ import annotations
@@ -82,11 +81,10 @@ class RecordedGraphs:
     def capture(self, forward: Callable[[], object], pool: GraphPool) -> RecordedGraph:
         """Run ``forward`` once and keep what it did.
 
-        Tensors that existed before are used where they are, at every replay. Those that the forward
-        makes get a place in the pool; copy what is wanted after a replay into a tensor that existed
-        before. Raises ``CaptureError`` with the operator and the line that called it where a CUDA
-        graph could not hold it, ``torch.OutOfMemoryError`` where the pool cannot, and what the forward
-        raises; then the pool is as it was before.
+        Tensors that existed before are used where they are, at every replay. Those that the forward makes get a place
+        in the pool; copy what is wanted after a replay into a tensor that existed before. Raises ``CaptureError`` with
+        the operator and the line that called it where a CUDA graph could not hold it, ``torch.OutOfMemoryError`` where
+        the pool cannot, and what the forward raises; then the pool is as it was before.
         """
         if not isinstance(pool, RecordedPool):
             raise RunError(f"a {type(pool).__name__} is no pool of recorded graphs; make one with pool()")
@@ -265,7 +263,6 @@ class _HostReads(TorchFunctionMode):
         self._recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let everything else pass."""
         if func in _HOST_READS and not self._recording.is_between:
             raise _refusal(func.__name__, "it reads a device value on the host", "keep values on the device")
         return func(*args, **(kwargs or {}))

@@ -68,13 +68,11 @@ class OracleDrafter(nn.Module):
         self.register_buffer("table", torch.zeros(num_states + 1, length, dtype=torch.int64, device=device))
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
-        """Return what the real drafter makes of auxiliary states."""
         return self._drafter.combine(aux)
 
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Return the real drafter's hidden states."""
         return self._drafter.forward(input_ids=input_ids, positions=positions, hidden=hidden, attend=attend)
 
     @torch.no_grad()
@@ -127,10 +125,8 @@ def choose_drafter(
     All but a folder are heads of the plan's numbers with random weights; the first three answer from
     a table of ``num_states`` requests and ``length`` tokens. Raises ``RunError`` as ``load_drafter`` does.
     """
-    if isinstance(choice, Path):
-        return load_drafter(choice, speculative, target, seed=seed)
-    drafter = load_drafter(None, speculative, target, seed=seed)
-    if choice == "random":
+    drafter = load_drafter(choice if isinstance(choice, Path) else None, speculative, target, seed=seed)
+    if isinstance(choice, Path) or choice == "random":
         return drafter
     return OracleDrafter(
         drafter, choice, num_states=num_states, length=length, vocab_size=target.vocab_size, chance=chance, seed=seed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -12,7 +11,16 @@ from capture_planner.errors import RunError
 from capture_planner.records.model import Method, Speculative
 from capture_planner.runtime.models.heads import AUX_LAYER_IDS, Config, Eagle, Eagle3
 from capture_planner.runtime.models.huggingface import refuse_moving_rope
-from capture_planner.runtime.models.loading import UNREADABLE, Source, StoredTensor, fill, locate, read_tensors, seeded
+from capture_planner.runtime.models.loading import (
+    UNREADABLE,
+    Source,
+    StoredTensor,
+    contradictions,
+    fill,
+    locate,
+    read_tensors,
+    seeded,
+)
 from capture_planner.runtime.models.protocols import TargetModel
 
 __all__ = ["Eagle", "Eagle3", "load_drafter"]
@@ -26,13 +34,12 @@ def load_drafter(
 ) -> Eagle | Eagle3:
     """Return the head at ``source``, or one of the plan's numbers with random weights.
 
-    ``source`` is a local folder (config.json and safetensors, in the published layout) or a
-    configuration file; weights that are not there are random, the same for the same ``seed``. It is
-    on the target's device and in its dtype. Embeddings and output embeddings that a folder does not
-    have are the target's.
+    ``source`` is a local folder (config.json and safetensors, in the published layout) or a configuration file; weights
+    that are not there are random, the same for the same ``seed``. It is on the target's device and in its dtype.
+    Embeddings and output embeddings that a folder does not have are the target's.
 
-    Raises ``RunError`` for a method without a head here (MTP), for a folder that contradicts the plan,
-    and, in one error, for all tensors that are missing, unexpected or of another shape.
+    Raises ``RunError`` for a method without a head here (MTP), for a folder that contradicts the plan, and, in one
+    error, for all tensors that are missing, unexpected or of another shape.
     """
     if speculative.method is Method.MTP:
         raise RunError("speculative.method: mtp heads are part of a target and are not run; use eagle or eagle3")
@@ -100,20 +107,14 @@ def _read(found: Source, speculative: Speculative, target: TargetModel) -> Confi
         raise RunError(f"{found.config}: not the configuration of a Llama head: {error}") from error
     refuse_moving_rope(config, str(found.config))
     draft, eagle = speculative.model, values.get("eagle_config") or {}
-    pairs: list[tuple[str, int, Any]] = [
+    pairs = [
         ("num_layers", draft.num_layers, config.num_hidden_layers),
         ("num_heads", draft.num_heads or target.num_heads, config.num_attention_heads),
         ("num_kv_heads", draft.num_kv_heads or target.num_kv_heads, config.num_key_value_heads),
         ("head_dim", draft.head_dim or target.head_dim, config.head_dim),
+        ("vocab_size", draft.vocab_size, values.get("draft_vocab_size") or config.vocab_size),
     ]
-    if draft.vocab_size is not None:
-        drafted = values.get("draft_vocab_size") or config.vocab_size
-        pairs.append(("vocab_size", draft.vocab_size, drafted))
-    problems = [
-        f"speculative.model.{name}: the plan says {planned}, {found.config} has {real}"
-        for name, planned, real in pairs
-        if planned != real
-    ]
+    problems = contradictions("speculative.model", pairs, found.config)
     if config.vocab_size != target.vocab_size:
         problems.append(f"{found.config}: vocab_size {config.vocab_size}, the target has {target.vocab_size}")
     if config.hidden_act != "silu":

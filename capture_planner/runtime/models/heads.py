@@ -1,8 +1,7 @@
 """EAGLE and EAGLE-3 heads in plain torch, over the weights as they are published.
 
-Both read what the target computed at one position and the token after it, and propose the token
-after that. What each computes, and what its tensors are called, is as in vLLM 0.33 (``llama_eagle``,
-``llama_eagle3``).
+Both read what the target computed at one position and the token after it, and propose the token after that. What each
+computes, and what its tensors are called, is as in vLLM 0.33 (``llama_eagle``, ``llama_eagle3``).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from capture_planner.errors import RunError
+from capture_planner.runtime.models.interface import INTERFACE, Call
 from capture_planner.runtime.models.loading import weights_of
-from capture_planner.runtime.models.protocols import Attend, Scoring, TargetModel, Weight
+from capture_planner.runtime.models.protocols import Attend, TargetModel, Weight
 
 Config = Any
 """A ``LlamaConfig`` with what EAGLE adds to it, which has no types of its own."""
@@ -26,86 +25,37 @@ AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Where a configuration says which layers of the target an EAGLE-3 head reads."""
 
 
-class _Attention(nn.Module):
-    """Grouped-query attention with rotary positions, over inputs of ``width``."""
+class _Layer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
+    """A decoder layer; called with states ``[1, T, hidden_size]`` and what ``_Head.arguments`` returns."""
 
-    def __init__(self, config: Config, layer: int, width: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        self.scoring = Scoring(scale=config.head_dim**-0.5)
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-
-    def forward(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Return ``[T, hidden_size]`` for ``states [T, width]``; ``cos`` and ``sin [T, 1, head_dim]``."""
-        query, key, value = (
-            projection(states).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = attend(self.layer, _rotate(query, cos, sin), _rotate(key, cos, sin), value, self.scoring)
-        projected: torch.Tensor = self.o_proj(out.flatten(1))
-        return projected
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        # The library's norms are half a dozen operators each.
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            setattr(self, norm, _norm(config))
+        self.self_attn.o_proj = nn.Linear(self.self_attn.o_proj.in_features, config.hidden_size, bias=False)
 
 
-class _Mlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return ``[T, hidden_size]``."""
-        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
-        return out
-
-
-class _Block(nn.Module):
-    """Attention and MLP of a decoder layer, each added to the residual stream."""
-
-    def __init__(self, config: Config, layer: int, width: int, *, has_input_norm: bool = True) -> None:
-        super().__init__()
-        self.self_attn = _Attention(config, layer, width)
-        self.mlp = _Mlp(config)
-        self.input_layernorm = _norm(config) if has_input_norm else nn.Identity()
-        self.post_attention_layernorm = _norm(config)
-
-    def _add(
-        self, residual: torch.Tensor, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        residual = residual + self.self_attn(normed, cos, sin, attend)
-        out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
-
-
-class _Layer(_Block):
-    """A decoder layer."""
-
-    def forward(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Return the residual stream ``[T, hidden_size]`` after this layer."""
-        return self._add(states, self.input_layernorm(states), cos, sin, attend)
-
-
-class _MixingLayer(_Block):
+class _MixingLayer(_Layer):  # type: ignore[no-untyped-call]
     """The first layer of EAGLE-3: attention reads the normed embedding next to the normed state."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, 0, 2 * config.hidden_size)
+        super().__init__(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, width, bias=config.attention_bias))
         self.hidden_norm = _norm(config)
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
 
-    def forward(
-        self, embeddings: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    def forward(  # type: ignore[override]
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, **arguments: Any
     ) -> torch.Tensor:
-        """Return the residual stream ``[T, hidden_size]`` after this layer."""
+        """Return the residual stream ``[1, T, hidden_size]`` after this layer; both inputs are of that shape."""
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        return self._add(normed if self.norm_before_residual else hidden, both, cos, sin, attend)
+        residual = (normed if self.norm_before_residual else hidden) + self.self_attn(both, **arguments)[0]
+        out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
 
 
 class _Head(nn.Module):
@@ -128,7 +78,9 @@ class _Head(nn.Module):
         self.vocab_size: int = getattr(config, "draft_vocab_size", None) or target.vocab_size
         self.aux_layers: tuple[int, ...] = ()
         self._target_embed, self._target_logits = target.embed, target.logits
+        config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.norm: nn.Module = nn.Identity()
         self.embed_tokens, self.lm_head = None, None
         if "embed_tokens.weight" in own:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -144,7 +96,7 @@ class _Head(nn.Module):
     @torch.no_grad()
     def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
-        normed = self._before_logits(hidden)
+        normed = self.norm(hidden)
         logits = self._target_logits(normed) if self.lm_head is None else self.lm_head(normed)
         token = logits.argmax(dim=-1)
         return token if self.d2t is None else token + self.d2t[token]
@@ -156,19 +108,16 @@ class _Head(nn.Module):
         """Every parameter and buffer of its own; embeddings and logits may be the target's."""
         return weights_of(self.named_modules())
 
-    def _before_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.embed_tokens is None:
             return self._target_embed(input_ids)
         embeddings: torch.Tensor = self.embed_tokens(input_ids)
         return embeddings
 
-    def _rotations(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines, ``[T, 1, head_dim]``."""
-        cos, sin = self.rotary_emb(states, positions.unsqueeze(0))
-        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    def arguments(self, states: torch.Tensor, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
+        """Return what each layer is called with, next to its states."""
+        rotations = self.rotary_emb(states, positions.unsqueeze(0))
+        return {"position_embeddings": rotations, INTERFACE: Call(attend, (None,) * self.num_layers)}
 
 
 class Eagle(_Head):
@@ -182,20 +131,18 @@ class Eagle(_Head):
         super().__init__(config, target, own)
         hidden = config.hidden_size
         self.fc = nn.Linear(hidden + target.hidden_size, hidden, bias="fc.bias" in own)
-        self.layers = nn.ModuleList(
-            _Layer(config, layer, hidden, has_input_norm=layer > 0) for layer in range(self.num_layers)
-        )
+        self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(self.num_layers))
+        self.layers[0].input_layernorm = nn.Identity()
 
     @torch.no_grad()
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Return ``[T, hidden_size]``, as ``Drafter`` says."""
         states: torch.Tensor = self.fc(torch.cat([self._embed(input_ids), hidden], dim=-1))
-        cos, sin = self._rotations(states, positions)
+        arguments, states = self.arguments(states, positions, attend), states.unsqueeze(0)
         for layer in self.layers:
-            states = layer(states, cos, sin, attend)
-        return states
+            states = layer(states, **arguments)
+        return states[0]
 
 
 class Eagle3(_Head):
@@ -214,8 +161,7 @@ class Eagle3(_Head):
         # Small targets do not have the layers that real ones are tapped at; the same one may be twice.
         self.aux_layers = tuple(wanted if configured else (min(max(layer, 0), depth - 1) for layer in wanted))
         self.fc = nn.Linear(len(self.aux_layers) * target.hidden_size, hidden, bias="fc.bias" in own)
-        rest = (_Layer(config, layer, hidden) for layer in range(1, self.num_layers))
-        self.layers = nn.ModuleList([_MixingLayer(config), *rest])
+        self.layers = nn.ModuleList([_MixingLayer(config), *(_Layer(config, at) for at in range(1, self.num_layers))])
         self.norm = _norm(config)
 
     @torch.no_grad()
@@ -228,23 +174,12 @@ class Eagle3(_Head):
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Return ``[T, hidden_size]``, as ``Drafter`` says."""
-        cos, sin = self._rotations(hidden, positions)
+        arguments = self.arguments(hidden, positions, attend)
         first, *rest = self.layers
-        states: torch.Tensor = first(self._embed(input_ids), hidden, cos, sin, attend)
+        states: torch.Tensor = first(self._embed(input_ids).unsqueeze(0), hidden.unsqueeze(0), **arguments)
         for layer in rest:
-            states = layer(states, cos, sin, attend)
-        return states
-
-    def _before_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(hidden)
-        return normed
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the halves of each head: ``[T, heads, head_dim]``."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([-second, first], dim=-1) * sin
+            states = layer(states, **arguments)
+        return states[0]
 
 
 def _norm(config: Config) -> nn.RMSNorm:

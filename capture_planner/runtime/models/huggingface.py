@@ -25,10 +25,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from capture_planner.errors import RunError
 from capture_planner.records.model import DataType, Model
 from capture_planner.runtime.models.interface import INTERFACE, SUPPORTED, Call, Probe, RefuseHostReads
-from capture_planner.runtime.models.loading import UNREADABLE, Source, locate, seeded, weights_of
+from capture_planner.runtime.models.loading import UNREADABLE, Source, contradictions, locate, seeded, weights_of
 from capture_planner.runtime.models.protocols import Attend, Weight
 
 _FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
+
+
+_MOVING_ROPE = {
+    "dynamic": "dynamic rope reads the longest position on the host, which no graph can hold",
+    "longrope": "longrope chooses the frequencies of all requests, and of padding, by the longest in the batch",
+}
 
 
 class HuggingFaceModel:
@@ -159,14 +165,13 @@ def load_target(
 ) -> HuggingFaceModel:
     """Return the model at ``source``, or one of the plan's numbers with random weights.
 
-    ``source`` is a local folder (config.json, and safetensors where there are weights) or a
-    configuration file; None: a Llama of the numbers in ``shape``. Nothing is read from a network.
-    Weights that are not there are random, the same for the same ``seed`` and device type; the global
-    generators are left as they were. ``dtype`` of the weights; None: the configuration's, or
-    else the one in ``shape``.
+    ``source`` is a local folder (config.json, and safetensors where there are weights) or a configuration file; None: a
+    Llama of the numbers in ``shape``. Nothing is read from a network. Weights that are not there are random, the same
+    for the same ``seed`` and device type; the global generators are left as they were. ``dtype`` of the weights; None:
+    the configuration's, or else the one in ``shape``.
 
-    Raises ``RunError`` where there is no model, where weights are missing, and where the model is of
-    a kind that is not executed.
+    Raises ``RunError`` where there is no model, where weights are missing, and where the model is of a kind that is not
+    executed.
     """
     found = Source(Path()) if source is None else locate(source)
     try:
@@ -201,21 +206,9 @@ def load_target(
 
 def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
     """Return a sentence for each number of the plan's model that the real one contradicts."""
-    pairs: list[tuple[str, int | bool | None, int | bool]] = [
-        ("num_layers", shape.num_layers, model.num_layers),
-        ("num_heads", shape.num_heads, model.num_heads),
-        ("num_kv_heads", shape.num_kv_heads, model.num_kv_heads),
-        ("head_dim", shape.head_dim, model.head_dim),
-        ("hidden_size", shape.hidden_size, model.hidden_size),
-        ("vocab_size", shape.vocab_size, model.vocab_size),
-        ("sinks", shape.sinks, model.sinks),
-        ("mrope", shape.mrope, model.mrope),
-    ]
-    sentences = [
-        f"model.{name}: the plan says {planned}, {model.name} has {real}"
-        for name, planned, real in pairs
-        if planned is not None and planned != real
-    ]
+    names = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "sinks", "mrope")
+    pairs = ((name, getattr(shape, name), getattr(model, name)) for name in names)
+    sentences = contradictions("model", pairs, model.name)
     if shape.max_model_len > model.max_model_len:
         sentences.append(
             f"model.max_model_len: the plan says {shape.max_model_len}, {model.name} has at most {model.max_model_len}"
@@ -232,16 +225,8 @@ def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = parameters.get("rope_type", "default")
-        if kind == "dynamic":
-            raise RunError(
-                f"{where}: dynamic rope reads the longest position on the host, which no graph can hold; "
-                "supported: frequencies that do not depend on the batch"
-            )
-        if kind == "longrope":
-            raise RunError(
-                f"{where}: longrope chooses the frequencies of all requests, and of padding, by the longest "
-                "in the batch; supported: frequencies that do not depend on the batch"
-            )
+        if kind in _MOVING_ROPE:
+            raise RunError(f"{where}: {_MOVING_ROPE[kind]}; supported: frequencies that do not depend on the batch")
 
 
 def _keep(entered: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:

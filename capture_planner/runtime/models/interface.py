@@ -76,7 +76,6 @@ class RefuseHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, or raise ``RunError``."""
         if any(tag in _HOST_READS for tag in func.tags) and not _is_gather(func, args):
             raise RunError(f"its forward reads a device value on the host ({func}), which no graph can hold")
         return func(*args, **(kwargs or {}))

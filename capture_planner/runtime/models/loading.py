@@ -53,6 +53,15 @@ class StoredTensor:
     tensor: torch.Tensor
 
 
+def contradictions(prefix: str, pairs: Iterable[tuple[str, Any, Any]], other: object) -> list[str]:
+    """Return a sentence for each ``(name, planned, real)`` that is planned, and that ``other`` contradicts."""
+    return [
+        f"{prefix}.{name}: the plan says {planned}, {other} has {real}"
+        for name, planned, real in pairs
+        if planned is not None and planned != real
+    ]
+
+
 def locate(path: Path) -> Source:
     """Return what is at ``path``: a folder with config.json, or a configuration file alone.
 
@@ -103,12 +112,12 @@ def fill(module: nn.Module, found: Mapping[str, StoredTensor], folder: Path) -> 
         for name, tensor in expected.items()
         if name not in found
     ]
-    for name, (file, tensor) in ((name, (item.file, item.tensor)) for name, item in found.items()):
+    for name, item in found.items():
+        shape = list(item.tensor.shape)
         if name not in expected:
-            problems.append(f"{file}: {name} is unexpected, shape {list(tensor.shape)}")
-        elif tensor.shape != expected[name].shape:
-            wanted = list(expected[name].shape)
-            problems.append(f"{file}: {name} has shape {list(tensor.shape)}, expected {wanted}")
+            problems.append(f"{item.file}: {name} is unexpected, shape {shape}")
+        elif shape != list(expected[name].shape):
+            problems.append(f"{item.file}: {name} has shape {shape}, expected {list(expected[name].shape)}")
     if problems:
         raise RunError("\n".join([*problems, "compare config.json and the method with these weights"]))
     with torch.no_grad():

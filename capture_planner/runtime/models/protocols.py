@@ -30,9 +30,7 @@ Weight = tuple[str, nn.Module, str]
 """A parameter or buffer that graphs hold the pointer of: full name, its module, its attribute."""
 
 
-class TargetModel(Protocol):
-    """The served model, over a flat batch of T tokens of any number of requests."""
-
+class _Network(Protocol):
     name: str
     """What it is and where its weights come from, for the report."""
     num_layers: int
@@ -40,6 +38,14 @@ class TargetModel(Protocol):
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter and buffer that a forward reads."""
+
+
+class TargetModel(_Network, Protocol):
+    """The served model, over a flat batch of T tokens of any number of requests."""
+
     vocab_size: int
     max_model_len: int
     windows: tuple[int | None, ...]
@@ -59,10 +65,9 @@ class TargetModel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return hidden states after the final norm, ``[T, hidden_size]``, and auxiliary ones.
 
-        Exactly one of ``input_ids int[T]`` and ``embeddings [T, hidden_size]`` is given.
-        ``positions`` is ``int64[T]``, or ``int64[3, T]`` with multimodal rope. Auxiliary states are
-        what enters the layers ``aux_layers``, side by side: ``[T, len(aux_layers) * hidden_size]``;
-        None where there are none. Reads no device value on the host.
+        Exactly one of ``input_ids int[T]`` and ``embeddings [T, hidden_size]`` is given. ``positions`` is ``int64[T]``,
+        or ``int64[3, T]`` with multimodal rope. Auxiliary states are what enters the layers ``aux_layers``, side by
+        side: ``[T, len(aux_layers) * hidden_size]``; None where there are none. Reads no device value on the host.
         """
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -71,19 +76,10 @@ class TargetModel(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``."""
 
-    def weights(self) -> Iterator[Weight]:
-        """Every parameter and buffer that a forward reads."""
 
-
-class Drafter(Protocol):
+class Drafter(_Network, Protocol):
     """A model that proposes tokens from the target's hidden states."""
 
-    name: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
     aux_layers: tuple[int, ...]
     """Layers of the target whose inputs it reads; empty: it reads the target's last hidden state."""
 
@@ -111,6 +107,3 @@ class Drafter(Protocol):
 
         Only drafters that were given the target's answers (``copy``, ``miss``, ``chance``) use it.
         """
-
-    def weights(self) -> Iterator[Weight]:
-        """Every parameter and buffer that a forward reads."""

@@ -68,5 +68,4 @@ class PagePool:
         return taken
 
     def give_back(self, pages: list[int]) -> None:
-        """Take pages back."""
         self._free += pages

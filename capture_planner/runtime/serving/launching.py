@@ -7,19 +7,19 @@ the next token, and nothing is copied at all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 
 import attrs
 import numpy as np
+import torch
 
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.runtime.execution.chain import run_chain
 from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, StepInputs
-from capture_planner.runtime.execution.role import ForwardTimes
-from capture_planner.runtime.execution.transfer import OnItsWay, on_its_way
+from capture_planner.runtime.execution.role import ForwardTimes, run_chain
 from capture_planner.runtime.execution.updates import VerificationInputs
 from capture_planner.runtime.ledger import Forward, Session
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
@@ -27,6 +27,27 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.parts import Parts
 from capture_planner.runtime.serving.scheduler import ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, promise
+
+OnItsWay = Callable[[], Array]
+"""Waits for values that a device still works out, and returns them."""
+
+
+def on_its_way(tensor: torch.Tensor) -> OnItsWay:
+    """Begin to bring a small tensor to the host, and return what waits for it."""
+    if tensor.device.type == "cpu":
+        here = tensor.numpy().copy()
+        return lambda: here
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def arrived() -> Array:
+        copied.synchronize()
+        array: Array = pinned.numpy()
+        return array
+
+    return arrived
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -111,13 +132,8 @@ class StepLauncher:
     def _target_inputs(self, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
         """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
         last, self._advanced = self._advanced, None
-        is_same = (
-            last is not None
-            and not scheduled.prompts
-            and scheduled.query_len == 1
-            and np.array_equal(last.state_indices, scheduled.state_indices)
-        )
-        if last is not None and is_same and last.room:
+        is_decode = not scheduled.prompts and scheduled.query_len == 1
+        if last and last.room and is_decode and np.array_equal(last.state_indices, scheduled.state_indices):
             # The same requests in the same rows: the fields on the device are this step's already.
             inputs = last.inputs.next_decode()
             self._advanced = _Advanced(last.state_indices, inputs, last.room - 1)

@@ -29,20 +29,18 @@ class Parts:
     updates: Updates
     token_fields: Mapping[Role, TokenFields]
     """Each role's fields that advance by a token."""
-    kv_cache: int
-    """Bytes of the KV cache, over all layers of target and drafter."""
     comparison: ComparisonLog | None
     """Where comparisons of graphs with eager forwards are noted; None: nothing is compared."""
 
     @property
+    def kv_cache(self) -> int:
+        """Bytes of the KV cache, over all layers of target and drafter."""
+        caches = (cache for role in self.roles.values() for _, cache in role.attention.caches())
+        tensors = (tensor for cache in caches for tensor in (cache.keys, cache.values))
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    @property
     def buffers(self) -> int:
         """Bytes of fields, outputs and workspaces, each counted once."""
-        caches = {
-            tensor.data_ptr()
-            for role in self.roles.values()
-            for _, cache in role.attention.caches()
-            for tensor in (cache.keys, cache.values)
-        }
-        tensors = [tensor_of(held) for role in self.roles.values() for held in role.persistent()]
-        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
-        return sum(size for address, size in sizes.items() if address not in caches)
+        tensors = (tensor_of(held) for role in self.roles.values() for held in role.persistent())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) - self.kv_cache

@@ -67,7 +67,7 @@ def promise(scheduled: ScheduledBatch, states: RequestStates, starts: Array) -> 
 def fulfil(
     scheduled: ScheduledBatch, settled: Verification, states: RequestStates, starts: Array, answers: Array
 ) -> None:
-    """Store the tokens of a promised step; ``said int64[T]`` is the next token of each row of the batch."""
+    """Store the tokens of a promised step; ``answers int64[T]`` is the next token of each row of the batch."""
     new = settled.gained > 0
     states.tokens[scheduled.state_indices[new], settled.at[new]] = answers[starts[1:][new] - 1]
 

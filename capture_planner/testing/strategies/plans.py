@@ -70,8 +70,8 @@ def _waivers(draw: DrawFn) -> Waiver:
 
 
 @functools.cache
-def _group_lists() -> SearchStrategy[list[GroupPlan]]:
-    group = st.builds(
+def _groups() -> SearchStrategy[GroupPlan]:
+    return st.builds(
         GroupPlan,
         name=any_names(),
         layers=st.integers(0, 6),
@@ -83,12 +83,11 @@ def _group_lists() -> SearchStrategy[list[GroupPlan]]:
         workspace=st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text()),
         padding=padding_contracts(),
     )
-    return st.lists(group, max_size=2)
 
 
 @functools.cache
-def _decision_lists() -> SearchStrategy[list[Decision]]:
-    decision = st.builds(
+def _decisions() -> SearchStrategy[Decision]:
+    return st.builds(
         Decision,
         rule=st.from_regex(r"[a-z][a-z0-9-]{0,9}", fullmatch=True),
         before=any_text(),
@@ -98,17 +97,9 @@ def _decision_lists() -> SearchStrategy[list[Decision]]:
         group=maybe(any_text()),
         message=any_text(),
     )
-    return st.lists(decision, max_size=2)
 
 
-@functools.cache
-def _entry_lists(lora: bool) -> SearchStrategy[list[Entry]]:
-    return st.lists(_entries(lora), max_size=12)
-
-
-@functools.cache
-def _waiver_lists() -> SearchStrategy[list[Waiver]]:
-    return st.lists(_waivers(), max_size=2)
+_list_of = functools.cache(st.lists)
 
 
 @composite
@@ -117,24 +108,19 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
         role=role,
         requested=draw(one_of(GraphMode)),
         mode=draw(one_of(GraphMode)),
-        groups=tuple(draw(_group_lists())),
-        decisions=tuple(draw(_decision_lists())),
-        entries=tuple(draw(_entry_lists(lora))),
-        waivers=tuple(draw(_waiver_lists())),
+        groups=tuple(draw(_list_of(_groups(), max_size=2))),
+        decisions=tuple(draw(_list_of(_decisions(), max_size=2))),
+        entries=tuple(draw(_list_of(_entries(lora), max_size=12))),
+        waivers=tuple(draw(_list_of(_waivers(), max_size=2))),
         inputs=draw(padding_contracts()).fields,
     )
-
-
-@functools.cache
-def _role_lists() -> SearchStrategy[list[Role]]:
-    return st.lists(one_of(Role), min_size=1, unique=True)
 
 
 @composite
 def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
-    roles = draw(_role_lists())
+    roles = draw(_list_of(one_of(Role), min_size=1, unique=True))
     return Plan(
         spec_digest=digest(spec),
         environment=draw(environments()),

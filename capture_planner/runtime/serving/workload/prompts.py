@@ -63,15 +63,14 @@ class _Prompt:
 
 
 class _Wrong(Exception):
-    """What is wrong with one line."""
+    """What is wrong with one line: a message, the key, and the column."""
 
     def __init__(self, message: str, *path: str, column: int = 1) -> None:
-        self.message, self.path, self.column = message, path, column
         super().__init__(message)
+        self.path, self.column = path, column
 
 
 def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
-    """Return the prompts of a file, in its order."""
     file, as_json = str(path), Path(path).suffix.lower() == ".jsonl"
     problems: list[Problem] = []
     prompts = []
@@ -82,8 +81,7 @@ def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
             data = _object(line) if as_json else {"prompt": line}
             prompts.append(_prompt(data, max_new_tokens, number))
         except _Wrong as wrong:
-            problem = Problem(file=file, line=number, column=wrong.column, path=wrong.path, message=wrong.message)
-            problems.append(problem)
+            problems.append(Problem(file=file, line=number, column=wrong.column, path=wrong.path, message=str(wrong)))
             if len(problems) == MAX_PROBLEMS:
                 break
     if not prompts and not problems:

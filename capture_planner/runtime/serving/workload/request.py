@@ -39,8 +39,7 @@ class Request:
     def __attrs_post_init__(self) -> None:
         problems = list(outside("max_new_tokens", self.max_new_tokens, 1, MAX_LENGTH))
         if not 0 <= self.arrival < math.inf:
-            message = f"expected seconds from 0, got {self.arrival}"
-            problems.append(Problem(path=("arrival",), message=message))
+            problems.append(Problem(path=("arrival",), message=f"expected seconds from 0, got {self.arrival}"))
         if problems:
             raise InvalidValue(problems)
 

@@ -54,13 +54,8 @@ def generated(
     for index in range(count):
         now += rng.standard_exponential() / rate
         length = int(rng.integers(*prompt_tokens, endpoint=True))
-        request = Request(
-            name=f"request-{index}",
-            arrival=now,
-            max_new_tokens=int(rng.integers(*output_tokens, endpoint=True)),
-            prompt=tokens(length),
-        )
-        requests.append(request)
+        most = int(rng.integers(*output_tokens, endpoint=True))
+        requests.append(Request(name=f"request-{index}", arrival=now, max_new_tokens=most, prompt=tokens(length)))
     return tuple(requests)
 
 
@@ -92,14 +87,10 @@ def from_trace(
         message = f"the prompts have {total} tokens in all, more than {MAX_TOKENS}"
         raise InvalidDocument([Problem(file=str(path), message=message, remedy="limit the requests")])
     tokens = _tokens(np.random.Generator(np.random.PCG64(seed)), vocab_size)
+    names = (f"{Path(path).name}:{row.line}" for row in rows)
     return tuple(
-        Request(
-            name=f"{Path(path).name}:{row.line}",
-            arrival=row.arrival / speed,
-            prompt=tokens(row.prompt),
-            max_new_tokens=row.output,
-        )
-        for row in rows
+        Request(name=name, arrival=row.arrival / speed, prompt=tokens(row.prompt), max_new_tokens=row.output)
+        for name, row in zip(names, rows, strict=True)
     )
 
 

@@ -57,8 +57,7 @@ def read_trace(path: str | Path) -> list[TraceRow]:
 
     def note(cell: _Cell, message: str, *columns: int) -> None:
         names = tuple(header[column].text for column in columns)
-        problem = Problem(file=file, line=cell.line, column=cell.column, path=names, message=message)
-        problems.append(problem)
+        problems.append(Problem(file=file, line=cell.line, column=cell.column, path=names, message=message))
 
     def parsed(parse: Callable[[str], T], row: list[_Cell], column: int, otherwise: T) -> T:
         try:

@@ -16,8 +16,7 @@ _NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
 def request_pool(r: Launch) -> int:
     """Return the requests that one rank runs at most.
 
-    The KV pool is taken to be large enough unless --max-total-tokens bounds it: a request holds at least
-    two tokens.
+    The KV pool is taken to be large enough unless --max-total-tokens bounds it: a request holds at least two tokens.
     """
     args = r.args
     tokens = args.max_total_tokens
@@ -137,7 +136,6 @@ def _decodes(r: Launch, role: Role, pool: int, width: int, steps: int | None = N
 
 
 def _cause_of_sizes(r: Launch) -> str:
-    """Return the flag that the decode sizes come from."""
     if (DECODE, "bs") in r.locked:
         return "--cuda-graph-bs-decode"
     return "--cuda-graph-max-bs-decode" if (DECODE, "max_bs") in r.locked else "--max-running-requests"
@@ -155,7 +153,6 @@ def _lora_cases(r: Launch) -> tuple[int, ...]:
 
 
 def _slots(r: Launch, pool: int) -> int:
-    """Return the request slots of a whole prefill graph."""
     slots = r.prefill.full_prefill_max_req
     if slots is None:
         slots = max(r.args.chunked_prefill_size // 512, 1)

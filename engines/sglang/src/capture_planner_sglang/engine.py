@@ -1,8 +1,7 @@
 """SGLang 0.5.23: what it captures and how it dispatches, from its own flags.
 
-Emulated are ordinary text decoders, without latent attention. Where ``--model-path`` is a folder or a known
-model, its ``config.json`` gives the architecture and the longest sequence. The KV pool is assumed to hold
-what the flags allow.
+Emulated are ordinary text decoders, without latent attention. Where ``--model-path`` is a folder or a known model, its
+``config.json`` gives the architecture and the longest sequence. The KV pool is assumed to hold what the flags allow.
 
     flags       the command line and its YAML file
     resolution  the values that the rules work on
@@ -20,7 +19,7 @@ from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import Emulation, Setting
 from capture_planner.engines.engine import Engine
-from capture_planner.engines.parsing import refusal
+from capture_planner.engines.parsing import names, refusal
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.errors import FlagError
 from capture_planner.records.batch_space import DecodeFamily, Domain
@@ -31,33 +30,17 @@ from capture_planner_sglang import capture, graph_rules, rules
 from capture_planner_sglang.export import export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, name_of, parse
-from capture_planner_sglang.resolution import COUNTS_AS, Launch, read_model
+from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Launch, read_model
 from capture_planner_sglang.rules import EAGLE_FAMILY
 
 VERSION = "0.5.23"
 
-_SHOWN = (
-    "max_running_requests",
-    "max_total_tokens",
-    "chunked_prefill_size",
-    "max_prefill_tokens",
-    "page_size",
-    "tp_size",
-    "pp_size",
-    "dp_size",
-    "attn_dp_size",
-    "moe_dense_tp_size",
-    "attention_backend",
-    "disable_cuda_graph_padding",
-    "speculative_algorithm",
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "enable_lora",
-    "max_loras_per_batch",
-    "lora_backend",
-    "disaggregation_mode",
-)
+_SHOWN = names("""
+    max_running_requests max_total_tokens chunked_prefill_size max_prefill_tokens page_size tp_size pp_size
+    dp_size attn_dp_size moe_dense_tp_size attention_backend disable_cuda_graph_padding speculative_algorithm
+    speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens enable_lora max_loras_per_batch
+    lora_backend disaggregation_mode
+""")
 
 
 def resolve(command: Sequence[str], environment: Environment) -> Launch:
@@ -77,7 +60,7 @@ def resolve(command: Sequence[str], environment: Environment) -> Launch:
     graph_rules.lower_for_attention_dp(r)
     rules.resolve_speculation(r)
     if args.debug_tensor_dump_output_folder is not None:
-        for phase in ("decode", "prefill"):
+        for phase in (DECODE, PREFILL):
             r.disable(phase, "tensor-dump", "tensors are dumped, which runs without graphs")
     rules.check_launch(r)
     return r
@@ -144,23 +127,21 @@ def _drafts(r: Launch, pool: int) -> tuple[DecodeFamily, ...] | None:
 
 
 def _settings(r: Launch, pool: int) -> tuple[Setting, ...]:
-    facts = checkpoints.says(r.model.source, "an ordinary text decoder")
-    shown = [
-        Setting(name="model_path", value=r.args.model_path, source=r.sources.get("model_path", ASSUMED)),
-        Setting(name="model_facts", value=facts, source=r.model.source),
-        Setting(
-            name="context_length", value=capture.context(r), source=r.sources.get("context_length", r.model.source)
+    def setting(name: str, value: object, source: str = "default") -> Setting:
+        return Setting(name=name, value=value, source=r.sources.get(name, source))
+
+    return (
+        setting("model_path", r.args.model_path, ASSUMED),
+        setting("model_facts", checkpoints.says(r.model.source, "an ordinary text decoder"), r.model.source),
+        setting("context_length", capture.context(r), r.model.source),
+        *(setting(name, getattr(r.args, name)) for name in _SHOWN),
+        *(
+            setting(f"cuda_graph_config.{phase}.{key}", getattr(r.phase(phase), key))
+            for phase in (DECODE, PREFILL)
+            for key in ("backend", "max_bs", "bs")
         ),
-    ]
-    shown += [Setting(name=name, value=getattr(r.args, name), source=r.sources.get(name, "default")) for name in _SHOWN]
-    for phase in ("decode", "prefill"):
-        settings = r.phase(phase)
-        for key in ("backend", "max_bs", "bs"):
-            name = f"cuda_graph_config.{phase}.{key}"
-            source = r.sources.get(name, "default")
-            shown.append(Setting(name=name, value=getattr(settings, key), source=source))
-    shown.append(Setting(name="request_pool", value=pool, source=r.sources["request_pool"]))
-    return tuple(shown)
+        setting("request_pool", pool),
+    )
 
 
 ENGINE = Engine(

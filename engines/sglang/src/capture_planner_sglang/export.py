@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from capture_planner.engines.export.export import (
@@ -67,8 +68,7 @@ def export_sglang(plan: Plan) -> Export:
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": width,
         }
-    decode_mode = target.mode.decode_mode if decode else GraphMode.NONE
-    settings["cuda-graph-backend-decode"] = _KINDS[decode_mode]
+    settings["cuda-graph-backend-decode"] = _KINDS[target.mode.decode_mode if decode else GraphMode.NONE]
     if decode:
         settings |= {"cuda-graph-max-bs-decode": decode[-1], "cuda-graph-bs-decode": list(decode)}
     settings["cuda-graph-backend-prefill"] = _KINDS[target.mode.mixed_mode if prefill else GraphMode.NONE]
@@ -88,22 +88,21 @@ def prefill_sizes(target: RolePlan) -> tuple[int, ...]:
     return tuple(sorted({entry.num_tokens for entry in target.entries if entry.query_len is None}))
 
 
-def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) -> list[Loss]:
-    losses = []
+def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) -> Iterator[Loss]:
     decodes, mixed = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
     if len(decode_tiers(plan)) > 1:
         says = (
             f"no flag of SGLang takes a schedule: its graphs have {width} tokens a request, and batches of "
             "another width run eager"
         )
-        losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
-    losses += drafter_losses(plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}")
+        yield Loss("schedule", says, all_scopes(plan))
+    yield from drafter_losses(plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}")
     if plan.lora is not None:
         says = (
             "SGLang has no graphs by the number of adapters; it wants their rank, which a plan does not know: "
             f"--max-lora-rank {_LORA_RANK} is to be replaced"
         )
-        losses.append(Loss(name="lora-cases", says=says, scope=(decodes, mixed)))
+        yield Loss("lora-cases", says, (decodes, mixed))
     if prefill:
         wide = [(before, after) for before, after in zip((0, *prefill), prefill, strict=False) if after > 2 * before]
         refused = sum(max(0, (after - 1) // 2 - before) for before, after in wide)
@@ -112,19 +111,18 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
                 f"SGLang refuses a prefill graph that pads a batch to more than twice its tokens: {refused} "
                 "token counts run eager for it"
             )
-            losses.append(Loss(name="prefill-padding", says=says, scope=(mixed,)))
+            yield Loss("prefill-padding", says, (mixed,))
     if target.mode.mixed_mode is GraphMode.FULL:
         says = "SGLang's full prefill graphs have a fixed number of request slots, from the prefill chunk"
-        losses.append(Loss(name="full-prefill", says=says, scope=(mixed,)))
+        yield Loss("full-prefill", says, (mixed,))
     if plan.parallel.decode_context > 1:
         says = (
             "decode-context parallelism is not emulated and so not exported: add "
             f"--dcp-size {plan.parallel.decode_context}"
         )
-        losses.append(Loss(name="decode-context-parallel", says=says))
+        yield Loss("decode-context-parallel", says)
     if plan.pool is Pool.PER_ROLE:
-        losses.append(Loss(name="pool", says="SGLang has one memory pool for target and drafter"))
+        yield Loss("pool", "SGLang has one memory pool for target and drafter")
     if plan.parallel.sequence:
         says = "SGLang drops decode sizes whose tokens its attention ranks do not divide; no flag sets the step"
-        losses.append(Loss(name="sequence-parallel", says=says, scope=all_scopes(plan)))
-    return losses
+        yield Loss("sequence-parallel", says, all_scopes(plan))

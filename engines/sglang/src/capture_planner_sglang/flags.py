@@ -23,9 +23,12 @@ from decimal import Decimal
 from importlib import resources
 from typing import Any, ClassVar
 
-from capture_planner.engines.parsing import Parser, did_you_mean, not_json, refusal
-from capture_planner.engines.yaml_files import as_words, read_flags, split_config
+import attrs
+
+from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
+from capture_planner.engines.yaml_files import read_flags, split_config
 from capture_planner.errors import NotEmulated, Problem
+from capture_planner_sglang.resolution import Phase
 
 TABLE = json.loads((resources.files(__package__) / "flags.json").read_text(encoding="utf-8"))
 """Every flag of the release, as in the module's docstring."""
@@ -46,18 +49,7 @@ _NOT_IN_FILES = {"--lora-paths", "--disable-cuda-graph", "--enable-dp-attention"
 _NOT_IN_FILES |= {f for f in _SWITCHES if f"--no-{f[2:]}" in _SWITCHES or f.startswith("--no-")}
 """Flags that SGLang does not take from a YAML file."""
 
-_GRAPH_KEYS = {
-    "decode": ("backend", "max_bs", "bs"),
-    "prefill": (
-        "backend",
-        "max_bs",
-        "bs",
-        "max_context_size",
-        "full_prefill_max_req",
-        "full_prefill_prefix_chunk_tokens",
-        "max_seq_len",
-    ),
-}
+_GRAPH_KEYS = {"decode": ("backend", "max_bs", "bs"), "prefill": tuple(field.name for field in attrs.fields(Phase))}
 
 
 def count(text: str) -> int:
@@ -124,6 +116,7 @@ class SglangParser(Parser):
 
 
 _TYPES: dict[str, Any] = {"int": int, "text": str, "count": count, "graph_config": graph_config}
+_SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
 
 
 def _dest(name: str) -> str:
@@ -134,13 +127,11 @@ def _parser() -> SglangParser:
     parser = SglangParser(prog="sglang serve", add_help=False)
     for row in TABLE["read"]:
         options = {key: row[key] for key in ("default", "choices", "nargs") if key in row}
-        options |= {"action": "store_true", "default": None} if row["type"] == "switch" else {}
-        options |= {"type": _TYPES[row["type"]]} if row["type"] != "switch" else {}
+        options |= _SWITCH if row["type"] == "switch" else {"type": _TYPES[row["type"]]}
         parser.add_argument(*row["names"], dest=_dest(row["names"][0]), **options)
     for group in ("ignored", "not_emulated"):
         for kind, flags in TABLE[group].items():
-            options = {"action": "store_true", "default": None} if kind == "switch" else {}
-            options |= {"nargs": "*"} if kind == "list" else {}
+            options = {"switch": _SWITCH, "list": {"nargs": "*"}}.get(kind, {})
             for flag in flags:
                 parser.add_argument(flag, dest=f"{group}:{flag}", **options)
     return parser
@@ -158,7 +149,8 @@ def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     rest, path = split_config(command, "SGLang")
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
     args = PARSER.parse_args([*from_file, *rest])
-    strays = [flag for flag, value in _group(args, "not_emulated") if value is not None]
+    given = (name.partition(":") for name, value in vars(args).items() if value is not None)
+    strays = [flag for group, _, flag in given if group == "not_emulated"]
     if strays:
         raise NotEmulated(
             Problem(
@@ -171,11 +163,6 @@ def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     sources = {name_of(word): "file" for word in from_file if word.startswith("--")}
     sources |= {name_of(word): "flag" for word in rest if word.startswith("--")}
     return args, sources
-
-
-def _group(args: argparse.Namespace, group: str) -> list[tuple[str, Any]]:
-    prefix = f"{group}:"
-    return [(name[len(prefix) :], value) for name, value in vars(args).items() if name.startswith(prefix)]
 
 
 def name_of(flag: str) -> str:
@@ -195,6 +182,5 @@ def _words(content: Mapping[Any, Any]) -> list[str]:
 
     for flag in map(dashed, content):
         if flag in _NOT_IN_FILES:
-            reason = f"SGLang does not read {flag} from a file"
-            raise refusal("--config", reason, "give it on the command line")
+            raise refusal("--config", f"SGLang does not read {flag} from a file", "give it on the command line")
     return as_words(content, lambda name: dashed(name) in _SWITCHES)

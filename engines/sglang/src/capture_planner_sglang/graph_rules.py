@@ -104,17 +104,13 @@ def _fill_decode(r: Launch) -> None:
     args, decode = r.args, r.decode
     if decode.max_bs is None:
         memory, tensor = r.environment.device.memory, args.tp_size
-        r.put(DECODE, "max_bs", sglang_default_max(memory, tensor), "decode-max-by-memory")
-        says = (
-            f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks has decode graphs "
-            f"for up to {decode.max_bs} requests"
-        )
-        r.decisions.note("decode-max-by-memory", None, decode.max_bs, says)
+        top = sglang_default_max(memory, tensor)
+        device = f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks"
+        r.change(DECODE, "max_bs", top, "decode-max-by-memory", f"{device} has decode graphs for up to {top} requests")
         most = args.max_running_requests
-        if most is not None and decode.max_bs > most:
-            says = f"at most {most} requests run, so the default of {decode.max_bs} comes down"
-            r.decisions.note("decode-max-by-requests", decode.max_bs, most, says)
-            r.put(DECODE, "max_bs", most, "decode-max-by-requests")
+        if most is not None and top > most:
+            says = f"at most {most} requests run, so the default of {top} comes down"
+            r.change(DECODE, "max_bs", most, "decode-max-by-requests", says)
     if decode.bs is not None:
         if not decode.bs:
             says = "SGLang takes the largest of decode.bs, which is empty"
@@ -137,8 +133,7 @@ def _fill_prefill(r: Launch) -> None:
     args, prefill = r.args, r.prefill
     if prefill.max_bs is None:
         r.put(PREFILL, "max_bs", args.chunked_prefill_size, r.sources["chunked_prefill_size"])
-        pipelined = args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked
-        if pipelined:
+        if args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked:
             _lower_prefill(r, _PIPELINE_PREFILL_TOKENS, "pipeline-prefill-max", "with pipeline stages")
         if args.max_total_tokens is not None:
             _lower_prefill(r, args.max_total_tokens, "prefill-max-by-pool", "the KV pool's size")
@@ -150,9 +145,7 @@ def _fill_prefill(r: Launch) -> None:
 
 def _lower_prefill(r: Launch, most: int, rule: str, why: str) -> None:
     if r.prefill.max_bs > most:
-        says = f"prefill graphs end at {most} tokens: {why}"
-        r.decisions.note(rule, r.prefill.max_bs, most, says)
-        r.put(PREFILL, "max_bs", most, rule)
+        r.change(PREFILL, "max_bs", most, rule, f"prefill graphs end at {most} tokens: {why}")
 
 
 def lower_for_attention_dp(r: Launch) -> None:
@@ -166,7 +159,6 @@ def lower_for_attention_dp(r: Launch) -> None:
     if prefill.backend == DISABLED or prefill.max_bs <= share or (PREFILL, "max_bs") in r.locked:
         return
     says = f"prefill graphs end at a rank's share of the chunk, {share} tokens"
-    r.decisions.note("prefill-max-per-rank", prefill.max_bs, share, says)
-    r.put(PREFILL, "max_bs", share, "prefill-max-per-rank")
+    r.change(PREFILL, "max_bs", share, "prefill-max-per-rank", says)
     if (PREFILL, "bs") not in r.locked:
         r.put(PREFILL, "bs", list(sglang_tokens(share)), "prefill-max-per-rank")

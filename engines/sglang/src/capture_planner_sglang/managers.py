@@ -1,8 +1,7 @@
 """SGLang's graph runners as managers: which graph serves a batch.
 
-A runner of decodes is asked about requests, one of prefills about tokens. A batch in which every request is
-past its prompt and has the same number of tokens is a decode (with speculation: a verification); all
-others are prefills.
+A runner of decodes is asked about requests, one of prefills about tokens. A batch in which every request is past its
+prompt and has the same number of tokens is a decode (with speculation: a verification); all others are prefills.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.dispatch.dispatcher import Dispatch, served
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
@@ -95,10 +94,8 @@ class DecodeGraphs:
             return Dispatch(None, reason=Reason.UNCOVERED)
         size = ranks_bucket(self.sizes, (batch.num_reqs,), padding=self.padding)
         if size is None:
-            over = batch.num_reqs > self.sizes[-1]
-            return Dispatch(None, reason=Reason.SIZES if over else Reason.UNCOVERED)
-        entry = self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1])
-        return Dispatch(entry, entry.num_tokens - batch.num_tokens, size - batch.num_reqs)
+            return Dispatch(None, reason=Reason.SIZES if batch.num_reqs > self.sizes[-1] else Reason.UNCOVERED)
+        return served(self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1]), batch)
 
 
 @attrs.frozen(kw_only=True)
@@ -126,18 +123,17 @@ class PrefillGraphs:
         return tuple(CapturedGraph(role=self.role, entry=entry, prompts_only=True) for entry in entries)
 
     def find(self, batch: Batch) -> Dispatch:
-        tokens, reqs = batch.num_tokens, batch.num_reqs
-        if self.max_reqs is not None and reqs > self.max_reqs:
-            return Dispatch(None, reason=Reason.SIZES)
-        if self.max_seq_len is not None and _longest(batch) > self.max_seq_len:
-            return Dispatch(None, reason=Reason.SIZES)
-        if tokens > self.sizes[-1]:
+        tokens = batch.num_tokens
+        if (
+            (self.max_reqs is not None and batch.num_reqs > self.max_reqs)
+            or (self.max_seq_len is not None and _longest(batch) > self.max_seq_len)
+            or tokens > self.sizes[-1]
+        ):
             return Dispatch(None, reason=Reason.SIZES)
         size = self.sizes[bisect_left(self.sizes, tokens)]
         if size > tokens * _MOST_PADDING:
             return Dispatch(None, reason=Reason.UNCOVERED)
-        padded_reqs = 0 if self.num_reqs is None else self.num_reqs - reqs
-        return Dispatch(self.entry(size), size - tokens, padded_reqs)
+        return served(self.entry(size), batch)
 
 
 def _longest(batch: Batch) -> int:

@@ -30,10 +30,10 @@ class Phase:
     backend: Any
     max_bs: Any = None
     bs: Any = None
-    max_seq_len: Any = None
     max_context_size: Any = None
     full_prefill_max_req: Any = None
     full_prefill_prefix_chunk_tokens: Any = None
+    max_seq_len: Any = None
 
 
 ASSUMED_CONTEXT = 1 << 17
@@ -142,12 +142,15 @@ class Launch:
         setattr(self.phase(phase), key, value)
         self.sources[f"cuda_graph_config.{phase}.{key}"] = source
 
+    def change(self, phase: str, key: str, value: Any, rule: str, says: str) -> None:
+        """Change a phase's value, and write down why."""
+        self.decisions.note(rule, getattr(self.phase(phase), key), value, says)
+        self.put(phase, key, value, rule)
+
     def disable(self, phase: str, rule: str, says: str) -> None:
         """Turn a phase's graphs off, and write down why where they were on."""
-        before = self.phase(phase).backend
-        if before != DISABLED:
-            self.decisions.note(rule, before, DISABLED, says)
-            self.put(phase, "backend", DISABLED, rule)
+        if self.phase(phase).backend != DISABLED:
+            self.change(phase, "backend", DISABLED, rule, says)
 
     @property
     def attention_dp(self) -> bool:

@@ -97,15 +97,12 @@ def check_parallel(r: Launch) -> None:
         if getattr(args, flag) < 1:
             raise refusal(f"--{flag.replace('_', '-')}", "SGLang requires at least 1", "give 1 or more")
     if args.attn_dp_size > 1 and args.dp_size > 1:
-        reason = "SGLang has either replicas or attention-DP groups"
-        raise refusal("--dp-size", reason, "set one of them to 1")
+        raise refusal("--dp-size", "SGLang has either replicas or attention-DP groups", "set one of them to 1")
     if args.tp_size % args.attn_dp_size:
         reason = f"SGLang cannot divide {args.tp_size} tensor-parallel ranks into {args.attn_dp_size} groups"
-        remedy = f"give a divisor of --tp-size {args.tp_size}, or more ranks"
-        raise refusal("--attn-dp-size", reason, remedy)
+        raise refusal("--attn-dp-size", reason, f"give a divisor of --tp-size {args.tp_size}, or more ranks")
     if args.moe_dense_tp_size not in (None, 1, args.tp_size):
-        reason = "SGLang accepts 1 or --tp-size"
-        raise refusal("--moe-dense-tp-size", reason, f"give 1 or {args.tp_size}")
+        raise refusal("--moe-dense-tp-size", "SGLang accepts 1 or --tp-size", f"give 1 or {args.tp_size}")
 
 
 def choose_attention(r: Launch) -> None:
@@ -128,8 +125,7 @@ def choose_attention(r: Launch) -> None:
             for phase in (DECODE, PREFILL):
                 r.disable(phase, "attention-without-graphs", f"{name} attention runs without graphs")
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
-        reason = "SGLang has no speculation with flex_attention"
-        raise refusal("--attention-backend", reason, "name another")
+        raise refusal("--attention-backend", "SGLang has no speculation with flex_attention", "name another")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
     if r.model.architecture == _SINKS and not set(r.attention) <= set(_SINK_ATTENTION):
         reason = f"SGLang runs {_SINKS} only with {', '.join(_SINK_ATTENTION)}"
@@ -187,8 +183,7 @@ def resolve_speculation(r: Launch) -> None:
         name = "EAGLE"
     args.speculative_algorithm = name
     if r.attention_dp and name in ("STANDALONE", "NGRAM"):
-        reason = f"SGLang has no {name} with attention DP"
-        raise refusal("--speculative-algorithm", reason, "drop one of them")
+        raise refusal("--speculative-algorithm", f"SGLang has no {name} with attention DP", "drop one of them")
     if args.max_running_requests is None:
         says = f"with speculation, {_SPECULATIVE_REQUESTS} requests run at most unless a flag says how many"
         r.rewrite("max_running_requests", _SPECULATIVE_REQUESTS, "requests-of-speculation", says)
@@ -207,8 +202,7 @@ def _resolve_eagle(r: Launch) -> None:
         raise refusal("--speculative-eagle-topk", reason, "give it; 1 is a chain")
     steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
     if "trtllm_mha" in r.attention and topk > 1:
-        reason = "SGLang's trtllm_mha verifies one branch only"
-        raise refusal("--speculative-eagle-topk", reason, "give 1")
+        raise refusal("--speculative-eagle-topk", "SGLang's trtllm_mha verifies one branch only", "give 1")
     if topk == 1 and args.speculative_num_draft_tokens != steps + 1:
         says = f"one branch of {steps} steps is verified as {steps + 1} tokens"
         r.rewrite("speculative_num_draft_tokens", steps + 1, "draft-tokens-of-one-branch", says)
@@ -218,7 +212,6 @@ def _resolve_eagle(r: Launch) -> None:
 
 
 def _choose_draft_size(r: Launch) -> None:
-    """Choose steps, branches and draft tokens by the architecture, where none of them is given."""
     args, flag = r.args, "--speculative-num-steps"
     if args.speculative_eagle_topk is not None or args.speculative_num_draft_tokens is not None:
         reason = "SGLang requires steps, branches and draft tokens together, or none of them"
@@ -229,8 +222,7 @@ def _choose_draft_size(r: Launch) -> None:
         reason = f"{assumption}; SGLang chooses by the architecture, which its config.json gives"
         others = "--speculative-eagle-topk and --speculative-num-draft-tokens"
         raise refusal(flag, reason, f"name a folder with its config.json, or give {flag}, {others}")
-    wide = not standalone and r.model.architecture in _LLAMA_DRAFT
-    steps, topk, tokens = (5, 4, 8) if wide else (3, 1, 4)
+    steps, topk, tokens = (5, 4, 8) if not standalone and r.model.architecture in _LLAMA_DRAFT else (3, 1, 4)
     says = f"no draft size is given: {steps} steps, {topk} branches and {tokens} tokens are chosen"
     r.rewrite("speculative_num_steps", steps, "draft-size-by-model", says)
     args.speculative_eagle_topk, args.speculative_num_draft_tokens = topk, tokens
@@ -246,13 +238,11 @@ def _resolve_ngram(r: Launch) -> None:
         r.rewrite("speculative_num_draft_tokens", 12, "ngram-draft-tokens", "n-gram drafts have 12 tokens")
     if args.speculative_num_steps is None:
         if breadth == 0:
-            reason = "SGLang divides by it, and it is 0"
-            raise refusal("--speculative-ngram-max-bfs-breadth", reason, "give 1 or more")
+            raise refusal("--speculative-ngram-max-bfs-breadth", "SGLang divides by it, and it is 0", "give 1 or more")
         args.speculative_num_steps = args.speculative_num_draft_tokens // breadth
         r.sources["speculative_num_steps"] = r.sources["speculative_num_draft_tokens"]
     if breadth > 1 and args.page_size > 1 and args.attention_backend != "flashinfer":
-        reason = "SGLang verifies n-gram branches on pages with flashinfer only"
-        raise refusal("--page-size", reason, "give 1")
+        raise refusal("--page-size", "SGLang verifies n-gram branches on pages with flashinfer only", "give 1")
 
 
 def check_launch(r: Launch) -> None:
@@ -270,18 +260,15 @@ def check_launch(r: Launch) -> None:
         if width is None or width < 1:
             reason = "SGLang cannot capture a verification of no tokens"
             raise refusal("--speculative-num-draft-tokens", reason, "give 1 or more, and as many steps")
-        branches = args.speculative_eagle_topk
-        if algorithm in EAGLE_FAMILY and branches < 1 and args.speculative_num_steps > 1:
-            reason = "SGLang cannot capture a draft of no branches"
-            raise refusal("--speculative-eagle-topk", reason, "give 1")
+        if algorithm in EAGLE_FAMILY and args.speculative_eagle_topk < 1 and args.speculative_num_steps > 1:
+            raise refusal("--speculative-eagle-topk", "SGLang cannot capture a draft of no branches", "give 1")
     chunk = args.chunked_prefill_size
     if chunk > 0 and args.disaggregation_mode != "decode" and chunk % args.page_size:
         reason = f"SGLang requires whole pages of {args.page_size} tokens in a chunk, got {chunk} tokens"
         raise refusal("--chunked-prefill-size", reason, f"give a multiple of {args.page_size} per rank")
     _check_lora(r)
     if args.enable_mixed_chunk and algorithm in ("STANDALONE", "NGRAM"):
-        says = "this speculation has no decodes in prefill chunks"
-        r.rewrite("enable_mixed_chunk", False, "no-mixed-chunk", says)
+        r.rewrite("enable_mixed_chunk", False, "no-mixed-chunk", "this speculation has no decodes in prefill chunks")
 
 
 def _check_lora(r: Launch) -> None:
@@ -295,5 +282,4 @@ def _check_lora(r: Launch) -> None:
     if args.lora_backend == "triton_v2" and r.attention_dp:
         raise refusal("--lora-backend", "SGLang has no triton_v2 with attention DP", "name another")
     if args.speculative_algorithm == "STANDALONE":
-        reason = "SGLang has no adapters with STANDALONE drafts"
-        raise refusal("--enable-lora", reason, "drop one of them")
+        raise refusal("--enable-lora", "SGLang has no adapters with STANDALONE drafts", "drop one of them")

@@ -51,14 +51,12 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
     if changing and total != drafts:
         problems.skip((*path, "use_dynamic_tree"), "a tree of drafts whose length changes", "leave it out")
     if changing and data.get("use_mtp_vanilla"):
-        ours = "a length of drafts that changes, for vanilla MTP"
-        problems.skip((*path, "use_mtp_vanilla"), ours)
+        problems.skip((*path, "use_mtp_vanilla"), "a length of drafts that changes, for vanilla MTP")
     if most is not None and algorithm.dynamic and schedule is None:
         schedule, most = {most: drafts}, None
     longest = 2 * drafts - 1 if algorithm.doubled else total
     if longest > _MOST_DRAFTS:
-        ours = f"decodes of {1 + longest} tokens a request"
-        problems.skip((*path, "max_draft_len"), ours, "draft fewer tokens")
+        problems.skip((*path, "max_draft_len"), f"decodes of {1 + longest} tokens a request", "draft fewer tokens")
     return Drafting(
         decoding_type=kind, max_draft_len=drafts, total_draft_tokens=total, schedule=schedule, max_concurrency=most
     )
@@ -78,14 +76,12 @@ def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Pro
         return None
     if number is None or number < 1:
         given = "is not given" if number is None else f"is {number}"
-        says = f"{kind} has to draft at least one token, and it {given}"
-        problems.refuse(where, says, "give 1 or more")
+        problems.refuse(where, f"{kind} has to draft at least one token, and it {given}", "give 1 or more")
         return None
     return number
 
 
 def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[int, int] | None:
-    """Return a schedule, ascending by threshold."""
     data = None if value is None else mapping(value, path, problems)
     if data is None:
         return None
@@ -124,8 +120,12 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
     if data.get("eagle_choices") is not None:
         problems.skip((*path, "eagle_choices"), "a static tree of drafts")
         return drafts
-    if not ("use_dynamic_tree" in data and boolean(data["use_dynamic_tree"], (*path, "use_dynamic_tree"), problems)):
-        return _linear_total(data, drafts, path, problems)
+    given, total_path = data.get("max_total_draft_tokens"), (*path, "max_total_draft_tokens")
+    if not boolean(data.get("use_dynamic_tree", False), (*path, "use_dynamic_tree"), problems):
+        # All but Eagle write K over what was given for the tokens of a tree.
+        if given is not None and str(data["decoding_type"]).startswith("Eagle") and given != drafts:
+            problems.skip(total_path, "a chain of drafts with the tokens of a tree")
+        return drafts
     where = (*path, "dynamic_tree_max_topK")
     wide = data.get("dynamic_tree_max_topK")
     breadth = None if wide is None else integer(wide, where, problems)
@@ -133,22 +133,10 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
         if wide is None or breadth is not None:
             problems.refuse(where, "a dynamic tree needs it, and at least 1", "give 1 or more")
         return drafts
-    given = data.get("max_total_draft_tokens")
     if given is None:
         return breadth * drafts
-    where = (*path, "max_total_draft_tokens")
-    total = integer(given, where, problems)
+    total = integer(given, total_path, problems)
     if total is not None and not drafts <= total <= breadth * drafts:
         says = f"it is {total}, and has to be {drafts} to {breadth * drafts}"
-        problems.refuse(where, says, "leave it out, or give one of these")
-        return drafts
+        problems.refuse(total_path, says, "leave it out, or give one of these")
     return drafts if total is None else total
-
-
-def _linear_total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems) -> int:
-    """Return K: all but Eagle write it over what was given for the tokens of a tree."""
-    given = data.get("max_total_draft_tokens")
-    if given is not None and str(data["decoding_type"]).startswith("Eagle") and given != drafts:
-        where = (*path, "max_total_draft_tokens")
-        problems.skip(where, "a chain of drafts with the tokens of a tree")
-    return drafts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     resolved = resolve(command)
     decisions = Decisions()
     graphs, source = _graphs(resolved, decisions)
-    drafting = resolved.drafting
+    drafting, requests, tokens = resolved.drafting, resolved.max_batch_size, resolved.max_num_tokens
     return Emulation(
         engine=NAME,
         version=VERSION,
@@ -40,10 +41,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         asked_sizes=tuple(resolved.graphs.batch_sizes or ()) if resolved.graphs else (),
         managers=(graphs,),
         decisions=tuple(decisions),
-        limits=Limits(max_num_reqs=resolved.max_batch_size, max_num_tokens=resolved.max_num_tokens),
-        speculative=None
-        if drafting is None
-        else drafting.speculative(resolved.max_batch_size, resolved.max_num_tokens),
+        limits=Limits(max_num_reqs=requests, max_num_tokens=tokens),
+        speculative=None if drafting is None else drafting.speculative(requests, tokens),
         parallel=Parallel(data=resolved.tensor) if resolved.attention_dp else Parallel(tensor=resolved.tensor),
     )
 
@@ -69,10 +68,8 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
     if drafting is not None:
         _note_drafting(drafting, resolved, decisions)
     if resolved.graphs is None:
-        says = "cuda_graph_config is null: everything runs eager"
-        decisions.note("graphs-off", None, "NONE", says)
-        off = TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size, enabled=False)
-        return off, "file"
+        decisions.note("graphs-off", None, "NONE", "cuda_graph_config is null: everything runs eager")
+        return TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size), "file"
     sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
     most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
     admitted = rules.admitted_sizes(sizes, most, padding)
@@ -94,28 +91,22 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
             f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
             f"give at least {resolved.width}",
         )
-    shapes = rules.captured_shapes(
-        admitted,
-        (0,) if drafting is None else drafting.draft_lens,
-        schedule,
-        0 if drafting is None else drafting.max_draft_len,
-    )
+    lengths, longest = ((0,), 0) if drafting is None else (drafting.draft_lens, drafting.max_draft_len)
+    shapes = rules.captured_shapes(admitted, lengths, schedule, longest)
     _note_shapes(admitted, shapes, resolved, decisions)
-    graphs = TargetGraphs(
+    return TargetGraphs(
         sizes=tuple(dict.fromkeys(admitted)),
         shapes=shapes,
         padding=padding,
         max_batch_size=resolved.max_batch_size,
         drafting=drafting,
         schedule=schedule,
-    )
-    return graphs, source
+    ), source
 
 
 def _note_drafting(drafting: Drafting, resolved: ServeSettings, decisions: Decisions) -> None:
     if drafting.decoding_type == "Eagle":
-        says = "this backend knows Eagle3 alone, and takes Eagle for it"
-        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", says)
+        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", "this backend knows Eagle3 alone, and takes Eagle for it")
     if drafting.algorithm.one_engine:
         says = f"the drafter of {drafting.decoding_type} runs inside the target's graphs: no role but the target"
         decisions.note("one-engine", drafting.decoding_type, "target", says)
@@ -131,9 +122,9 @@ def _sizes(given: GraphConfig, drafting: Drafting | None, decisions: Decisions) 
     sizes = rules.configured_sizes(given.batch_sizes, given.max_batch_size, padding)
     if given.batch_sizes is None:
         top = given.max_batch_size or rules.DEFAULT_MAX_BATCH_SIZE
-        kind = "eights, and 64s above 128" if padding else "all up to 32, then powers of two"
+        switch, kind = ("on", "eights, and 64s above 128") if padding else ("off", "all up to 32, then powers of two")
         whose = "" if given.max_batch_size else ", the default"
-        says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {_onoff(padding)}: {kind}"
+        says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {switch}: {kind}"
         decisions.note("generated-sizes", None, sizes, says)
         source = "generated-sizes"
     elif sizes != given.batch_sizes:
@@ -160,8 +151,7 @@ def _note_shapes(
 ) -> None:
     drafting, schedule = resolved.drafting, resolved.schedule
     if not shapes:
-        says = "no size is left: everything runs eager"
-        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", says)
+        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", "no size is left: everything runs eager")
         return
     if schedule is not None and drafting is not None:
         says = (
@@ -175,8 +165,7 @@ def _note_shapes(
             "without drafts"
         )
         decisions.note("graphs-without-drafts", len(set(sizes)), len(shapes), says)
-    says = "prompts, and batches with one, run eager"
-    decisions.note("decode-only", "any batch", "decodes", says)
+    decisions.note("decode-only", "any batch", "decodes", "prompts, and batches with one, run eager")
     if drafting is not None and drafting.algorithm.one_engine:
         says = "each shape is captured twice, for batches that are all greedy and for those that sample"
         decisions.note("sampling-variants", len(shapes), 2 * len(shapes), says)
@@ -188,16 +177,11 @@ def _note_shapes(
         decisions.note("ranks-agree", "each rank", "all ranks", says)
 
 
-def _onoff(flag: bool) -> str:
-    return "on" if flag else "off"
-
-
 def _written(schedule: Mapping[int, int]) -> str:
     return ", ".join(f"{draft_len} to {threshold}" for threshold, draft_len in schedule.items())
 
 
 def _settings(resolved: ServeSettings, graphs: TargetGraphs, sizes_source: str) -> tuple[Setting, ...]:
-    """Return what the engine ends up with, under its own names."""
     drafting, config = resolved.drafting, "cuda_graph_config"
     values: dict[str, Any] = {
         "max_batch_size": resolved.max_batch_size,
@@ -205,13 +189,13 @@ def _settings(resolved: ServeSettings, graphs: TargetGraphs, sizes_source: str) 
         "tensor_parallel_size": resolved.tensor,
         "enable_attention_dp": resolved.attention_dp,
     }
-    rows = [(name, value, resolved.sources.get(name, "default")) for name, value in values.items()]
-    source = resolved.sources.get(config, "default")
+    sources = defaultdict(lambda: "default", resolved.sources)
+    rows = [(name, value, sources[name]) for name, value in values.items()]
     if resolved.graphs is None:
-        rows.append((config, None, source))
+        rows.append((config, None, sources[config]))
     else:
         changed = graphs.padding is not resolved.graphs.enable_padding
-        rows.append((f"{config}.enable_padding", graphs.padding, "schedule-pads" if changed else source))
+        rows.append((f"{config}.enable_padding", graphs.padding, "schedule-pads" if changed else sources[config]))
         rows.append((f"{config}.batch_sizes", list(graphs.sizes), sizes_source))
     if drafting is None:
         rows.append(("speculative_config", None, "default"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from capture_planner.engines.export.export import (
@@ -70,43 +71,34 @@ def draft_len_schedule(plan: Plan) -> dict[int, int] | None:
     for graphs as if lengths only fell.
     """
     tiers = decode_tiers(plan)
-    lengths = [k for *_, k in tiers]
-    falls = all(before > after for before, after in itertools.pairwise(lengths))
-    if len(tiers) < 2 or not falls:
+    if len(tiers) < 2 or not all(before > after for before, after in itertools.pairwise([k for *_, k in tiers])):
         return None
     return {last: k for _, last, k in tiers if k}
 
 
-def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> list[Loss]:
-    losses, speculative = [], plan.speculative
+def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> Iterator[Loss]:
+    speculative = plan.speculative
     if target.mode.mixed_mode is not GraphMode.NONE:
         count = sum(entry.query_len is None for entry in target.entries)
         says = f"graphs of prompts are not emulated, and not exported: the {count} graphs of mixed batches are lost"
-        losses.append(Loss(name="mixed-graphs", says=says, scope=(_MIXED,)))
+        yield Loss("mixed-graphs", says, (_MIXED,))
     if plan.lora is not None:
-        losses.append(
-            Loss(
-                name="lora",
-                says="graphs with adapters are not emulated, and adapters not exported",
-                scope=(_DECODES, _MIXED),
-            )
-        )
-    losses += drafter_losses(plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone")
+        yield Loss("lora", "graphs with adapters are not emulated, and adapters not exported", (_DECODES, _MIXED))
+    yield from drafter_losses(plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone")
     if speculative is not None:
         if len(decode_tiers(plan)) > 1 and schedule is None:
             says = (
                 "TensorRT-LLM takes a schedule only where it falls from tier to tier; without it every batch drafts "
                 f"{longest_draft(plan)} tokens"
             )
-            losses.append(Loss(name="schedule", says=says, scope=all_scopes(plan)))
+            yield Loss("schedule", says, all_scopes(plan))
         elif schedule is not None:
             added = [last for last in schedule if last not in decode_sizes(plan, target, 1)]
             if added:
                 says = f"the engine adds the last batch of each draft length to the sizes: {len(added)} more"
-                losses.append(Loss(name="schedule-sizes", says=says, scope=(_DECODES,)))
+                yield Loss("schedule-sizes", says, (_DECODES,))
     if plan.parallel.data > 1:
         says = "data-parallel ranks need batches of one size to use a graph (attention DP)"
-        losses.append(Loss(name="data-parallel", says=says, scope=(_DECODES,)))
+        yield Loss("data-parallel", says, (_DECODES,))
     if plan.parallel.decode_context > 1:
-        losses.append(Loss(name="decode-context-parallel", says="decode-context parallelism is not exported"))
-    return losses
+        yield Loss("decode-context-parallel", "decode-context parallelism is not exported")

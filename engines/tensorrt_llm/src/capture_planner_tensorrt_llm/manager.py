@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.dispatch.dispatcher import Dispatch, served
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
@@ -34,8 +34,6 @@ class TargetGraphs:
     max_batch_size: int
     drafting: Drafting | None = None
     schedule: Mapping[int, int] | None = None
-    enabled: bool = True
-    """Whether there is a cuda_graph_config at all."""
     _entries: Mapping[rules.Shape, Entry] = attrs.field(init=False, repr=False, eq=False)
 
     @_entries.default
@@ -57,7 +55,7 @@ class TargetGraphs:
     @property
     def mode(self) -> GraphMode:
         """FULL_DECODE_ONLY; NONE without a configuration, or where no size is left."""
-        return GraphMode.FULL_DECODE_ONLY if self.enabled and self.shapes else GraphMode.NONE
+        return GraphMode.FULL_DECODE_ONLY if self.shapes else GraphMode.NONE
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
@@ -74,10 +72,9 @@ class TargetGraphs:
         if not self.decodes(batch):
             return Dispatch(None, reason=Reason.MODE)
         draft_len = self._draft_len(batch)
-        size = self.size_on_rank(batch, largest_rank)
-        entry = None if draft_len is None else self._entries.get((size, draft_len))
+        entry = None if draft_len is None else self._entries.get((self.size_on_rank(batch, largest_rank), draft_len))
         if entry is not None:
-            return Dispatch(entry, entry.num_tokens - batch.num_tokens, size - batch.num_reqs)
+            return served(entry, batch)
         beyond = not self.sizes or largest_rank > self.sizes[-1]
         return Dispatch(None, reason=Reason.SIZES if beyond else Reason.UNCOVERED)
 
@@ -107,20 +104,14 @@ class TargetGraphs:
 def agreed(graphs: TargetGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]:
     """Return the answers of attention-DP ranks, one for each batch, after both of their gatherings.
 
-    First ranks that all decode pad to the size that holds the largest batch. Then a graph is used
-    only where all decode and all have the same number of requests. Which length each one drafts is
-    its own: a rank without that graph runs eager, the others do not. A rank that is idle decodes one
-    dummy request: it is asked for with that.
+    First ranks that all decode pad to the size that holds the largest batch. Then a graph is used only where all decode
+    and all have the same number of requests. Which length each one drafts is its own: a rank without that graph runs
+    eager, the others do not. A rank that is idle decodes one dummy request: it is asked for with that.
     """
     alone = [graphs.dispatch(batch) for batch in ranks]
-    if not all(graphs.decodes(batch) and batch.num_reqs > 0 for batch in ranks):
-        return tuple(_eager(dispatch) for dispatch in alone)
     largest = max((batch.num_reqs for batch in ranks), default=0)
-    if len({graphs.size_on_rank(batch, largest) for batch in ranks}) > 1:
-        return tuple(_eager(dispatch) for dispatch in alone)
+    decode = all(graphs.decodes(batch) and batch.num_reqs > 0 for batch in ranks)
+    if not decode or len({graphs.size_on_rank(batch, largest) for batch in ranks}) > 1:
+        # For a rank's own reason, or for the others'.
+        return tuple(Dispatch(None, reason=dispatch.reason or Reason.RANK) for dispatch in alone)
     return tuple(graphs.on_rank(batch, largest) for batch in ranks)
-
-
-def _eager(alone: Dispatch) -> Dispatch:
-    """Return no graph: for a rank's own reason, or for the others'."""
-    return Dispatch(None, reason=alone.reason or Reason.RANK)

@@ -110,9 +110,8 @@ def padded_size(
 ) -> int:
     """Return the size of a decode batch after dummy requests have joined it; its own where none do.
 
-    ``largest_rank`` is the size of the largest batch of all attention-DP ranks, or ``num_reqs``. A
-    batch is left as it is where no size holds it, or where the size is more than the engine's
-    ``max_batch_size``.
+    ``largest_rank`` is the size of the largest batch of all attention-DP ranks, or ``num_reqs``. A batch is left as it
+    is where no size holds it, or where the size is more than the engine's ``max_batch_size``.
     """
     if not sizes or largest_rank > sizes[-1]:
         return num_reqs

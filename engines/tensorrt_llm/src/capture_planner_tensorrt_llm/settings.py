@@ -45,7 +45,7 @@ class Drafting:
     max_draft_len: int
     """K: the longest chain of drafts."""
     total_draft_tokens: int
-    """Draft tokens that a step verifies of a request: K, or all of the tree."""
+    """Draft tokens that a step without a schedule verifies of a request: K, or all of the tree."""
     schedule: Mapping[int, int] | None = None
     """Draft length by threshold, ascending; None where the length is always the same."""
     max_concurrency: int | None = None
@@ -56,15 +56,10 @@ class Drafting:
         return ALGORITHMS[self.decoding_type]
 
     @property
-    def draft_len(self) -> int:
-        """The draft length of a step without a schedule."""
-        return self.total_draft_tokens
-
-    @property
     def draft_lens(self) -> tuple[int, ...]:
         """The draft lengths that each size is captured with, where there is no schedule."""
         without = not self.algorithm.one_engine and self.max_concurrency is not None
-        return (self.draft_len, 0) if without else (self.draft_len,)
+        return (self.total_draft_tokens, 0) if without else (self.total_draft_tokens,)
 
     def width(self, draft_len: int) -> int:
         """Return the tokens that a request has in a step with this draft length."""
@@ -77,12 +72,12 @@ class Drafting:
 
     def speculative(self, max_batch_size: int, max_num_tokens: int) -> Speculative:
         """Return the tokens that decodes have, by batch size."""
-        longest = self.width(self.draft_len) - 1
+        longest = self.width(self.total_draft_tokens) - 1
         tiers: list[tuple[int, int, int]] = []
-        thresholds: Mapping[int, int] = self.schedule or {}
+        thresholds = self.schedule or {}
         together = rules.most_together(max_batch_size, max_num_tokens, 1 + longest)
         if self.schedule is None and self.max_concurrency is not None and together > self.max_concurrency:
-            thresholds = {self.max_concurrency: self.draft_len}
+            thresholds = {self.max_concurrency: self.total_draft_tokens}
         first = 1
         for threshold, draft_len in thresholds.items():
             tiers.append((first, threshold, self.width(draft_len) - 1))
@@ -120,7 +115,7 @@ class ServeSettings:
     @property
     def width(self) -> int:
         """The most tokens that a decode has of one request."""
-        return 1 if self.drafting is None else self.drafting.width(self.drafting.draft_len)
+        return 1 if self.drafting is None else self.drafting.width(self.drafting.total_draft_tokens)
 
     @property
     def schedule(self) -> Mapping[int, int] | None:

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from capture_planner.engines.parsing import Parser, not_json, refusal
-from capture_planner.engines.yaml_files import as_words, read_flags
+from capture_planner.engines.parsing import Parser, as_words, not_json, refusal
+from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import FlagError
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.tables import flag_table, rules
