@@ -90,19 +90,13 @@ class Manager(Protocol):
     @property
     def mode(self) -> GraphMode:
         """The mode that the engine has resolved for the role."""
-        ...
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
         """In the order in which the engine captures them."""
-        ...
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return what the engine's own dispatcher answers, once everything is captured.
-
-        Total: an inadmissible batch gets the engine's answer too.
-        """
-        ...
+        """Return what the engine answers once everything is captured, for an inadmissible batch too."""
 
 
 @attrs.frozen(kw_only=True)

@@ -28,11 +28,6 @@ def unfollowed(flag: str, reason: str, remedy: str = "", *inside: str | int) -> 
     return NotEmulated(refusal(flag, reason, remedy, *inside).problems)
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Return the words of a text, as a list of names is written where there are many."""
-    return tuple(text.split())
-
-
 def near(name: str, known: Iterable[str]) -> str:
     """Return the known name that is nearest, whatever its dashes and underscores; empty where none is near."""
     spelled = {_plain(each): each for each in known}

@@ -48,7 +48,8 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
             + "; ".join(problem.message for problem in error.problems)
         )
         lost = Loss("backend", says, all_scopes(plan))
-        return prove(attrs.evolve(export.without_backend(), losses=(*export.losses, lost)), plan, emulate)
+        settings = {name: value for name, value in export.settings.items() if name != BACKEND}
+        return prove(attrs.evolve(export, settings=settings, losses=(*export.losses, lost)), plan, emulate)
     proof = compared(plan, emulation)
     losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
     return attrs.evolve(export, losses=losses, proof=proof)

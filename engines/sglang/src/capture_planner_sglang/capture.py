@@ -14,10 +14,7 @@ _NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
 
 
 def request_pool(r: Launch) -> int:
-    """Return the requests that one rank runs at most.
-
-    The KV pool is taken to be large enough unless --max-total-tokens bounds it: a request holds at least two tokens.
-    """
+    """Return a rank's most requests; only --max-total-tokens bounds its KV pool, two tokens or more for each."""
     args = r.args
     tokens = args.max_total_tokens
     tokens = None if tokens is None else tokens // args.page_size * args.page_size

@@ -118,10 +118,7 @@ class DraftDecode:
         return self.at(batch, batch.num_reqs)
 
     def at(self, batch: Batch, num_reqs: int) -> Dispatch:
-        """Return the answer for rows of ``num_reqs`` requests, which another rank may have.
-
-        A chain serves its own length only; a length that is not captured runs eager, padded.
-        """
+        """Return the answer for rows of ``num_reqs``, maybe another rank's; a chain not captured runs eager, padded."""
         width = self.table.query_len
         batch = attrs.evolve(batch, num_tokens=batch.num_reqs * width)
         if not 0 < batch.num_reqs < len(self.draft_tokens):

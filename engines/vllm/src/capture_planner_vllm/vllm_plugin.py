@@ -38,10 +38,7 @@ _logged: set[str] = set()
 
 
 def register() -> None:
-    """Watch for the graph manager if a plan is named; calling it again has no effect.
-
-    The plan is read at once, so that an invalid file is reported before a model is loaded.
-    """
+    """Watch for the graph manager if a plan is named, once; its errors are reported now, before a model is loaded."""
     if not os.environ.get(PLAN):
         return
     _check()
