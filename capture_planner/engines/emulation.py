@@ -23,15 +23,12 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 
 @attrs.frozen(kw_only=True)
 class CapturedGraph:
-    """One graph that an engine captures.
-
-    ``max_query_len`` is set where a graph serves any mix of decodes up to that many tokens each
-    (vLLM's varlen decode graphs, which have no ``query_len``); None: the entry says it all.
-    """
+    """One graph that an engine captures."""
 
     role: Role
     entry: Entry
     max_query_len: int | None = None
+    """Set where a graph serves any mix of decodes up to so many tokens each: vLLM's varlen graphs."""
     prompts_only: bool = attrs.field(default=False, eq=False)
     """Whether decodes never run on it: SGLang's graphs of prefills."""
 

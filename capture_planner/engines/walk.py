@@ -126,11 +126,7 @@ def runs(answers: Iterable[BatchAnswer]) -> Iterator[Run]:
 
 
 def why_inadmissible(batch: Batch, emulation: Emulation) -> str | None:
-    """Return why the engine can never run such a batch; None where it can.
-
-    Stricter than ``batch_space.is_admissible``, for which a ``query_len`` that does not fit the tokens means
-    a mixed batch.
-    """
+    """Return why the engine can never run a batch, or None; one reason: its tokens contradict its ``query_len``."""
     limits, reqs, tokens = emulation.limits, batch.num_reqs, batch.num_tokens
     loras, width = min(most_loras(batch.role, emulation), reqs), batch.query_len
     if reqs < 1:

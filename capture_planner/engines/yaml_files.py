@@ -61,10 +61,7 @@ def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = Fal
 
 
 def split_config(words: Sequence[str], engine: str) -> tuple[list[str], str | None]:
-    """Take ``--config FILE`` out of a command line; return the other words, and the file.
-
-    Raises ``FlagError`` for two files, a missing one, and one that is not named ``.yaml`` or ``.yml``.
-    """
+    """Take ``--config FILE`` out of a command line; raises ``FlagError`` for two, none, or one not named as YAML."""
     rest = list(words)
     if "--config" not in rest:
         return rest, None

@@ -48,16 +48,13 @@ class Effect(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class BatchDifference:
-    """Batches that the engine answers otherwise, all of them in one way.
-
-    ``first`` to ``last`` are requests of decodes, tokens of mixed batches. ``planned`` and
-    ``emulated`` are the graphs of the largest batch.
-    """
+    """Batches that the engine answers otherwise, all in one way; the graphs are those of the largest batch."""
 
     role: Role
     kind: Kind
     query_len: int | None
     first: int
+    """Requests of decodes, tokens of mixed batches, as ``last``."""
     last: int
     min_reqs: int
     max_reqs: int

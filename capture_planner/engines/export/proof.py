@@ -56,10 +56,7 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
 
 
 def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emulation:
-    """Return what the engine does with the export; its file lies on disk meanwhile, where it needs one.
-
-    Raises ``FlagError`` where the engine refuses the flags, with the name of the file as it is exported.
-    """
+    """Emulate the export, its file on disk meanwhile; raises ``FlagError`` with the file's name as it is exported."""
     if not export.by_file:
         return emulate(export.flags, environment)
     with tempfile.TemporaryDirectory() as folder:

@@ -85,10 +85,7 @@ class DraftPrefill:
 
 @attrs.frozen(kw_only=True)
 class DraftDecode:
-    """Uniform draft passes: positions from 1 on, as steps or whole chains, or all positions at once.
-
-    A pass has ``table.query_len`` tokens per request, whatever the batch's number of tokens.
-    """
+    """Draft passes of ``table.query_len`` tokens per request: from position 1 on, in steps or chains, or as one."""
 
     table: TableManager
     draft_tokens: tuple[int, ...] = attrs.field(repr=False)

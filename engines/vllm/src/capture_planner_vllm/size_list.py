@@ -136,12 +136,8 @@ def smallest(
     """
     if not decodes:
         return ()
-    search = _Search(decodes, query_lens, max_num_reqs, worst, cap)
-    return search.run() or _exact(decodes)
-
-
-def _exact(decodes: Sequence[DecodeFamily]) -> tuple[int, ...]:
-    return tuple(sorted({count * tier.query_len for tier in decodes for count, _ in tier.requests.counts()}))
+    exact = {count * tier.query_len for tier in decodes for count, _ in tier.requests.counts()}
+    return _Search(decodes, query_lens, max_num_reqs, worst, cap).run() or tuple(sorted(exact))
 
 
 Points = tuple[tuple[int, frozenset[int]], ...]
