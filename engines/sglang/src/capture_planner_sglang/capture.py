@@ -49,7 +49,7 @@ def alignment(r: Launch) -> int:
     """Return what divides the tokens of every graph: attention's TP ranks, where they share rows."""
     args = r.args
     scattered = args.moe_dense_tp_size is not None and not args.disable_attn_tp_gather
-    return r.attention_tp if r.attention_dp or scattered else 1
+    return int(args.tp_size) // int(args.attn_dp_size) if r.attention_dp or scattered else 1
 
 
 def managers(r: Launch, pool: int) -> tuple[SglangManager, ...]:

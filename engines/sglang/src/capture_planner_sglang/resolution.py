@@ -152,8 +152,3 @@ class Launch:
     @property
     def attention_dp(self) -> bool:
         return int(self.args.attn_dp_size) > 1
-
-    @property
-    def attention_tp(self) -> int:
-        """Tensor-parallel ranks of attention."""
-        return int(self.args.tp_size) // int(self.args.attn_dp_size)

@@ -118,9 +118,7 @@ class DraftDecode:
         """Return the answer for rows of ``num_reqs``, maybe another rank's; a chain not captured runs eager, padded."""
         width = self.table.query_len
         batch = attrs.evolve(batch, num_tokens=batch.num_reqs * width)
-        if not 0 < batch.num_reqs < len(self.draft_tokens):
-            return answered(None, batch, Reason.NOT_ADMISSIBLE)
-        k = self.draft_tokens[batch.num_reqs]
+        k = self.draft_tokens[batch.num_reqs] if 0 < batch.num_reqs < len(self.draft_tokens) else 0
         if k < self.least:
             return answered(None, batch, Reason.NOT_ADMISSIBLE)
         tokens = num_reqs * width
