@@ -156,7 +156,7 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
     full = {entry for entry in captured if entry.mode is GraphMode.FULL}
     reached = {one.answer.entry for one in asked} - {None}
     found["vllm"] = {
-        "missed": sum(one.misses_full for one in asked if one.kind is Kind.DECODE),
+        "missed": sum(one.misses_graph for one in asked if one.batch.kind is Kind.DECODE),
         "full": len(full),
         "full_reachable": len(full & reached),
         "full_unreachable": len(full - reached),

@@ -116,11 +116,11 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
     """
     wanted = {role: mode.decode_mode for role, mode in subject.emulation.modes.items()}
     # A role in which no decode has a graph was configured to have none.
-    graphed = {a.batch.role for a in subject.answers if a.kind is Kind.DECODE and a.best is not None}
+    graphed = {a.batch.role for a in subject.answers if a.batch.kind is Kind.DECODE and a.best is not None}
 
     def lacking(answer: BatchAnswer) -> bool:
         mode, best = wanted[answer.batch.role], answer.best
-        if answer.kind is Kind.MIXED or mode is GraphMode.NONE:
+        if answer.batch.kind is Kind.MIXED or mode is GraphMode.NONE:
             return False
         if mode is GraphMode.PIECEWISE:
             return best is None and answer.batch.role in graphed
@@ -143,7 +143,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     """
     for role, selected in subject.by_role(lambda answer: answer.misses_graph):
         first, count = selected[0].answers[0], _count(selected)
-        deliberate = subject.engine.skips_wide_padding and all(r.kind is Kind.MIXED for r in selected)
+        deliberate = subject.engine.skips_wide_padding and all(r.batch.kind is Kind.MIXED for r in selected)
         miss = "1 batch misses" if count == 1 else f"{count} batches miss"
         message = (
             f"{role}: {miss} a graph that is captured: {_in_words(selected)}; one of "

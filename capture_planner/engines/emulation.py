@@ -23,15 +23,12 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 
 @attrs.frozen(kw_only=True)
 class CapturedGraph:
-    """One graph that an engine captures.
-
-    ``max_query_len`` is set where a graph serves any mix of decodes up to that many tokens each
-    (vLLM's varlen decode graphs, which have no ``query_len``); None: the entry says it all.
-    """
+    """One graph that an engine captures."""
 
     role: Role
     entry: Entry
     max_query_len: int | None = None
+    """Set where a graph serves any mix of decodes up to so many tokens each: vLLM's varlen graphs."""
     prompts_only: bool = attrs.field(default=False, eq=False)
     """Whether decodes never run on it: SGLang's graphs of prefills."""
 
@@ -90,19 +87,13 @@ class Manager(Protocol):
     @property
     def mode(self) -> GraphMode:
         """The mode that the engine has resolved for the role."""
-        ...
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
         """In the order in which the engine captures them."""
-        ...
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return what the engine's own dispatcher answers, once everything is captured.
-
-        Total: an inadmissible batch gets the engine's answer too.
-        """
-        ...
+        """Return what the engine answers once everything is captured, for an inadmissible batch too."""
 
 
 @attrs.frozen(kw_only=True)

@@ -16,11 +16,7 @@ from capture_planner.records.plan import Decision, Plan
 
 
 class Fixes:
-    """How to fix the findings of ``check`` with an engine's own flags; the base class has no advice.
-
-    A method is called with what one rule found, and returns a phrase such as ``raise --max-size to 64``, or
-    "" where no value can be worked out: then ``general`` is shown.
-    """
+    """How to fix findings of ``check``: phrases such as ``raise --max-size to 64``, or "" for that in ``general``."""
 
     general: ClassVar[Mapping[str, str]] = {}
     """For each rule of ``check``, by code, what to set in general."""
@@ -52,11 +48,7 @@ class Fixes:
 
 @attrs.frozen(kw_only=True)
 class Engine:
-    """One release of an engine, emulated from its command line.
-
-    Two functions do the work. Both are pure: the same arguments give an equal value. Neither needs the engine,
-    a GPU, torch or the network.
-    """
+    """One release of an engine; its two functions are pure, and need no engine, GPU, torch or network."""
 
     name: str
     """As on the command line: ``capture-planner engine NAME``."""

@@ -28,11 +28,6 @@ def unfollowed(flag: str, reason: str, remedy: str = "", *inside: str | int) -> 
     return NotEmulated(refusal(flag, reason, remedy, *inside).problems)
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Return the words of a text, as a list of names is written where there are many."""
-    return tuple(text.split())
-
-
 def near(name: str, known: Iterable[str]) -> str:
     """Return the known name that is nearest, whatever its dashes and underscores; empty where none is near."""
     spelled = {_plain(each): each for each in known}
@@ -67,10 +62,7 @@ def listed(text: str) -> list[str]:
 
 
 def as_words(settings: Mapping[Any, Any], is_switch: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Return settings, such as those of a file, as words of a command line: a mapping as JSON.
-
-    False switches and empty lists are dropped. A flag that is no switch takes ``true`` and ``false`` as its value.
-    """
+    """Return settings as command-line words: mappings as JSON, without false switches and empty lists."""
     words: list[str] = []
     for name, value in settings.items():
         flag = f"--{name}"
@@ -106,6 +98,8 @@ class Parser(argparse.ArgumentParser):
     """The engine's name and release, as in a sentence."""
     wanted: ClassVar[Mapping[str, str]]
     """What to give, by the name of the type that an argument was none of."""
+    placing: ClassVar[str]
+    """What to do about a word that belongs to no flag."""
     renamed: ClassVar[Mapping[str, str]]
     """Flags of older releases and of other engines, with what to write here."""
 
@@ -144,12 +138,8 @@ class Parser(argparse.ArgumentParser):
         if re.match(r"[\u2010-\u2015\u2212]", word) or as_flag in known:
             remedy = f"write two plain dashes in front: {near(as_flag, known) or as_flag}"
         else:
-            remedy = self._placing(word)
+            remedy = self.placing
         return Problem(path=(word,), message=f"{self.engine} takes no such word here", remedy=remedy)
-
-    def _placing(self, word: str) -> str:
-        """Return what to do about a word that belongs to no flag."""
-        return "leave it out, or write the flag in front that it belongs to; a switch takes no value"
 
     def _remedy(self, flag: str, reason: str) -> str:
         action = self._option_string_actions.get(flag)

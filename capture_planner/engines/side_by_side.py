@@ -222,12 +222,6 @@ class _Side:
             self.name, self.emulation = f"{deployment.engine} {deployment.version}", deployment
         self.answers: dict[BatchClass, dict[_Key, _Answer]] = {}
 
-    def beyond(self, role: Role) -> tuple[int, int]:
-        """Return the tokens of the role's largest graph, and the longest query length of its decodes."""
-        sizes = (graph.entry.num_tokens for graph in self.emulation.graphs if graph.role is role)
-        families = self.emulation.families(role) if role in self.emulation.modes else ()
-        return max(sizes, default=0), max((family.query_len for family in families), default=1)
-
     def dispatch(self, requests: tuple[Arrival, ...] | None, largest: Mapping[Role, int]) -> None:
         """Answer the batches of a trace, or all admissible ones: above ``largest`` one represents all."""
         counts = None if requests is None else batches_of(requests, self.emulation)
@@ -276,15 +270,14 @@ def _served(side: _Side, family: BatchClass) -> Service | None:
 
 def _largest(sides: tuple[_Side, _Side], role: Role) -> int:
     """Return the tokens above which no batch has a graph, nor one of as many requests on the other side."""
-    (a, a_width), (b, b_width) = (side.beyond(role) for side in sides)
-    return max(a, b) * max(a_width, b_width)
+    both = [side.emulation for side in sides if role in side.emulation.modes]
+    tokens = (graph.entry.num_tokens for each in both for graph in each.graphs if graph.role is role)
+    widths = (family.query_len for each in both for family in each.families(role))
+    return max(tokens, default=0) * max(widths, default=1)
 
 
 def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
-    """Yield where one side alone runs eager: neighbours of one reason and one mode as one hole.
-
-    Decodes of as many requests are the same ones, whatever each side drafts for them.
-    """
+    """Yield where one side alone runs eager, neighbours as one; decodes match by requests, whatever is drafted."""
     a, b = left.of(role, kind), right.of(role, kind)
     shared = a.keys() & b.keys()
     found: defaultdict[tuple[str, int | None, int, Reason | None, GraphMode], Counter[int]] = defaultdict(Counter)

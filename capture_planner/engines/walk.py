@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import CapturedGraph, Emulation, Manager
+from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
 from capture_planner.records.batch_space import batches, most_loras, split_when
@@ -31,14 +31,9 @@ class BatchAnswer:
     """The extent up to which larger batches get the same answer; its own up to the largest graph."""
 
     @property
-    def kind(self) -> Kind:
-        """A decode, or mixed."""
-        return self.batch.kind
-
-    @property
     def extent(self) -> int:
         """Requests of a decode, tokens of a mixed batch."""
-        return self.batch.extent(self.kind)
+        return self.batch.extent(self.batch.kind)
 
     @property
     def misses_graph(self) -> bool:
@@ -53,20 +48,15 @@ class BatchAnswer:
 class Run:
     """Consecutive batches of one role, kind, query length and adapter count."""
 
-    role: Role
-    kind: Kind
-    query_len: int | None
+    batch: Batch
+    """The first of them."""
     first: int
     last: int
-    active_loras: int
     answers: tuple[BatchAnswer, ...]
 
     def sizes_between(self, unit: int) -> list[int]:
-        """Return sizes below the runs' largest graph, each twice the one before, from its first batch on.
-
-        ``unit`` is 1 for sizes in requests, the query length for sizes in tokens.
-        """
-        width = self.query_len or 1
+        """Return sizes that double up to the largest graph; ``unit``: the query length for sizes in tokens, else 1."""
+        width = self.batch.query_len or 1
         padded = max(answer.batch.num_tokens + answer.answer.padded_tokens for answer in self.answers)
         sizes = [self.first * unit]
         while sizes[-1] * 2 * width < padded * unit:
@@ -76,29 +66,24 @@ class Run:
     def __str__(self) -> str:
         span = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
         plural = "" if self.last == 1 else "s"
-        if self.kind is Kind.MIXED:
+        if self.batch.kind is Kind.MIXED:
             text = f"mixed batches of {span} token{plural}"
         else:
-            text = f"decodes of {span} request{plural}, query length {self.query_len}"
-        return text + (f", {self.active_loras} active LoRA" if self.active_loras else "")
+            text = f"decodes of {span} request{plural}, query length {self.batch.query_len}"
+        return text + (f", {self.batch.active_loras} active LoRA" if self.batch.active_loras else "")
 
 
 def walk(emulation: Emulation) -> tuple[BatchAnswer, ...]:
-    """Dispatch every admissible batch of every role, as ``batch_space.batches`` yields them.
-
-    Beyond the largest graph nothing is captured, so one batch represents all larger ones.
-    """
-    return tuple(answer for manager in emulation.managers for answer in _role(emulation, manager))
-
-
-def _role(emulation: Emulation, manager: Manager) -> Iterator[BatchAnswer]:
-    role, graphs = manager.role, _GraphRows(manager.graphs)
-    largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
-    families = emulation.families(role)
-    for batch, last in batches(role, emulation, families=families, upto=largest):
-        fitting = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
-        best = graphs.best(batch, next((family.draft_steps for family in fitting), None))
-        yield BatchAnswer(batch=batch, answer=manager.dispatch(batch), best=best, last=last)
+    """Dispatch every admissible batch of every role; beyond the largest graph, one batch represents all larger ones."""
+    answers = []
+    for manager in emulation.managers:
+        graphs, families = _GraphRows(manager.graphs), emulation.families(manager.role)
+        largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
+        for batch, last in batches(manager.role, emulation, families=families, upto=largest):
+            fitting = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
+            best = graphs.best(batch, next((family.draft_steps for family in fitting), None))
+            answers.append(BatchAnswer(batch=batch, answer=manager.dispatch(batch), best=best, last=last))
+    return tuple(answers)
 
 
 class _GraphRows:
@@ -131,30 +116,17 @@ def runs(answers: Iterable[BatchAnswer]) -> Iterator[Run]:
 
     def place(answer: BatchAnswer) -> tuple[str, str, int, int, int]:
         batch = answer.batch
-        return (batch.role, answer.kind.value, batch.query_len or 0, batch.active_loras, answer.extent)
+        return (batch.role, batch.kind.value, batch.query_len or 0, batch.active_loras, answer.extent)
 
     def apart(before: BatchAnswer, after: BatchAnswer) -> bool:
         return place(before)[:-1] != place(after)[:-1] or after.extent > before.last + 1
 
     for run in split_when(apart, sorted(answers, key=place)):
-        batch = run[0].batch
-        yield Run(
-            role=batch.role,
-            kind=batch.kind,
-            query_len=batch.query_len,
-            first=run[0].extent,
-            last=run[-1].last,
-            active_loras=batch.active_loras,
-            answers=tuple(run),
-        )
+        yield Run(batch=run[0].batch, first=run[0].extent, last=run[-1].last, answers=tuple(run))
 
 
 def why_inadmissible(batch: Batch, emulation: Emulation) -> str | None:
-    """Return why the engine can never run such a batch; None where it can.
-
-    Stricter than ``batch_space.is_admissible``, for which a ``query_len`` that does not fit the tokens means
-    a mixed batch.
-    """
+    """Return why the engine can never run a batch, or None; one reason: its tokens contradict its ``query_len``."""
     limits, reqs, tokens = emulation.limits, batch.num_reqs, batch.num_tokens
     loras, width = min(most_loras(batch.role, emulation), reqs), batch.query_len
     if reqs < 1:

@@ -18,12 +18,8 @@ from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError, InvalidDocument, Problem
 
 
-def read_yaml(path: str) -> Any:
+def read_yaml(path: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
     """Return the content of a YAML file; raises ``InvalidDocument`` with the place of the first error."""
-    return _loaded(path, yaml.safe_load)
-
-
-def _loaded(path: str, load: Callable[[str], Any]) -> Any:
     try:
         return load(read(path))
     except InvalidDocument as error:
@@ -50,10 +46,7 @@ def refused_file(error: InvalidDocument, flag: str, reason: str, remedy: str = "
 
 
 def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = False) -> dict[Any, Any]:
-    """Return the mapping in the file of ``--config``; raises ``FlagError`` where it is none.
-
-    ``example`` is a line of such a file, for the message.
-    """
+    """Return the mapping in a ``--config`` file; raises ``FlagError``, with a line as ``example``, where it is none."""
     try:
         content = read_yaml(path)
     except InvalidDocument as error:
@@ -68,10 +61,7 @@ def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = Fal
 
 
 def split_config(words: Sequence[str], engine: str) -> tuple[list[str], str | None]:
-    """Take ``--config FILE`` out of a command line; return the other words, and the file.
-
-    Raises ``FlagError`` for two files, a missing one, and one that is not named ``.yaml`` or ``.yml``.
-    """
+    """Take ``--config FILE`` out of a command line; raises ``FlagError`` for two, none, or one not named as YAML."""
     rest = list(words)
     if "--config" not in rest:
         return rest, None
@@ -121,7 +111,7 @@ def located(
         path_in_file: the path of a problem below the top of the file; empty where it is not about the file.
         name_of: turns a key at the top of the file into the name that paths begin with.
     """
-    root = _loaded(path, lambda text: yaml.compose(text, yaml.SafeLoader))
+    root = read_yaml(path, lambda text: yaml.compose(text, yaml.SafeLoader))
     results = []
     for problem in problems:
         node, mark, normalized = root, None, name_of

@@ -71,7 +71,7 @@ def _served(asked: Sequence[BatchAnswer]) -> RenderableType:
     table = table_of("batches", "run", "requests or tokens", "LoRA", "padding", "why", right=("padding",))
     rows: dict[tuple[str, GraphMode, str], list[BatchAnswer]] = {}
     for one in asked:
-        decode = one.kind is Kind.DECODE
+        decode = one.batch.kind is Kind.DECODE
         what = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
         why = "" if one.answer.reason is None else str(one.answer.reason)
         rows.setdefault((what, one.answer.mode, why), []).append(one)

@@ -71,7 +71,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
     rows: dict[tuple[GraphMode, Reason | None], list[BatchAnswer]] = {}
     for one in walk(emulation):
         rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
-    shown = ("role", "kind", "query_len", "active_loras", "first", "last")
+    shown = ("role", "kind", "query_len", "active_loras")
     return {
         "engine": emulation.engine,
         "version": emulation.version,
@@ -85,7 +85,8 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
         "notes": plain(emulation.notes),
         "batches": [
-            {name: plain(getattr(run, name)) for name in shown} | {"mode": mode.value, "reason": plain(reason)}
+            {name: plain(getattr(run.batch, name)) for name in shown}
+            | {"first": run.first, "last": run.last, "mode": mode.value, "reason": plain(reason)}
             for (mode, reason), asked in rows.items()
             for run in runs(asked)
         ],

@@ -134,7 +134,7 @@ def test_every_admissible_batch_is_asked_and_answered_by_the_engine(emulated):
     """Decodes of each size that the schedule has, mixed batches of each number of tokens, once each."""
     asked = walk(emulated)
     limits = emulated.limits
-    tokens = [n for a in asked if a.kind is Kind.MIXED for n in range(a.extent, a.last + 1)]
+    tokens = [n for a in asked if a.batch.kind is Kind.MIXED for n in range(a.extent, a.last + 1)]
     assert tokens == list(range(1, limits.max_num_tokens + 1))
     k = emulated.speculative
     tiers = normalized([*k.schedule]) if k is not None else ()
@@ -144,7 +144,9 @@ def test_every_admissible_batch_is_asked_and_answered_by_the_engine(emulated):
         for reqs in range(1, limits.max_num_reqs + 1)
         if reqs * (1 + lookup[reqs]) <= limits.max_num_tokens
     }
-    decodes = [(n, a.batch.query_len) for a in asked if a.kind is Kind.DECODE for n in range(a.extent, a.last + 1)]
+    decodes = [
+        (n, a.batch.query_len) for a in asked if a.batch.kind is Kind.DECODE for n in range(a.extent, a.last + 1)
+    ]
     assert sorted(decodes) == sorted(wanted)
     for each in asked:
         assert each.answer == emulated.dispatch(each.batch)
@@ -159,8 +161,8 @@ def test_what_stands_for_more_than_one_batch_is_answered_alike(emulated):
             width = batch.query_len or 1
             last = attrs.evolve(
                 batch,
-                num_tokens=each.last * width if each.kind is Kind.DECODE else each.last,
-                num_reqs=each.last if each.kind is Kind.DECODE else min(each.last, emulated.limits.max_num_reqs),
+                num_tokens=each.last * width if each.batch.kind is Kind.DECODE else each.last,
+                num_reqs=each.last if each.batch.kind is Kind.DECODE else min(each.last, emulated.limits.max_num_reqs),
             )
             assert emulated.dispatch(last).entry is None
             assert each.answer.entry is None
@@ -203,7 +205,7 @@ def test_the_best_graph_is_the_cheapest_that_serves(emulated):
 
 def test_runs_join_what_follows_each_other():
     """Neighbours of one kind are one run; a gap begins another."""
-    asked = [a for a in walk(emulation((), (8,), seqs=8, tokens=8)) if a.kind is Kind.DECODE]
+    asked = [a for a in walk(emulation((), (8,), seqs=8, tokens=8)) if a.batch.kind is Kind.DECODE]
     joined = [(run.first, run.last) for run in runs(asked[:3] + asked[5:])]
     assert joined == [(1, 3), (6, 8)]
 

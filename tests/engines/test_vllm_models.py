@@ -198,7 +198,7 @@ def test_every_drafter_widens_the_decodes(method):
     """Whoever drafts K tokens, the target's decodes have 1 + K, and the walk meets them."""
     config = {"method": method, "num_speculative_tokens": 3, "model": "a/b"}
     found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
-    asked = [one.batch for one in walk(found) if one.kind is Kind.DECODE and one.batch.role is Role.TARGET]
+    asked = [one.batch for one in walk(found) if one.batch.kind is Kind.DECODE and one.batch.role is Role.TARGET]
     assert {batch.query_len for batch in asked} == {4}
     assert [batch.num_reqs for batch in asked][:8] == [*range(1, 9)]
 

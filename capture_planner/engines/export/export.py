@@ -45,23 +45,16 @@ class Effect(enum.StrEnum):
     CAPTURED = "captured"
     """Eager in the plan, and the engine has a graph."""
 
-    @property
-    def is_loss(self) -> bool:
-        return self in (Effect.EAGER, Effect.WEAKER, Effect.PADDED)
-
 
 @attrs.frozen(kw_only=True)
 class BatchDifference:
-    """Batches that the engine answers otherwise, all of them in one way.
-
-    ``first`` to ``last`` are requests of decodes, tokens of mixed batches. ``planned`` and
-    ``emulated`` are the graphs of the largest batch.
-    """
+    """Batches that the engine answers otherwise, all in one way; the graphs are those of the largest batch."""
 
     role: Role
     kind: Kind
     query_len: int | None
     first: int
+    """Requests of decodes, tokens of mixed batches, as ``last``."""
     last: int
     min_reqs: int
     max_reqs: int
@@ -162,10 +155,7 @@ def graph_scope(graph: CapturedGraph) -> Scope:
 
 @attrs.frozen(kw_only=True)
 class Export:
-    """The flags of an engine that come closest to a plan.
-
-    The model is its public name; the drafter's name a plan does not know, and ``DRAFT_MODEL`` stands for it.
-    """
+    """The flags of an engine that come closest to a plan; ``DRAFT_MODEL`` stands for the drafter, not named in it."""
 
     engine: str
     settings: Mapping[str, Any]
@@ -198,10 +188,6 @@ class Export:
         """The attention backend that is set; None where it is left to the engine."""
         return self.settings.get(BACKEND)
 
-    def without_backend(self) -> Export:
-        """Return the export without the attention backend."""
-        return attrs.evolve(self, settings={name: value for name, value in self.settings.items() if name != BACKEND})
-
     def command(self, path: str) -> tuple[str, ...]:
         """Return the flags, with the file at ``path`` where they need it."""
         return (*self.front, *as_words({"config": path} if self.by_file else self.settings))
@@ -224,19 +210,9 @@ def all_scopes(plan: Plan) -> tuple[Scope, ...]:
     return tuple(scope for role in plan.roles for scope in both(role.role))
 
 
-def planned(plan: Plan, role: Role) -> RolePlan | None:
-    """Return the plan of a role, or None."""
-    return next((found for found in plan.roles if found.role is role), None)
-
-
-def drafters(plan: Plan) -> tuple[RolePlan, ...]:
-    """Return the plans of the drafter's roles."""
-    return tuple(found for found in plan.roles if found.role.is_drafter)
-
-
 def drafter_losses(plan: Plan, name: str, says: str) -> Iterator[Loss]:
     """Yield a loss of each drafter's role, with the role and its number of graphs put into ``says``."""
-    for drafter in drafters(plan):
+    for drafter in (each for each in plan.roles if each.role.is_drafter):
         text = says.format(role=drafter.role.value, graphs=counted(len(drafter.entries), "graph"))
         yield Loss(f"{drafter.role.value.replace('_', '-')}-{name}", text, both(drafter.role))
 

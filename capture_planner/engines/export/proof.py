@@ -48,17 +48,15 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
             + "; ".join(problem.message for problem in error.problems)
         )
         lost = Loss("backend", says, all_scopes(plan))
-        return prove(attrs.evolve(export.without_backend(), losses=(*export.losses, lost)), plan, emulate)
+        settings = {name: value for name, value in export.settings.items() if name != BACKEND}
+        return prove(attrs.evolve(export, settings=settings, losses=(*export.losses, lost)), plan, emulate)
     proof = compared(plan, emulation)
     losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
     return attrs.evolve(export, losses=losses, proof=proof)
 
 
 def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emulation:
-    """Return what the engine does with the export; its file lies on disk meanwhile, where it needs one.
-
-    Raises ``FlagError`` where the engine refuses the flags, with the name of the file as it is exported.
-    """
+    """Emulate the export, its file on disk meanwhile; raises ``FlagError`` with the file's name as it is exported."""
     if not export.by_file:
         return emulate(export.flags, environment)
     with tempfile.TemporaryDirectory() as folder:

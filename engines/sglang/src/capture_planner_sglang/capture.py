@@ -14,10 +14,7 @@ _NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
 
 
 def request_pool(r: Launch) -> int:
-    """Return the requests that one rank runs at most.
-
-    The KV pool is taken to be large enough unless --max-total-tokens bounds it: a request holds at least two tokens.
-    """
+    """Return a rank's most requests; only --max-total-tokens bounds its KV pool, two tokens or more for each."""
     args = r.args
     tokens = args.max_total_tokens
     tokens = None if tokens is None else tokens // args.page_size * args.page_size
@@ -52,7 +49,7 @@ def alignment(r: Launch) -> int:
     """Return what divides the tokens of every graph: attention's TP ranks, where they share rows."""
     args = r.args
     scattered = args.moe_dense_tp_size is not None and not args.disable_attn_tp_gather
-    return r.attention_tp if r.attention_dp or scattered else 1
+    return int(args.tp_size) // int(args.attn_dp_size) if r.attention_dp or scattered else 1
 
 
 def managers(r: Launch, pool: int) -> tuple[SglangManager, ...]:

@@ -19,7 +19,7 @@ from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import Emulation, Setting
 from capture_planner.engines.engine import Engine
-from capture_planner.engines.parsing import names, refusal
+from capture_planner.engines.parsing import refusal
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.errors import FlagError
 from capture_planner.records.batch_space import DecodeFamily, Domain
@@ -35,12 +35,12 @@ from capture_planner_sglang.rules import EAGLE_FAMILY
 
 VERSION = "0.5.23"
 
-_SHOWN = names("""
+_SHOWN = """
     max_running_requests max_total_tokens chunked_prefill_size max_prefill_tokens page_size tp_size pp_size
     dp_size attn_dp_size moe_dense_tp_size attention_backend disable_cuda_graph_padding speculative_algorithm
     speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens enable_lora max_loras_per_batch
     lora_backend disaggregation_mode
-""")
+"""
 
 
 def resolve(command: Sequence[str], environment: Environment) -> Launch:
@@ -134,7 +134,7 @@ def _settings(r: Launch, pool: int) -> tuple[Setting, ...]:
         setting("model_path", r.args.model_path, ASSUMED),
         setting("model_facts", checkpoints.says(r.model.source, "an ordinary text decoder"), r.model.source),
         setting("context_length", capture.context(r), r.model.source),
-        *(setting(name, getattr(r.args, name)) for name in _SHOWN),
+        *(setting(name, getattr(r.args, name)) for name in _SHOWN.split()),
         *(
             setting(f"cuda_graph_config.{phase}.{key}", getattr(r.phase(phase), key))
             for phase in (DECODE, PREFILL)

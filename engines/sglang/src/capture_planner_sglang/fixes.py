@@ -31,7 +31,7 @@ class SglangFixes(Fixes):
         return f"raise --cuda-graph-max-bs-decode to {requests}"
 
     def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
-        if any(run.kind is Kind.DECODE for run in runs):
+        if any(run.batch.kind is Kind.DECODE for run in runs):
             return ""
         # SGLang replays no graph that pads a prefill to more than twice its tokens.
         return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
@@ -51,6 +51,6 @@ class SglangFixes(Fixes):
         return f"remove sizes above the {limit} requests of a rank, and those that its ranks do not divide"
 
     def padded(self, emulation: Emulation, run: Run) -> str:
-        phase = "prefill" if run.kind is Kind.MIXED else "decode"
+        phase = "prefill" if run.batch.kind is Kind.MIXED else "decode"
         sizes = " ".join(map(str, run.sizes_between(1)))
         return f"add {sizes} to --cuda-graph-bs-{phase}, and keep the others"

@@ -110,9 +110,7 @@ class SglangParser(Parser):
         "--cudagraph-capture-sizes": "--cuda-graph-bs-decode, in requests",
         "--enforce-eager": "--cuda-graph-backend-decode disabled and --cuda-graph-backend-prefill disabled",
     }
-
-    def _placing(self, word: str) -> str:
-        return "name the model as --model-path MODEL; a switch takes no value"
+    placing = "name the model as --model-path MODEL; a switch takes no value"
 
 
 _TYPES: dict[str, Any] = {"int": int, "text": str, "count": count, "graph_config": graph_config}

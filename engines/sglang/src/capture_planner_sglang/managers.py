@@ -44,10 +44,7 @@ def prefill_sizes(sizes: Iterable[int], *, most: int, alignment: int) -> tuple[i
 
 
 def ranks_bucket(sizes: tuple[int, ...], requests: Iterable[int], *, padding: bool = True) -> int | None:
-    """Return the decode size that all ranks of attention DP replay, or None where they all run eager.
-
-    ``requests`` are the ranks' request counts, 0 for an idle one: the largest of them decides for all.
-    """
+    """Return the decode size for the largest of attention-DP ranks' ``requests``, 0 for an idle one; None: eager."""
     most = max(requests, default=0)
     if not padding:
         return most if most in sizes else None

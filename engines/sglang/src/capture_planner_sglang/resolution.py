@@ -76,10 +76,7 @@ class SglangModel:
 
 
 def read_model(path: str) -> SglangModel:
-    """Read a model's config.json by folder or name; a name that is not known leaves everything unknown.
-
-    Raises ``FlagError`` for a folder without one that can be read.
-    """
+    """Read a config.json by folder or known name; raises ``FlagError`` for a folder without one that can be read."""
     try:
         found = checkpoints.find(path)
         return SglangModel(
@@ -155,8 +152,3 @@ class Launch:
     @property
     def attention_dp(self) -> bool:
         return int(self.args.attn_dp_size) > 1
-
-    @property
-    def attention_tp(self) -> int:
-        """Tensor-parallel ranks of attention."""
-        return int(self.args.tp_size) // int(self.args.attn_dp_size)

@@ -29,11 +29,7 @@ _DECODES, _MIXED = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
 
 
 def export_tensorrt_llm(plan: Plan) -> Export:
-    """Return the options of TensorRT-LLM that come closest; raises ``DispatchError`` without a target.
-
-    Only what is emulated is exported, so that all of it can be proved: graphs of prompts and of
-    adapters are named as losses.
-    """
+    """Return the options that come closest, only emulated ones; raises ``DispatchError`` without a target."""
     target, drafts = plan.role(Role.TARGET), longest_draft(plan)
     sizes: tuple[int, ...] = ()
     if target.mode.decode_mode is GraphMode.FULL:

@@ -30,10 +30,7 @@ Shape = tuple[int, int]
 
 
 def configured_sizes(batch_sizes: Sequence[int] | None, max_batch_size: int, padding: bool) -> tuple[int, ...]:
-    """Return the batch sizes of a ``cuda_graph_config``, ascending: those given, or the generated list.
-
-    An empty list counts as none, and a ``max_batch_size`` of 0 as the default.
-    """
+    """Return the sizes given, ascending, or where empty the list up to ``max_batch_size``, or for 0 the default."""
     if batch_sizes:
         return tuple(sorted(batch_sizes))
     return engines.tensorrt_llm_requests(max_batch_size or DEFAULT_MAX_BATCH_SIZE, padding=padding)
@@ -50,18 +47,12 @@ def most_together(max_batch_size: int, max_num_tokens: int, width: int) -> int:
 
 
 def admitted_sizes(sizes: Sequence[int], most: int, padding: bool) -> tuple[int, ...]:
-    """Return the sizes that are captured when at most ``most`` requests decode together.
-
-    With padding, the first larger size becomes ``most`` itself.
-    """
+    """Return the sizes captured for at most ``most`` requests; with padding, the first larger one becomes ``most``."""
     return engines.tensorrt_llm_admitted(sizes, most, padding=padding) if most >= 1 else ()
 
 
 def scheduled_draft_len(schedule: Mapping[int, int], num_reqs: int) -> int:
-    """Return the draft length of a batch: of the least threshold that holds it, and 0 above them all.
-
-    ``schedule`` is ascending by threshold.
-    """
+    """Return the draft length of the least threshold that holds a batch, else 0; ``schedule`` ascends by threshold."""
     return next((draft_len for threshold, draft_len in schedule.items() if threshold >= num_reqs), 0)
 
 

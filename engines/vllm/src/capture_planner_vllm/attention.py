@@ -221,10 +221,7 @@ class AttentionChoice:
         return backend == "TRITON_ATTN"
 
     def choose(self, flag: str, name: str | None) -> str:
-        """Return the backend that runs; ``name`` is the user's choice, if any.
-
-        Raises ``FlagError`` where it cannot run or none can, ``NotEmulated`` for a backend unknown here.
-        """
+        """Return the backend, ``name`` if given; raises ``FlagError`` if it cannot run, ``NotEmulated`` if unknown."""
         if self.cache.startswith(_PACKED):
             raise not_emulated("--kv-cache-dtype", self.cache, "give auto, fp8 or another built-in dtype")
         if name is not None:

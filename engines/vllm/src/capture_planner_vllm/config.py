@@ -283,11 +283,7 @@ class Configuration(ServeOptions):
             self.set_mode("deepep", GraphMode.NONE, "DeepEP's high-throughput kernels are not captured")
 
     def _load_draft(self) -> None:
-        """Repeat the rewrites for every copy of the configuration that vLLM makes to load a draft.
-
-        A copy shares its graph settings with the original: modes and sizes are rewritten once more, starting
-        from the values that the run before left.
-        """
+        """Repeat the rewrites, from what they left, for each copy made to load a draft: it shares graph settings."""
         spec = self.spec
         if spec is None or not spec.has_draft_cache:
             return

@@ -13,10 +13,7 @@ _FLAG = "--kv-transfer-config"
 
 
 def works_between_layers(config: Mapping[str, Any]) -> bool:
-    """Say whether a connector, or a child of MultiConnector, requires PIECEWISE graphs.
-
-    Raises ``FlagError`` for a connector that vLLM does not have, ``NotEmulated`` for the user's own.
-    """
+    """Say whether a connector requires PIECEWISE; raises ``FlagError`` if unknown, ``NotEmulated`` for a custom one."""
     name, extra = config.get("kv_connector"), config.get("kv_connector_extra_config")
     if config.get("kv_connector_module_path"):
         subject, place = "a custom connector", "kv_connector_module_path"

@@ -85,10 +85,7 @@ class DraftPrefill:
 
 @attrs.frozen(kw_only=True)
 class DraftDecode:
-    """Uniform draft passes: positions from 1 on, as steps or whole chains, or all positions at once.
-
-    A pass has ``table.query_len`` tokens per request, whatever the batch's number of tokens.
-    """
+    """Draft passes of ``table.query_len`` tokens per request: from position 1 on, in steps or chains, or as one."""
 
     table: TableManager
     draft_tokens: tuple[int, ...] = attrs.field(repr=False)
@@ -118,15 +115,10 @@ class DraftDecode:
         return self.at(batch, batch.num_reqs)
 
     def at(self, batch: Batch, num_reqs: int) -> Dispatch:
-        """Return the answer for rows of ``num_reqs`` requests, which another rank may have.
-
-        A chain serves its own length only; a length that is not captured runs eager, padded.
-        """
+        """Return the answer for rows of ``num_reqs``, maybe another rank's; a chain not captured runs eager, padded."""
         width = self.table.query_len
         batch = attrs.evolve(batch, num_tokens=batch.num_reqs * width)
-        if not 0 < batch.num_reqs < len(self.draft_tokens):
-            return answered(None, batch, Reason.NOT_ADMISSIBLE)
-        k = self.draft_tokens[batch.num_reqs]
+        k = self.draft_tokens[batch.num_reqs] if 0 < batch.num_reqs < len(self.draft_tokens) else 0
         if k < self.least:
             return answered(None, batch, Reason.NOT_ADMISSIBLE)
         tokens = num_reqs * width

@@ -52,7 +52,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     if captures and configuration.ubatching and configuration.data > 1:
         subject = "data-parallel ranks that split a batch also have a graph of both halves"
         raise not_emulated("--enable-dbo", subject, "leave it out, or emulate one rank")
-    speculative = _speculative(settings)
+    speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",
         version=VERSION,
@@ -66,7 +66,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         speculative=speculative,
         drafts=_drafts(settings, speculative),
         lora=_lora(settings),
-        parallel=_parallel(configuration),
+        parallel=Parallel(data=ranks.data, tensor=ranks.tensor, decode_context=ranks.decode_context),
         notes=tuple(_notes(configuration)),
     )
 
@@ -105,10 +105,6 @@ def _drafts(settings: VllmSettings, speculative: Speculative | None) -> tuple[De
     ends = ((first, min(last, tokens // (1 + k))) for first, last, k in tiers if k)
     requests = Domain(tuple((first, last) for first, last in ends if first <= last))
     return (DecodeFamily(query_len=settings.draft_query_len, draft_steps=None, requests=requests),)
-
-
-def _parallel(options: Configuration) -> Parallel:
-    return Parallel(data=options.data, tensor=options.tensor, decode_context=options.decode_context)
 
 
 def _lora(settings: VllmSettings) -> Lora | None:

@@ -17,8 +17,6 @@ from capture_planner.engines.export.export import (
     backend_setting,
     both,
     drafter_losses,
-    drafters,
-    planned,
 )
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records.batch import Entry, Kind
@@ -118,9 +116,9 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
     A draft decode has one token per request; sizes above max_num_seqs are captured for wider decodes only.
     """
-    drafts, most = planned(plan, Role.DRAFT_DECODE), plan.limits.max_num_reqs
-    families = decode_families(Role.DRAFT_DECODE, plan)
-    if drafts is None or not drafts.entries or not sizes or not families:
+    most, families = plan.limits.max_num_reqs, decode_families(Role.DRAFT_DECODE, plan)
+    drafts = any(each.role is Role.DRAFT_DECODE and each.entries for each in plan.roles)
+    if not drafts or not sizes or not families:
         return sizes
     widest = max(family.requests.intervals[-1][1] for family in families)
     if any(widest <= size <= most for size in sizes):
@@ -179,7 +177,7 @@ def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
 def _other_losses(plan: Plan, target: RolePlan) -> Iterator[Loss]:
     yield from drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
     decodes = draft_decode_mode(target.mode)
-    for drafter in drafters(plan):
+    for drafter in (each for each in plan.roles if each.role.is_drafter):
         role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
         if drafter.mode is not mode:
             message = f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"

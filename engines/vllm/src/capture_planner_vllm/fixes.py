@@ -44,7 +44,7 @@ class VllmFixes(Fixes):
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
-        tokens = max(run.last * (run.query_len or 1) for run in runs)
+        tokens = max(run.last * (run.batch.query_len or 1) for run in runs)
         if emulation.asked_sizes:
             limit = "; --max-cudagraph-capture-size, where it is given, has to be the same"
             return f"add {tokens} to --cudagraph-capture-sizes, and keep the others{limit}"
@@ -77,15 +77,12 @@ class VllmFixes(Fixes):
         return _LOWERED.get(decision.rule, "")
 
     def padded(self, emulation: Emulation, run: Run) -> str:
-        sizes = " ".join(map(str, run.sizes_between(run.query_len or 1)))
+        sizes = " ".join(map(str, run.sizes_between(run.batch.query_len or 1)))
         return f"add {sizes} to --cudagraph-capture-sizes, and keep the others"
 
 
 def _complete_list(emulation: Emulation) -> str:
-    """Return the list of sizes with which no decode of the target misses a graph.
-
-    It has no more FULL graphs than are captured now, where such a list exists.
-    """
+    """Return sizes that hide no decode graph of the target, with no more FULL graphs than now where possible."""
     full = [graph.entry for graph in emulation.graphs if graph.role is Role.TARGET and graph.entry.query_len]
     result = size_list(
         decode_families(Role.TARGET, emulation),

@@ -283,9 +283,7 @@ class ServeParser(Parser):
     engine = "vLLM 0.33"
     wanted: ClassVar = {name: remedy for _, name, remedy in _KINDS.values()}
     renamed: ClassVar = rules()["renamed_flags"]
-
-    def _placing(self, word: str) -> str:
-        return "give one model, then flags; a switch takes no value"
+    placing = "give one model, then flags; a switch takes no value"
 
 
 @cache

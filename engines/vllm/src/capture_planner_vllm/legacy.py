@@ -25,10 +25,7 @@ def draft_mode(mode: GraphMode) -> GraphMode:
 
 
 def speculative_sizes(sizes: tuple[int, ...], max_size: int, *, query_len: int, mode: GraphMode) -> tuple[int, ...]:
-    """Return the sizes, rounded up to multiples of ``query_len`` where decodes run in FULL graphs.
-
-    The same sizes hold for mixed batches and for drafters. Raises ``FlagError`` where none is left.
-    """
+    """Return sizes for all batches, in multiples of ``query_len`` for FULL decodes; raises ``FlagError`` if empty."""
     if mode.decode_mode is not GraphMode.FULL or query_len <= 1 or not sizes:
         return sizes
     rounded = {-(-size // query_len) * query_len for size in sizes}

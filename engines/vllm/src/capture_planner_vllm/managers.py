@@ -63,9 +63,6 @@ def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
             specialize_lora=settings.specialize_lora and is_target,
         )
 
-    result = [manager(Role.TARGET, settings.mode)]
-    if settings.draft_prefill_mode is not None:
-        result.append(manager(Role.DRAFT_PREFILL, settings.draft_prefill_mode))
-    if settings.draft_decode_mode is not None:
-        result.append(manager(Role.DRAFT_DECODE, settings.draft_decode_mode))
-    return tuple(result)
+    modes = (settings.mode, settings.draft_prefill_mode, settings.draft_decode_mode)
+    roles = (Role.TARGET, Role.DRAFT_PREFILL, Role.DRAFT_DECODE)
+    return tuple(manager(role, mode) for role, mode in zip(roles, modes, strict=True) if mode is not None)

@@ -29,10 +29,7 @@ def model_dtype(line: CommandLine, model: ModelFacts, capability: tuple[int, int
 
 
 def check_quantization(line: CommandLine, model: ModelFacts, dtype: str, capability: tuple[int, int]) -> None:
-    """Raise where vLLM cannot load the checkpoint, or where ``--quantization`` overrides its method.
-
-    The flag has no effect on graphs with other checkpoints, and is not checked there.
-    """
+    """Raise where vLLM cannot load the checkpoint, or the flag overrides its method; others ignore the flag."""
     method, override, known = model.quantization, line.get("quantization"), names()["quantization"]
     if method is None:
         return

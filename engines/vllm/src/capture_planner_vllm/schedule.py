@@ -16,10 +16,7 @@ _ALL = "give ranges of batch sizes from 1 on, without overlap, as in [[1, 16, 3]
 
 
 def normalized(schedule: Any) -> tuple[Tier, ...]:
-    """Return the schedule's tiers by batch size; raises ``FlagError`` as vLLM's scheduler does.
-
-    Every number goes through ``int``, as in the engine's own function (``build_dynamic_sd_schedule_lookup``).
-    """
+    """Return tiers by batch size, as vLLM's ``build_dynamic_sd_schedule_lookup`` reads them; raises ``FlagError``."""
     if not isinstance(schedule, list):
         raise _refused("not a list of [first, last, draft tokens]", _ALL)
     if not schedule:

@@ -50,10 +50,7 @@ class SizeList:
 
 
 def full_graphs(sizes: Iterable[int], query_lens: Iterable[int], max_num_reqs: int) -> tuple[tuple[int, int], ...]:
-    """Return vLLM's uniform decode graphs, each as tokens and query length, ascending.
-
-    ``query_lens`` are all that the schedule has.
-    """
+    """Return uniform decode graphs as (tokens, query length), ascending; ``query_lens`` are all of the schedule's."""
     tokens, lengths = tuple(sizes), tuple(query_lens)
     widest = max(lengths, default=1)
     return tuple(
@@ -139,12 +136,8 @@ def smallest(
     """
     if not decodes:
         return ()
-    search = _Search(decodes, query_lens, max_num_reqs, worst, cap)
-    return search.run() or _exact(decodes)
-
-
-def _exact(decodes: Sequence[DecodeFamily]) -> tuple[int, ...]:
-    return tuple(sorted({count * tier.query_len for tier in decodes for count, _ in tier.requests.counts()}))
+    exact = {count * tier.query_len for tier in decodes for count, _ in tier.requests.counts()}
+    return _Search(decodes, query_lens, max_num_reqs, worst, cap).run() or tuple(sorted(exact))
 
 
 Points = tuple[tuple[int, frozenset[int]], ...]
@@ -186,10 +179,7 @@ class _Search:
         return found
 
     def _useful(self, tops: Sequence[int]) -> list[int]:
-        """Return the sizes worth trying.
-
-        One that no query length divides gives the same graphs as the next one, so it is left out.
-        """
+        """Return the sizes worth trying: one that no query length divides gives the same graphs as the next one."""
         every = [s for s in range(1, self._top + 1) if any(s % q == 0 for q in self._lengths)]
         common = math.lcm(*self._lengths)
         if self._top <= _EXACT_UPTO or common > (self._worst - 1) * _EXACT_UPTO / 2:
@@ -202,10 +192,7 @@ class _Search:
         return sorted(kept)
 
     def _settle(self, state: _State, upto: int) -> tuple[int, int, Points] | None:
-        """Make the counts below ``upto`` final: return their graphs, the last of them, and the rest.
-
-        None where one of them hides a graph, or pads a batch too far.
-        """
+        """Make counts below ``upto`` final: graphs, last, rest; None where one hides a graph or pads too far."""
         graphs, final, points = 0, state.final, state.open
         while points and points[0][0] < upto:
             tokens, held = points[0]

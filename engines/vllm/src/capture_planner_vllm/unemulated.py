@@ -10,11 +10,8 @@ from capture_planner_vllm.tables import rules
 
 
 def check_emulated(line: CommandLine, model: ModelFacts) -> None:
-    """Raise ``NotEmulated`` for the first flag or model feature that is not emulated.
-
-    ``rules.json`` lists the flags and JSON parts, each with the values that change nothing; the first of
-    them is the default.
-    """
+    """Raise ``NotEmulated`` for a flag or part with a value that ``rules.json`` lacks, or for such a model."""
+    # Each has the values that change nothing, the default first.
     for name, harmless in rules()["unemulated_flags"].items():
         if line.get(name, harmless[0]) not in harmless:
             raise _error(name)

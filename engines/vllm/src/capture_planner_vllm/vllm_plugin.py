@@ -38,10 +38,7 @@ _logged: set[str] = set()
 
 
 def register() -> None:
-    """Watch for the graph manager if a plan is named; calling it again has no effect.
-
-    The plan is read at once, so that an invalid file is reported before a model is loaded.
-    """
+    """Watch for the graph manager if a plan is named, once; its errors are reported now, before a model is loaded."""
     if not os.environ.get(PLAN):
         return
     _check()
@@ -53,10 +50,7 @@ def register() -> None:
 
 
 def differences(plan: Plan, config: Any, mode: str) -> Iterator[str]:
-    """Yield each difference between a plan and vLLM's configuration as a line, the plan's value first.
-
-    ``config`` is a ``VllmConfig``, ``mode`` the name of the mode that the target's graphs are captured with.
-    """
+    """Yield where a ``VllmConfig`` and the mode that its target is captured with differ from a plan, line by line."""
     from capture_planner.modes import Role
     from capture_planner_vllm.export import export_vllm
 
