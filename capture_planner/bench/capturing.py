@@ -175,7 +175,6 @@ class BareGraph:
 
     @property
     def pieces(self) -> int:
-        """Number of CUDA graphs."""
         return len(self.parts)
 
     def replay(self) -> None:
@@ -212,7 +211,6 @@ class BareGraphs:
     def split(
         self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        """End a piece, run ``between``, and begin the next."""
         self._piece.close()
         between(*reads, *writes)
         self._begin()

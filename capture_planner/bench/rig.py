@@ -116,15 +116,8 @@ class Rig:
     ) -> Iterator[Runner]:
         """Assemble a runner of a variant of the plan; on exit, free all of its memory."""
         self.settle()
-        runner = Runner(
-            plan,
-            self.model,
-            self.drafter,
-            registry or self.registry,
-            grapher or self.grapher,
-            pages=self.pages,
-            device=self.device,
-        )
+        registry, grapher = registry or self.registry, grapher or self.grapher
+        runner = Runner(plan, self.model, self.drafter, registry, grapher, pages=self.pages, device=self.device)
         try:
             with runner:
                 yield runner

@@ -80,7 +80,6 @@ class SuiteResult:
 
     @property
     def passed(self) -> bool:
-        """Whether there is no failure."""
         return not self.failures
 
 

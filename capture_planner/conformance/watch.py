@@ -245,6 +245,5 @@ def _check_fill(buffer: FieldBuffer, values: np.ndarray[Any, Any], real: np.ndar
 _STATE = ("token", "hidden", "proposed")
 _MOVED = ("positions", "slot_mapping", *LENGTHS)
 
-
 EAGER = Dispatch(None, reason=Reason.MODE)
 """Dispatches any batch to no graph."""

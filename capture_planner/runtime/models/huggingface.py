@@ -30,7 +30,6 @@ from capture_planner.runtime.models.protocols import Attend, Weight
 
 _FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
 
-
 _MOVING_ROPE = {
     "dynamic": "dynamic rope reads the longest position on the host, which no graph can hold",
     "longrope": "longrope chooses the frequencies of all requests, and of padding, by the longest in the batch",
@@ -103,7 +102,6 @@ class HuggingFaceModel:
 
     @torch.no_grad()
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings ``[T, hidden_size]`` of ``int[T]`` tokens."""
         embeddings: torch.Tensor = self._embedding(input_ids)
         return embeddings
 
@@ -185,9 +183,8 @@ def load_target(
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
-    options: dict[str, Any] = {"dtype": chosen, "attn_implementation": INTERFACE}
     # Expert loops read on the host how many tokens each expert has; batched products do not.
-    options["experts_implementation"] = "batched_mm"
+    options = {"dtype": chosen, "attn_implementation": INTERFACE, "experts_implementation": "batched_mm"}
     model: Any
     try:
         if found.files:
