@@ -38,8 +38,6 @@ PACKAGES = ("capture-planner", "transformers", "numpy", *host.PACKAGES)
 
 @attrs.frozen(kw_only=True)
 class Bench:
-    """The choices of a bench."""
-
     model: Path | None = None
     """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
     seed: int = 0

@@ -135,7 +135,6 @@ class PrepareTimer:
     """Each executor that prepared, with its argument."""
 
     def clear(self) -> None:
-        """Forget the preparations so far."""
         self.seconds = 0.0
         self.calls.clear()
 

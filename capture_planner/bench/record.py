@@ -104,7 +104,6 @@ class ChainTiming:
 
     @property
     def over_eager(self) -> float:
-        """Speed-up of the best graph over eager."""
         return self.eager / (self.fused or self.single)
 
 

@@ -15,7 +15,7 @@ from capture_planner.conformance.scene import VOCABULARY, Serve
 from capture_planner.conformance.scene_batch import SceneBatch
 from capture_planner.conformance.stage import Stage
 from capture_planner.errors import RunError
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.executor import NULL_SLOT
@@ -197,8 +197,7 @@ def _check_counted(stage: Stage, recorded: int, before: Counter[str]) -> None:
     """Compare the forwards of the session since ``recorded`` with those that ran, by role and mode."""
     counts: Counter[str] = Counter()
     for forward in stage.runner.session.forwards[recorded:]:
-        mode = GraphMode.NONE if forward.entry is None else forward.entry.mode
-        counts[f"{forward.role.value} {mode.value}"] += forward.repeats
+        counts[f"{forward.role.value} {forward.mode.value}"] += forward.repeats
     ran = stage.watch.ran - before
     for kind in sorted({*ran, *counts}):
         if counts[kind] != ran[kind]:

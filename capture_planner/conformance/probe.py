@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import nn
 
+from capture_planner.runtime.models.loading import weights_of
 from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
 
@@ -109,9 +110,7 @@ class _Probe(nn.Module):
         self.register_buffer("head", head.to(tables.by_token))
 
     def weights(self) -> Iterator[Weight]:
-        for prefix, part in self.named_modules():
-            for name in part._buffers:
-                yield f"{prefix}.{name}" if prefix else name, part, name
+        return weights_of(self.named_modules())
 
 
 class ProbeTarget(_Probe):

@@ -144,11 +144,8 @@ class ConformanceTests:
         seed = suite_options(request.config).seed
         # An empty ``fields`` would attack those of the runner too.
         audited = audit(subject, shapes, seed=seed, fields=fields) if fields else ()
-        over = [
-            f"  {role.value} {field}"
-            for (role, field), verdict in verdicts(audited).items()
-            if verdict is Verdict.OVER_DECLARED
-        ]
+        found = verdicts(audited).items()
+        over = [f"  {role.value} {field}" for (role, field), each in found if each is Verdict.OVER_DECLARED]
         if over:
             listed = "\n".join(over)
             pytest.fail(
@@ -173,7 +170,6 @@ def suite_options(config: pytest.Config) -> SuiteOptions:
 
 
 def _search_options(config: pytest.Config) -> tuple[str, int | None, int | None]:
-    """Return profile, seed and examples."""
     profile, source = _option(config, "profile")
     if (profile or PROFILES[0]) not in PROFILES:
         raise pytest.UsageError(f"{source}: {profile!r} is not a profile; expected one of {', '.join(PROFILES)}")

@@ -51,8 +51,6 @@ DRAFTS = (0, 1, 2, 3, 5)
 
 @attrs.frozen(kw_only=True)
 class SuiteOptions:
-    """Options of a run of the suite."""
-
     profile: Profile = DEFAULT
     seed: int = 0
     shapes: tuple[Shape, ...] = ()

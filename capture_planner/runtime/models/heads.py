@@ -106,9 +106,8 @@ class _Head(nn.Module):
         return weights_of(self.named_modules())
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.embed_tokens is None:
-            return self._target_embed(input_ids)
-        embeddings: torch.Tensor = self.embed_tokens(input_ids)
+        embed = self._target_embed if self.embed_tokens is None else self.embed_tokens
+        embeddings: torch.Tensor = embed(input_ids)
         return embeddings
 
     def arguments(self, states: torch.Tensor, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:

@@ -5,8 +5,9 @@ Whether a model can be executed is seen when it is loaded: a probe of two tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class HuggingFaceModel:
         entered: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks, torch.no_grad():
             for layer in set(aux_layers):
-                hook = self._layers[layer].register_forward_pre_hook(_keep(entered, layer), with_kwargs=True)
+                hook = self._layers[layer].register_forward_pre_hook(partial(_keep, entered, layer), with_kwargs=True)
                 hooks.callback(hook.remove)
             output = self._decoder(
                 input_ids=None if input_ids is None else input_ids.unsqueeze(0),
@@ -178,7 +179,8 @@ def load_target(
         raise RunError(f"{source}: not a configuration that transformers reads: {error}") from error
     text = config.get_text_config(decoder=True)
     _refuse(config, text, source)
-    chosen = dtype or _dtype(text.dtype or config.dtype or _FLOATS.get(shape.dtype))
+    stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
+    chosen = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if chosen is None:
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -226,11 +228,9 @@ def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:
             raise RunError(f"{where}: {_MOVING_ROPE[kind]}; supported: frequencies that do not depend on the batch")
 
 
-def _keep(entered: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-        entered[layer] = args[0] if args else kwargs["hidden_states"]
-
-    return hook
+def _keep(entered: dict[int, torch.Tensor], layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep what enters a layer: the hook of a forward."""
+    entered[layer] = args[0] if args else kwargs["hidden_states"]
 
 
 def _llama(shape: Model) -> LlamaConfig:
@@ -265,10 +265,6 @@ def _pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: 
         raise RunError(f"{folder}: its safetensors lack {listed}; they are not those of config.json")
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    return getattr(torch, value) if isinstance(value, str) else value
 
 
 def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:
