@@ -13,9 +13,9 @@ from itertools import product
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+import capture_planner.report.drawing as drawing
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
-from capture_planner.report import drawing
 from capture_planner.report.summary import (
     CAPTURED_MODES,
     first_token_times,
