@@ -23,6 +23,7 @@ from capture_planner.modes import Pool
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
+from capture_planner.runtime.capture import begin
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.ledger import Captured
@@ -49,7 +50,6 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
 
 
 def _median(costs: Sequence[CaptureCost]) -> CaptureCost:
-    """Return the median of each number."""
     return CaptureCost(
         seconds=statistics.median(cost.seconds for cost in costs),
         pool=int(statistics.median(cost.pool for cost in costs)),
@@ -100,17 +100,10 @@ def _cost(rig: Rig, runner: Runner, seconds: float, before: int) -> CaptureCost:
 def _bare(rig: Rig, advance: Callable[[str], None]) -> CaptureCost:
     grapher = BareGraphs()
     with rig.runner(rig.plan, grapher=grapher) as runner:
-        roles = tuple(runner.parts.roles.values())
-        work = sorted(
-            ((role, entry) for role in roles for entry in role.plan.entries), key=lambda item: item[1].capture_order
-        )
         before = _unaccounted(rig)
         started = perf_counter()
-        shared = grapher.pool()
-        for role in roles:
-            role.begin_capture(shared if rig.plan.pool is Pool.SHARED else grapher.pool())
         with torch.no_grad():
-            for role, entry in work:
+            for role, entry in begin(rig.plan, tuple(runner.parts.roles.values()), grapher):
                 role.warm_up(entry)
                 role.capture(entry)
                 advance(f"bare: {role.role.value} {entry}")
@@ -175,11 +168,9 @@ class BareGraph:
 
     @property
     def pieces(self) -> int:
-        """Number of CUDA graphs."""
         return len(self.parts)
 
     def replay(self) -> None:
-        """Raise ``RunError``."""
         raise RunError("the graphs of a bare loop are captured for comparison and never replayed")
 
 
@@ -212,7 +203,6 @@ class BareGraphs:
     def split(
         self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        """End a piece, run ``between``, and begin the next."""
         self._piece.close()
         between(*reads, *writes)
         self._begin()

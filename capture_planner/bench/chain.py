@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 
 import attrs
 
 from capture_planner.bench.record import ChainTiming
 from capture_planner.bench.rig import Absence, Rig, trimmed
-from capture_planner.modes import GraphMode, Refresh, Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
-from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.ledger import Forward
+from capture_planner.runtime.options import needs_host
 from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 
@@ -94,11 +95,8 @@ def with_chains(plan: Plan, registry: Registry) -> Plan | None:
     None if a backend needs the host between draft steps, so that no graph can hold a chain.
     """
     role = plan.role(Role.DRAFT_DECODE)
-    for group in role.groups:
-        attention = Attention.of(plan, Role.DRAFT_DECODE, layers=group.layers, window=group.window)
-        refresh = registry[group.backend].refresh(Role.DRAFT_DECODE, attention, plan.environment)
-        if refresh is Refresh.HOST:
-            return None
+    if needs_host(plan, role, registry):
+        return None
     assert plan.speculative is not None, "a draft decode has a drafter"
     lengths = {k - 1 for _, _, k in plan.speculative.tiers(plan.limits.max_num_reqs) if k > 2}
     return _with(plan, (attrs.evolve(entry, draft_steps=length) for entry in role.entries for length in lengths))
@@ -149,21 +147,17 @@ def _once(runner: Runner, plan: Plan, size: int) -> Callable[[], object]:
     steps = plan.speculative.draft_tokens(size) - 1
     batch = Batch.decode(Role.DRAFT_DECODE, size, 1)
     entry = runner.dispatcher.dispatch(batch).entry
+    run: Callable[[], object]
     if entry is None:
         shape = Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)
-        step = role.step(batch, None, role.warm_up_inputs(shape))
+        run = partial(role.execute, role.step(batch, None, role.warm_up_inputs(shape)), perf_counter())
+    elif entry.draft_steps is not None:
+        return role.graphs[entry].replay
+    else:
+        run = role.graphs[entry].replay
 
-        def eager() -> None:
-            for _ in range(steps):
-                role.execute(step, perf_counter())
-
-        return eager
-    graph = role.graphs[entry]
-    if entry.draft_steps is not None:
-        return graph.replay
-
-    def replays() -> None:
+    def single_steps() -> None:
         for _ in range(steps):
-            graph.replay()
+            run()
 
-    return replays
+    return single_steps

@@ -21,14 +21,10 @@ from capture_planner.bench.record import FIGURES, Absent, BenchReport
 from capture_planner.bench.rig import QUICK, Effort, Rig, clock_of, decoding_lengths, served_sizes
 from capture_planner.bench.throughput import Load, throughput
 from capture_planner.errors import RunError
-from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
-from capture_planner.records.backend import Attention
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
-from capture_planner.runtime.assembly import dtype_of
-from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import HuggingFaceModel
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.serving.kv import PageFormat
@@ -42,8 +38,6 @@ PACKAGES = ("capture-planner", "transformers", "numpy", *host.PACKAGES)
 
 @attrs.frozen(kw_only=True)
 class Bench:
-    """The choices of a bench."""
-
     model: Path | None = None
     """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
     seed: int = 0
@@ -67,7 +61,6 @@ class Bench:
 
     @property
     def effort(self) -> Effort:
-        """The numbers of repeats."""
         return QUICK if self.quick else Effort()
 
 
@@ -108,11 +101,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
     model = launch.model_of(plan, bench.model, device=device, seed=bench.seed)
     longest = max((pages for _, pages in needs), default=0)
     pages = bench.pages or _pages(plan, model, device, bench.load, page_size, longest)
-    drafter = None
-    if plan.speculative is not None:
-        length = plan.model.max_model_len + plan.speculative.num_tokens + 1
-        states, seed = plan.limits.max_num_reqs, bench.seed + 1
-        drafter = choose_drafter("random", plan.speculative, model, num_states=states, length=length, seed=seed)
+    drafter = launch.drafter_of(plan, model, "random", seed=bench.seed)
     rig = Rig(
         plan=plan,
         model=model,
@@ -167,17 +156,12 @@ def _figures(rig: Rig, bench: Bench, progress: launch.Progress) -> tuple[dict[st
 
 def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int) -> int:
     """Return the pages for the whole load and for the ``longest`` figure, within a GPU's memory."""
-    drafts, layers = 0, model.num_layers
-    if plan.speculative is not None:
-        drafts = plan.speculative.num_tokens
-        layers += plan.speculative.model.num_layers
+    drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
     served = min(load.requests, plan.limits.max_num_reqs)
     wanted = max(64, served * -(-(load.prompt + load.output + drafts) // page_size), longest)
     if device.type != "cuda":
         return wanted
-    each = Attention.of(plan, Role.TARGET, layers=1, window=None)
-    width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
-    page = 2 * layers * page_size * each.num_kv_heads * each.head_dim * width
+    page = launch.page_memory(plan, model, page_size)
     return max(1, min(wanted, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 

@@ -19,7 +19,7 @@ import torch
 from capture_planner.bench.record import Preparation
 from capture_planner.bench.rig import Absence, Rig, query_len, serving_entry, trimmed
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Backend
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.text import counted
@@ -135,7 +135,6 @@ class PrepareTimer:
     """Each executor that prepared, with its argument."""
 
     def clear(self) -> None:
-        """Forget the preparations so far."""
         self.seconds = 0.0
         self.calls.clear()
 
@@ -161,9 +160,7 @@ class PrepareTimer:
     def registry(self, registry: Registry) -> Registry:
         """Return the same backends, with timed executors."""
         return Registry(
-            Registered(
-                backend=_TimedBackend(entry.backend, self), distribution=entry.distribution, version=entry.version
-            )
+            attrs.evolve(entry, backend=_TimedBackend(entry.backend, self))
             if hasattr(entry.backend, "reserve")
             else entry
             for entry in registry.values()
@@ -181,7 +178,6 @@ class _TimedBackend:
         self._timer = timer
 
     def reserve(self, reservation: Reservation) -> Executor:
-        """Reserve an executor, and time it."""
         executor: Executor = _TimedExecutor(self._backend.reserve(reservation), self._timer)
         return executor
 
@@ -196,7 +192,6 @@ class _TimedExecutor:
         return getattr(self._executor, name)
 
     def prepare(self, metadata: Metadata) -> None:
-        """Prepare a step, timed."""
         started = perf_counter()
         self._executor.prepare(metadata)
         self._timer.seconds += perf_counter() - started

@@ -38,9 +38,7 @@ class Decode:
     graphs: tuple[Replayed, ...]
     """The graphs of the step: the target's and, with a drafter, the drafter's."""
     windows: int
-    """Windows per median."""
     steps: int
-    """Steps per window."""
     step: float
     bare: float
     eager: float | None
@@ -49,7 +47,6 @@ class Decode:
 
     @property
     def overhead(self) -> float:
-        """The step relative to its graphs."""
         return self.step / self.bare
 
     @property
@@ -103,12 +100,10 @@ class ChainTiming:
 
     @property
     def over_single(self) -> float | None:
-        """Speed-up of one graph over single-step graphs."""
         return ratio(self.single, self.fused)
 
     @property
     def over_eager(self) -> float:
-        """Speed-up of the best graph over eager."""
         return self.eager / (self.fused or self.single)
 
 
@@ -127,7 +122,6 @@ class Throughput:
 
     @property
     def gain(self) -> float | None:
-        """Throughput relative to transformers."""
         return ratio(self.tokens_per_second, self.other)
 
 
@@ -143,7 +137,6 @@ class CaptureCost:
 
     @property
     def memory(self) -> int:
-        """Total bytes."""
         return self.pool + self.driver
 
 
@@ -162,12 +155,10 @@ class CaptureFigure:
 
     @property
     def of_seconds(self) -> float | None:
-        """Seconds relative to the bare loop."""
         return None if self.bare is None else ratio(self.ours.seconds, self.bare.seconds)
 
     @property
     def of_memory(self) -> float | None:
-        """Bytes relative to the bare loop."""
         return None if self.bare is None else ratio(self.ours.memory, self.bare.memory)
 
 
@@ -183,7 +174,6 @@ class Pools:
 
     @property
     def saved(self) -> int:
-        """Bytes saved by sharing."""
         return self.per_role - self.shared
 
 
@@ -211,7 +201,6 @@ class TargetVerdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the target is met."""
         return self.reached <= self.wanted if self.at_most else self.reached >= self.wanted
 
     @property
@@ -231,7 +220,6 @@ class BenchReport:
     facts: dict[str, str]
     """Device, driver, versions of packages, date, command line."""
     clock: str
-    """Name of the clock."""
     page_size: int
     decode: tuple[Decode, ...] = ()
     preparation: tuple[Preparation, ...] = ()
@@ -245,5 +233,4 @@ class BenchReport:
 
     @property
     def failed(self) -> tuple[Absent, ...]:
-        """The figures that failed."""
         return tuple(absent for absent in self.absent if absent.failed)

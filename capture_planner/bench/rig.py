@@ -67,7 +67,6 @@ class EventClock(HostClock):
 
 
 def clock_of(device: torch.device) -> HostClock:
-    """Return the clock for a device."""
     return EventClock() if device.type == "cuda" else HostClock()
 
 
@@ -77,8 +76,6 @@ class Absence(Exception):
 
 @attrs.frozen(kw_only=True)
 class Effort:
-    """Numbers of repeats."""
-
     windows: int = 7
     """Windows per median."""
     steps: int = 20
@@ -116,15 +113,8 @@ class Rig:
     ) -> Iterator[Runner]:
         """Assemble a runner of a variant of the plan; on exit, free all of its memory."""
         self.settle()
-        runner = Runner(
-            plan,
-            self.model,
-            self.drafter,
-            registry or self.registry,
-            grapher or self.grapher,
-            pages=self.pages,
-            device=self.device,
-        )
+        registry, grapher = registry or self.registry, grapher or self.grapher
+        runner = Runner(plan, self.model, self.drafter, registry, grapher, pages=self.pages, device=self.device)
         try:
             with runner:
                 yield runner
@@ -172,7 +162,6 @@ class Rig:
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens before a measured decode."""
         return decoding_lengths(self.plan, 1, 1)[0]
 
     def requests(self, count: int, prompt: int, output: int, seed: int = 1) -> tuple[Request, ...]:

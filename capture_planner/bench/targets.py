@@ -26,12 +26,8 @@ OF_BARE_LOOP = 1.1
 """Most seconds and bytes of a capture, relative to a bare loop."""
 
 
-def verdicts(report: BenchReport) -> tuple[TargetVerdict, ...]:
-    """Return a verdict for each target whose figure was measured."""
-    return tuple(_verdicts(report))
-
-
-def _verdicts(report: BenchReport) -> Iterator[TargetVerdict]:
+def verdicts(report: BenchReport) -> Iterator[TargetVerdict]:
+    """Yield a verdict for each target whose figure was measured."""
     for decode in report.decode:
         what = f"step of {counted(decode.num_reqs, 'request')} by its bare graphs"
         yield _at_most("decode", what, STEP_OF_BARE, decode.overhead)

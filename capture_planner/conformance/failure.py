@@ -115,7 +115,6 @@ def located(batch: Batch, entry: Entry | None) -> Iterator[None]:
 
 
 def describe_batch(batch: Batch) -> str:
-    """Describe a batch in a few words."""
     text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
     if batch.query_len is not None:
         text += f", {batch.query_len} each"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 
+import attrs
 import numpy as np
 import torch
 
@@ -13,9 +14,8 @@ from capture_planner.conformance.probe import ProbeDrafter
 from capture_planner.conformance.scene import VOCABULARY, Serve
 from capture_planner.conformance.scene_batch import SceneBatch
 from capture_planner.conformance.stage import Stage
-from capture_planner.conformance.world import LiveRequest
 from capture_planner.errors import RunError
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.executor import NULL_SLOT
@@ -127,7 +127,8 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
         for name, tensor in before.items():
             getattr(state, name).copy_(tensor)
         for (live, _, _), end in zip(batch.rows, ends, strict=True):
-            _fill_draft_cache(stage, live, end)
+            # Up to its end, so that both runs of a chain begin with the same cache.
+            stage.world.compute(attrs.evolve(live, computed=min(end, stage.scene.shape.longest)))
         entry = stage.run(described, made, eager=eager, steps=k - 1)
         with located(described, entry):
             check(row_check(entry, eager=eager))
@@ -149,13 +150,6 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
             _check_state(rows_check, state.hidden[places], hidden, stage.tolerance)
 
     stage.both_ways(forward)
-
-
-def _fill_draft_cache(stage: Stage, live: LiveRequest, end: int) -> None:
-    """Write the drafter's cache up to a position, so that both runs of a chain begin alike."""
-    computed, live.computed = live.computed, min(end, stage.scene.shape.longest)
-    stage.world.compute(live)
-    live.computed = computed
 
 
 def _check_state(check: Check, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
@@ -203,27 +197,21 @@ def _check_counted(stage: Stage, recorded: int, before: Counter[str]) -> None:
     """Compare the forwards of the session since ``recorded`` with those that ran, by role and mode."""
     counts: Counter[str] = Counter()
     for forward in stage.runner.session.forwards[recorded:]:
-        mode = GraphMode.NONE if forward.entry is None else forward.entry.mode
-        counts[f"{forward.role.value} {mode.value}"] += forward.repeats
+        counts[f"{forward.role.value} {forward.mode.value}"] += forward.repeats
     ran = stage.watch.ran - before
     for kind in sorted({*ran, *counts}):
         if counts[kind] != ran[kind]:
-            message = f"{kind} ran {ran[kind]} times, and the session has {counts[kind]}"
-            raise Check.COUNTED.violation(message)
+            raise Check.COUNTED.violation(f"{kind} ran {ran[kind]} times, and the session has {counts[kind]}")
 
 
 def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
     if len(tokens) != request.max_new_tokens:
-        message = f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}"
-        raise Check.TOKENS.violation(message)
+        raise Check.TOKENS.violation(f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}")
     ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)
     hidden = stage.target.tables.attended(ids, len(request.prompt) - 1).flatten(1)
     served = torch.tensor(tokens, device=stage.subject.device)
     for number in range(len(tokens)):
         one = slice(number, number + 1)
         if not is_likeliest(served[one], hidden[one], stage.target.head, stage.tolerance):
-            message = (
-                f"token {number + 1} of {request.name} (prompt of {len(request.prompt)}) is not the model's "
-                "greedy choice"
-            )
-            raise Check.TOKENS.violation(message)
+            token = f"token {number + 1} of {request.name} (prompt of {len(request.prompt)})"
+            raise Check.TOKENS.violation(f"{token} is not the model's greedy choice")

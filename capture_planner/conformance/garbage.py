@@ -29,7 +29,7 @@ class Garbage:
         """Overwrite outputs, pool and workspace; fields only if they are filled afterwards."""
         self._turns[role.role] += 1
         if not filled:
-            self._fields(role, None)
+            self.fields(role)
         if "outputs" not in self._spared:
             for held in role.body.outputs():
                 poison(tensor_of(held))
@@ -39,11 +39,7 @@ class Garbage:
             for group in role.groups:
                 group.workspace.fill_(255)
 
-    def beyond(self, role: RoleRun, extents: Extents) -> None:
-        """Overwrite fields beyond the extents of a forward, once they are filled."""
-        self._fields(role, extents)
-
-    def _fields(self, role: RoleRun, beyond: Extents | None) -> None:
+    def fields(self, role: RoleRun, beyond: Extents | None = None) -> None:
         """Overwrite fields beyond some extents, or entirely, with the smallest number or the largest.
 
         Every third turn leaves them as earlier steps did. Each kind hides what the others show: a number below

@@ -114,7 +114,6 @@ class Log:
     """Called at each example."""
 
     def add(self, watch: Watch) -> None:
-        """Add the forwards of a scene."""
         self.forwards.update(watch.ran)
         self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
 
@@ -165,7 +164,6 @@ class ConformanceMachine(RuleBasedStateMachine):
     @_with_requests
     @rule(data=st.data())
     def advance_some(self, data: st.DataObject) -> None:
-        """Some decode."""
         self._decode(data, data.draw(st.integers(1, len(self._live())), label="rows"))
 
     @_with_requests
@@ -210,7 +208,6 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(8, 15))
     def reload(self, seed: int) -> None:
-        """Weights are reloaded in place."""
         self._do(Reload(seed=seed))
 
     @rule(data=st.data())

@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import nn
 
+from capture_planner.runtime.models.loading import weights_of
 from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
 
@@ -28,7 +29,6 @@ class AttentionShape:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.windows)
 
     @property
@@ -110,10 +110,7 @@ class _Probe(nn.Module):
         self.register_buffer("head", head.to(tables.by_token))
 
     def weights(self) -> Iterator[Weight]:
-        """The tables and the head."""
-        for prefix, part in self.named_modules():
-            for name in part._buffers:
-                yield f"{prefix}.{name}" if prefix else name, part, name
+        return weights_of(self.named_modules())
 
 
 class ProbeTarget(_Probe):
@@ -143,7 +140,6 @@ class ProbeTarget(_Probe):
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[N, vocab_size]``."""
         return hidden @ self.head
 
 
@@ -161,7 +157,6 @@ class ProbeDrafter(_Probe):
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Return ``[T, hidden_size]``."""
         return self.mixed(attended(self.tables, input_ids, positions, attend), hidden)
 
     def mixed(self, attention: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -170,7 +165,6 @@ class ProbeDrafter(_Probe):
         return (attention.repeat(1, times)[:, : self.hidden_size] + hidden) * 0.5
 
     def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest token of each row, ``int64[N]``."""
         return (hidden @ self.head).argmax(-1)
 
     def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:

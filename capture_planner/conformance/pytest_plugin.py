@@ -137,16 +137,15 @@ class ConformanceTests:
     ) -> None:
         """Each field is treated wrongly, alone, and that must change some real row."""
         from capture_planner.conformance import Verdict, audit, verdicts
+        from capture_planner.conformance.declaration_checks import declared_plan
 
-        fields = _declared(subject, shapes[0])
+        groups = (group for role in declared_plan(subject, shapes[0]).roles for group in role.groups)
+        fields = frozenset(field.name for group in groups for field in group.padding.fields)
         seed = suite_options(request.config).seed
         # An empty ``fields`` would attack those of the runner too.
         audited = audit(subject, shapes, seed=seed, fields=fields) if fields else ()
-        over = [
-            f"  {role.value} {field}"
-            for (role, field), verdict in verdicts(audited).items()
-            if verdict is Verdict.OVER_DECLARED
-        ]
+        found = verdicts(audited).items()
+        over = [f"  {role.value} {field}" for (role, field), each in found if each is Verdict.OVER_DECLARED]
         if over:
             listed = "\n".join(over)
             pytest.fail(
@@ -171,7 +170,6 @@ def suite_options(config: pytest.Config) -> SuiteOptions:
 
 
 def _search_options(config: pytest.Config) -> tuple[str, int | None, int | None]:
-    """Return profile, seed and examples."""
     profile, source = _option(config, "profile")
     if (profile or PROFILES[0]) not in PROFILES:
         raise pytest.UsageError(f"{source}: {profile!r} is not a profile; expected one of {', '.join(PROFILES)}")
@@ -203,14 +201,6 @@ def _failing(prefix: str = "") -> Iterator[None]:
         yield
     except CapturePlannerError as error:
         raise pytest.fail.Exception(f"{prefix}{error}", pytrace=False) from None
-
-
-def _declared(subject: Subject, shape: Shape) -> frozenset[str]:
-    """Return the names of all fields that the backend declares in any role."""
-    from capture_planner.conformance.declaration_checks import declared_plan
-
-    groups = (group for role in declared_plan(subject, shape).roles for group in role.groups)
-    return frozenset(field.name for group in groups for field in group.padding.fields)
 
 
 def _command(request: pytest.FixtureRequest, failure: Failure) -> str:

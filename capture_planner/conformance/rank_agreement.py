@@ -87,7 +87,6 @@ def plans() -> tuple[Plan, ...]:
 
 
 def shown(vector: Vector) -> str:
-    """Return a vector on one line."""
     ranks = []
     for submitted in vector.ranks:
         batch = submitted.batch

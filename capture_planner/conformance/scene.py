@@ -77,7 +77,6 @@ class Scene:
     """Seed of weights, tokens and garbage."""
 
     def spec(self, backend: str) -> Spec:
-        """Return the spec that is planned."""
         shape = self.shape
         layers = self.layers + shape.windowed
         groups: tuple[GroupSpec, ...] = ()

@@ -17,7 +17,6 @@ from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
-from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 
 Row = tuple[LiveRequest, int, int]
@@ -28,7 +27,7 @@ class SceneBatch:
     """Rows of requests. Each value is computed here a second time, and compared with the runner's."""
 
     def __init__(self, stage: Stage, rows: Sequence[Row]) -> None:
-        self._stage, self.rows = stage, tuple(rows)
+        self._stage, self.rows, self._pages = stage, tuple(rows), stage.world.pages
         self._lives, counts, _ = zip(*rows, strict=True)
         self._counts = np.array(counts, dtype=np.int64)
         self._computed = np.array([live.computed for live in self._lives], dtype=np.int64)
@@ -75,8 +74,7 @@ class SceneBatch:
         )
 
     def _table(self, lengths: np.ndarray) -> np.ndarray:
-        pages = self._stage.world.pages
-        width = min(pages.pages(int(lengths.max())), pages.pages(self._stage.scene.shape.longest))
+        width = self._pages.pages(min(int(lengths.max()), self._stage.scene.shape.longest))
         return np.array([live.pages[:width] for live in self._lives], dtype=np.int32)
 
     def target(self) -> StepInputs:
@@ -142,10 +140,6 @@ class SceneBatch:
                     raise Check.MADE.violation(f"{name} is {found.tolist()}, expected {value.tolist()}")
         self.inputs_by_role[role] = runners
         return runners
-
-    @functools.cached_property
-    def _pages(self) -> PageFormat:
-        return self._stage.world.pages
 
     @functools.cached_property
     def _scheduled(self) -> ScheduledBatch:

@@ -14,7 +14,7 @@ from capture_planner.conformance.probe import AttentionShape, ProbeDrafter, Prob
 from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject
 from capture_planner.conformance.watch import EAGER, Watch
-from capture_planner.conformance.world import LiveRequest, ModelCache, World
+from capture_planner.conformance.world import ModelCache, World
 from capture_planner.modes import Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.backend import Attention
@@ -53,9 +53,9 @@ class Stage:
         self.scene, self.subject = scene, subject
         self._eager_first = True
         self.plan = make_plan(scene.spec(subject.backend), subject.environment, subject.registry)
-        errors = [found for found in lint(self.plan) if found.rule.severity is Severity.ERROR]
-        if errors:
-            raise Check.PLANNED.violation(str(errors[0]), role=errors[0].diagnostic.role)
+        for finding in lint(self.plan):
+            if finding.rule.severity is Severity.ERROR:
+                raise Check.PLANNED.violation(str(finding), role=finding.diagnostic.role)
         shape, device = scene.shape, subject.device
         self.tolerance = TOLERANCE[shape.dtype]
         self.target, self.drafter = _models(scene, self.plan, device)
@@ -77,15 +77,9 @@ class Stage:
             for role in self.runner.parts.roles.values():
                 outputs.watch(role)
             self.runner.capture()
-            self.world = World(
-                tuple(self._caches()),
-                pages,
-                places=scene.num_reqs,
-                longest=shape.longest,
-                lookahead=scene.drafts + 2,
-                seed=scene.seed,
-                spared=spared,
-            )
+            self.world = World(tuple(self._caches()), pages, scene, spared)
+            self.live = self.world.live
+            """The live requests by number."""
             self.watch = Watch(self.runner, self.world, spared, trusting=trusting, outputs=outputs)
         except BaseException:
             self.close()
@@ -98,7 +92,6 @@ class Stage:
         self.close()
 
     def close(self) -> None:
-        """Release the backend."""
         self.runner.__exit__()
 
     def _caches(self) -> Iterator[ModelCache]:
@@ -110,17 +103,11 @@ class Stage:
             found = {layer: cache for group in roles[role].groups for layer, cache in group.caches.items()}
             yield ModelCache(tables, [found[layer] for layer in sorted(found)], int(role.is_drafter))
 
-    @property
-    def live(self) -> dict[int, LiveRequest]:
-        """The live requests by number."""
-        return self.world.live
-
     def draft_tokens(self, num_reqs: int) -> int:
         """Return k for a batch of so many requests."""
         return 0 if self.plan.speculative is None else self.plan.speculative.draft_tokens(num_reqs)
 
     def reload(self, seed: int) -> None:
-        """Load other weights in place."""
         self.target.tables.load(seed)
         if self.drafter is not None:
             self.drafter.tables.load(seed + 1)
@@ -139,15 +126,7 @@ class Stage:
                 forward(eager)
             except Violation as violation:
                 if violation.failure.check is Check.ROWS and not self._eager_first:
-                    self._raise_if_eager_fails(forward)
-                raise
-
-    @staticmethod
-    def _raise_if_eager_fails(forward: Callable[[bool], None]) -> None:
-        try:
-            forward(True)
-        except Violation as violation:
-            if violation.failure.check is Check.EAGER:
+                    _raise_if_eager_fails(forward)
                 raise
 
     def run(self, batch: Batch, made: StepInputs, *, eager: bool, steps: int = 1) -> Entry | None:
@@ -160,6 +139,14 @@ class Stage:
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         """Return an array as a tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.subject.device)
+
+
+def _raise_if_eager_fails(forward: Callable[[bool], None]) -> None:
+    try:
+        forward(True)
+    except Violation as violation:
+        if violation.failure.check is Check.EAGER:
+            raise
 
 
 def _models(scene: Scene, plan: Plan, device: torch.device) -> tuple[ProbeTarget, ProbeDrafter | None]:

@@ -51,8 +51,6 @@ DRAFTS = (0, 1, 2, 3, 5)
 
 @attrs.frozen(kw_only=True)
 class SuiteOptions:
-    """Options of a run of the suite."""
-
     profile: Profile = DEFAULT
     seed: int = 0
     shapes: tuple[Shape, ...] = ()
@@ -80,7 +78,6 @@ class SuiteResult:
 
     @property
     def passed(self) -> bool:
-        """Whether there is no failure."""
         return not self.failures
 
 

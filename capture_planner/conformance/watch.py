@@ -86,7 +86,7 @@ class Watch:
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self._check_fields(role, step, values)
                 self._check_placed(step, values)
-            self._garbage.beyond(role, step.extents)
+            self._garbage.fields(role, step.extents)
             own = self._own_slots(role, step)
             caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
             draft = self.runner.parts.state
@@ -214,11 +214,8 @@ class Watch:
                 raise Check.STATE.violation(f"the draft state ({name}) of a request outside the batch changed")
 
     def _pointers(self) -> list[tuple[str, int]]:
-        return [
-            (tensor[0], tensor_of(tensor).data_ptr())
-            for role in self.runner.parts.roles.values()
-            for tensor in role.persistent()
-        ]
+        roles = self.runner.parts.roles.values()
+        return [(tensor[0], tensor_of(tensor).data_ptr()) for role in roles for tensor in role.persistent()]
 
     def _check_pointers(self) -> None:
         for (name, then), (_, now) in zip(self._persistent, self._pointers(), strict=True):
@@ -244,7 +241,6 @@ def _check_fill(buffer: FieldBuffer, values: np.ndarray[Any, Any], real: np.ndar
 
 _STATE = ("token", "hidden", "proposed")
 _MOVED = ("positions", "slot_mapping", *LENGTHS)
-
 
 EAGER = Dispatch(None, reason=Reason.MODE)
 """Dispatches any batch to no graph."""

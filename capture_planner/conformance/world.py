@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from capture_planner.conformance.probe import Tables
-from capture_planner.conformance.scene import VOCABULARY, Arrive
+from capture_planner.conformance.scene import VOCABULARY, Arrive, Scene
 from capture_planner.runtime.executor import NULL_PAGE, LayerCache
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -24,7 +24,7 @@ class LiveRequest:
     number: int
     place: int
     tokens: np.ndarray
-    """``int64[longest + lookahead]``: every token that it will ever read."""
+    """``int64[longest + K + 2]``: every token that it will ever read."""
     prompt: int
     computed: int
     """Tokens whose keys and values are final."""
@@ -58,24 +58,13 @@ class World:
     """Live requests and their pages. Requests that share a prefix share pages."""
 
     def __init__(
-        self,
-        caches: Sequence[ModelCache],
-        pages: PageFormat,
-        *,
-        places: int,
-        longest: int,
-        lookahead: int,
-        seed: int,
-        spared: Collection[str] = (),
+        self, caches: Sequence[ModelCache], pages: PageFormat, scene: Scene, spared: Collection[str] = ()
     ) -> None:
-        """Fill the cache; tokens beyond ``longest`` by ``lookahead`` can be drafted.
-
-        ``spared`` names pages that get no garbage: "free pages", "null page".
-        """
+        """Fill the cache; ``spared`` names pages that get no garbage: "free pages", "null page"."""
         self.caches, self.pages = tuple(caches), pages
         self.live: dict[int, LiveRequest] = {}
-        self._longest, self._lookahead, self._seed = longest, lookahead, seed
-        self._places = list(range(places))
+        self._scene, self._longest = scene, scene.shape.longest
+        self._places = list(range(scene.num_reqs))
         self._owners = np.zeros(pages.num_pages, dtype=np.int64)
         self._owners[NULL_PAGE] = 1
         self._arrived = 0
@@ -87,8 +76,9 @@ class World:
     def arrive(self, step: Arrive) -> LiveRequest | None:
         """Add a request, unless no place or too few pages are free."""
         number, self._arrived = self._arrived, self._arrived + 1
-        draw = np.random.default_rng((self._seed, number))
-        tokens = draw.integers(0, VOCABULARY, self._longest + self._lookahead)
+        draw = np.random.default_rng((self._scene.seed, number))
+        # Tokens past the longest sequence can be drafted.
+        tokens = draw.integers(0, VOCABULARY, self._longest + self._scene.drafts + 2)
         prompt = max(1, min(step.prompt, self._longest))
         computed = max(0, min(step.computed, self._longest - 1))
         other = None if step.shares is None else self.live.get(step.shares)

@@ -265,7 +265,7 @@ def _bench(report: BenchReport) -> dict[str, Any]:
         "spec": report.plan.spec_digest,
         "environment": plain_fields(report.plan.environment),
         **{name: plain(getattr(report, name)) for name in ("backends", "facts", "clock", "page_size", *figures)},
-        "targets": plain(verdicts(report)),
+        "targets": plain(tuple(verdicts(report))),
     }
 
 

@@ -32,7 +32,6 @@ from capture_planner.runtime.serving.parts import Parts
 DTYPES = (DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
 """The element types that the runner computes and caches in."""
 
-
 Windows = tuple[int | None, ...]
 """The sliding window of each layer of a model, in tokens; None: full attention."""
 
@@ -72,7 +71,21 @@ def assemble(
     token_fields = {
         role: TokenFields.of(each, pages.page_size, plan.model.max_model_len) for role, each in fields.items()
     }
-    target = _target_body(plan, model, drafter, policy, fields[Role.TARGET], updates, token_fields[Role.TARGET])
+    own, width = fields[Role.TARGET], model.hidden_size
+    aux_layers = () if drafter is None else drafter.aux_layers
+    target = TargetBody(
+        model=model,
+        fields=own,
+        hidden=_zeros(plan, own, width),
+        aux=_zeros(plan, own, len(aux_layers) * width) if aux_layers else None,
+        tokens=torch.zeros(capacity.tokens, dtype=torch.int64, device=device),
+        updates=updates,
+        token_fields=token_fields[Role.TARGET],
+        aux_layers=aux_layers,
+        embeddings=_zeros(plan, own, width) if plan.model.embeddings else None,
+        ahead=policy.run_ahead,
+        advances=policy.advance_in_graph,
+    )
     bodies: dict[Role, Body] = {Role.TARGET: target}
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
     state = None
@@ -100,18 +113,16 @@ def assemble(
         apply=apply,
     )
     comparison = ComparisonLog() if options.compare else None
-
-    def role_run(role: RolePlan) -> RoleRun:
+    roles = {}
+    for role in plan.roles:
         mine = fields[role.role]
-        longest = plan.model.max_model_len
-        attention = RoleAttention(role.role, reserved[role.role], mine, updates, longest)
+        attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
         observer = None if comparison is None else EagerCheck(comparison, largest)
-        return RoleRun(role, bodies[role.role], mine, attention, context, observer)
-
+        roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, observer)
     return Parts(
         policy=policy,
-        roles={role.role: role_run(role) for role in plan.roles},
+        roles=roles,
         target=target,
         state=state,
         apply=apply,
@@ -125,34 +136,6 @@ def _zeros(plan: Plan, fields: Fields, width: int) -> torch.Tensor:
     """Allocate ``[max tokens, width]`` in the model's dtype, where the fields are."""
     device = fields["positions"].device
     return torch.zeros(fields.capacity.tokens, width, dtype=dtype_of(plan.model.dtype), device=device)
-
-
-def _target_body(
-    plan: Plan,
-    model: TargetModel,
-    drafter: Drafter | None,
-    policy: ExecutionPolicy,
-    fields: Fields,
-    updates: Updates,
-    token_fields: TokenFields,
-) -> TargetBody:
-    """Allocate the target's outputs, and its inputs other than fields."""
-    aux_layers = () if drafter is None else drafter.aux_layers
-    width = model.hidden_size
-    tokens = torch.zeros(fields.capacity.tokens, dtype=torch.int64, device=fields["positions"].device)
-    return TargetBody(
-        model=model,
-        fields=fields,
-        hidden=_zeros(plan, fields, width),
-        aux=_zeros(plan, fields, len(aux_layers) * width) if aux_layers else None,
-        tokens=tokens,
-        updates=updates,
-        token_fields=token_fields,
-        aux_layers=aux_layers,
-        embeddings=_zeros(plan, fields, width) if plan.model.embeddings else None,
-        ahead=policy.run_ahead,
-        advances=policy.advance_in_graph,
-    )
 
 
 def _operations(device: torch.device, fields: Sequence[Fields]) -> tuple[Callable[[Sequence[Write]], None], Updates]:
@@ -284,21 +267,18 @@ def refuse_planning_backends(plan: Plan, registry: Registry) -> None:
     """Refuse a backend that executes nothing, or declares other fields than when the plan was made."""
     for role in plan.roles:
         for group in role.groups:
-            _refuse_backend(plan, role, group, registry[group.backend])
-
-
-def _refuse_backend(plan: Plan, role: RolePlan, group: GroupPlan, registered: Registered) -> None:
-    if not isinstance(registered.backend, Runnable):
-        raise RunError(
-            f"{_label(registered)} plans and does not execute: it has no reserve; see "
-            "docs/extending/backend-contract.md"
-        )
-    attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
-    now = registered.padding(role.role, attention, plan.environment)
-    if now != group.padding:
-        names = {field.name for field in set(now.fields) ^ set(group.padding.fields)}
-        raise RunError(
-            f"{role.role.value}, group {group.name}: the plan was made with {group.distribution} "
-            f"{group.version}, and {registered.distribution} {registered.version} declares other fields "
-            f"({', '.join(sorted(names))}); plan it again"
-        )
+            registered = registry[group.backend]
+            if not isinstance(registered.backend, Runnable):
+                raise RunError(
+                    f"{_label(registered)} plans and does not execute: it has no reserve; see "
+                    "docs/extending/backend-contract.md"
+                )
+            attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
+            now = registered.padding(role.role, attention, plan.environment)
+            if now != group.padding:
+                names = {field.name for field in set(now.fields) ^ set(group.padding.fields)}
+                raise RunError(
+                    f"{role.role.value}, group {group.name}: the plan was made with {group.distribution} "
+                    f"{group.version}, and {registered.distribution} {registered.version} declares other fields "
+                    f"({', '.join(sorted(names))}); plan it again"
+                )

@@ -28,14 +28,19 @@ def capture_all(
 
     ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``.
     """
+    for role, entry in begin(plan, roles, grapher, memory):
+        yield _capture(role, entry, grapher, strict)
+
+
+def begin(
+    plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | None = None
+) -> list[tuple[RoleRun, Entry]]:
+    """Give each role its pool, and return what is captured, in order."""
     shared = grapher.pool(memory)
     for role in roles:
         role.begin_capture(shared if plan.pool is Pool.SHARED else grapher.pool(memory))
-    work = sorted(
-        ((role, entry) for role in roles for entry in role.plan.entries), key=lambda item: item[1].capture_order
-    )
-    for role, entry in work:
-        yield _capture(role, entry, grapher, strict)
+    work = ((role, entry) for role in roles for entry in role.plan.entries)
+    return sorted(work, key=lambda item: item[1].capture_order)
 
 
 def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> Captured:

@@ -14,7 +14,6 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4")
 """The packages that decide what a backend can do."""
 
-
 GIBI = 1 << 30
 
 LEAST_MEMORY = 0.95

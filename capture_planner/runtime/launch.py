@@ -113,20 +113,13 @@ def launch(
     )
     run = _Run(plan, model, registry, requests, choices, progress, grapher_for(device))
     pages = run.pages()
-    drafter = run.drafter()
+    drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
-    runner = Runner(
-        without_graphs(plan) if choices.eager else plan,
-        model,
-        drafter,
-        registry,
-        run.grapher,
-        pages=pages,
-        device=device,
-        options=choices.options,
-    )
-    with runner:
+    variant = without_graphs(plan) if choices.eager else plan
+    with Runner(
+        variant, model, drafter, registry, run.grapher, pages=pages, device=device, options=choices.options
+    ) as runner:
         try:
             if choices.verify or choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
@@ -173,6 +166,26 @@ def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int
     return model
 
 
+def drafter_of(
+    plan: Plan, model: TargetModel, choice: Drafting, *, chance: float = 0.5, seed: int = 0
+) -> Drafter | None:
+    """Return the drafter that was chosen, sized for the plan; None for a plan without one. ``seed`` is the model's."""
+    if plan.speculative is None:
+        return None
+    states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
+    return choose_drafter(
+        choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
+    )
+
+
+def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
+    """Return the bytes of one page: keys and values in all layers of target and drafter."""
+    each = Attention.of(plan, Role.TARGET, layers=1, window=None)
+    layers = model.num_layers + (plan.speculative.model.num_layers if plan.speculative else 0)
+    width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
+    return 2 * layers * page_size * each.num_kv_heads * each.head_dim * width
+
+
 def grapher_for(device: torch.device, *, accounts: bool = True) -> Grapher:
     """Return what captures on a device; ``accounts``: and reads a GPU's memory around each capture."""
     if device.type == "cuda":
@@ -207,27 +220,9 @@ class _Run:
                     f"and the KV cache has {self.choices.pages}; give it more (--pages)"
                 )
             return PageFormat(page_size=size, num_pages=self.choices.pages + 1)
-        each = Attention.of(plan, Role.TARGET, layers=1, window=None)
-        layers = self.model.num_layers + (plan.speculative.model.num_layers if plan.speculative else 0)
-        width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
-        page = 2 * layers * size * each.num_kv_heads * each.head_dim * width
+        fitting = CACHE_MEMORY // page_memory(plan, self.model, size)
         most = plan.limits.max_num_reqs * -(-plan.model.max_model_len // size)
-        return PageFormat(page_size=size, num_pages=1 + max(needed, min(most, CACHE_MEMORY // page)))
-
-    def drafter(self) -> Drafter | None:
-        """Make the drafter that was chosen, where the plan has one."""
-        plan, choices = self.plan, self.choices
-        if plan.speculative is None:
-            return None
-        return choose_drafter(
-            choices.drafter,
-            plan.speculative,
-            self.model,
-            num_states=plan.limits.max_num_reqs,
-            length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
-            chance=choices.chance,
-            seed=choices.seed + 1,
-        )
+        return PageFormat(page_size=size, num_pages=1 + max(needed, min(most, fitting)))
 
     def rehearse(self, pages: PageFormat) -> dict[str, tuple[int, ...]]:
         """Serve everything eager and without a drafter; return each prompt with its answer.
@@ -240,15 +235,8 @@ class _Run:
         for each in self.requests:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
-        plain = Runner(
-            without_speculation(self.plan, self.registry),
-            self.model,
-            None,
-            self.registry,
-            self.grapher,
-            pages=pages,
-            device=host.device_of(self.plan.environment),
-        )
+        alone, device = without_speculation(self.plan, self.registry), host.device_of(self.plan.environment)
+        plain = Runner(alone, self.model, None, self.registry, self.grapher, pages=pages, device=device)
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(

@@ -67,7 +67,6 @@ class Accounts:
 
     @property
     def explained(self) -> int:
-        """The sum of the ledger's own figures."""
         return self.graphs + self.dropped + self.driver + self.warm_up + self.modules
 
     @property
@@ -158,7 +157,6 @@ class Served:
     finished: float | None
     """Time to the last token; None where it was cut off."""
     tokens: tuple[int, ...] = ()
-    """What was generated."""
     text: str | None = None
     """The same as text, where a tokenizer was given."""
 
@@ -180,7 +178,6 @@ class RunReport:
     """All that happened when a plan was executed."""
 
     plan: Plan
-    """The plan that was given."""
     model: str
     """What ran: an architecture, and where its weights came from."""
     backends: dict[str, str]

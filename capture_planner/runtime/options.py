@@ -62,7 +62,7 @@ class ExecutionPolicy:
         """
         if options.compare:
             _refuse_without_comparison(options)
-        needs_host = {role.role: _needs_host(plan, role, registry) for role in plan.roles}
+        waiting = {role.role: needs_host(plan, role, registry) for role in plan.roles}
         # Both need the tokens of a step on the host before the next one can be launched.
         waits = plan.speculative is not None or plan.model.embeddings
         options = attrs.evolve(options, poison=options.poison or options.compare)
@@ -71,11 +71,9 @@ class ExecutionPolicy:
             run_ahead=_chosen(options.run_ahead, is_gpu, options) and not (waits or options.debug),
             # Poison and bounds checks need the host's values in every field, and multimodal rope has
             # three positions a token, of which a graph advances none.
-            advance_in_graph=not (
-                waits or needs_host[Role.TARGET] or options.debug or options.poison or plan.model.mrope
-            ),
+            advance_in_graph=not (waits or waiting[Role.TARGET] or options.debug or options.poison or plan.model.mrope),
             drafts_on_device=_chosen(options.drafts_on_device, is_gpu, options),
-            draft_decodes_need_host=needs_host.get(Role.DRAFT_DECODE, False),
+            draft_decodes_need_host=waiting.get(Role.DRAFT_DECODE, False),
         )
 
 
@@ -92,7 +90,7 @@ def _refuse_without_comparison(options: Options) -> None:
         )
 
 
-def _needs_host(plan: Plan, role: RolePlan, registry: Registry) -> bool:
+def needs_host(plan: Plan, role: RolePlan, registry: Registry) -> bool:
     """Say whether a backend of the role plans on the host before each step."""
     return any(
         registry[group.backend].refresh(

@@ -84,16 +84,11 @@ class Runner:
         if not self.policy.options.replay:
             self.dispatcher = Dispatcher(self.plan)
             return
+        roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
         started = perf_counter()
         try:
             with torch.no_grad():
-                for done in capture_all(
-                    self.plan,
-                    tuple(self.parts.roles.values()),
-                    self._grapher,
-                    strict=self.policy.options.strict,
-                    memory=memory,
-                ):
+                for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
                     self.session.captured.append(done)
                     if progress is not None:
                         progress(done)
@@ -143,12 +138,9 @@ class Runner:
         cannot be: without a prompt, longer than the model, or than all pages together.
         """
         self._refuse_while_serving("start")
+        plan, longest = self.plan, self.plan.model.max_model_len
         scheduler = Scheduler(
-            requests,
-            limits=self.plan.limits,
-            speculative=self.plan.speculative,
-            pages=self.pages,
-            max_model_len=self.plan.model.max_model_len,
+            requests, limits=plan.limits, speculative=plan.speculative, pages=self.pages, max_model_len=longest
         )
         self._serving = Serving(
             scheduler,

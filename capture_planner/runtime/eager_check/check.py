@@ -260,9 +260,8 @@ class EagerCheck:
                 self._refuse(forward, key, actual, expected, errors, tolerance, after, at)
             if expected.is_floating_point() and len(errors):
                 worst = float(errors.max())
-                self._log.saw(
-                    Largest(tensor=key.name, error=worst, tolerance=tolerance, role=role.role, layer=key.layer)
-                )
+                seen = Largest(tensor=key.name, error=worst, tolerance=tolerance, role=role.role, layer=key.layer)
+                self._log.saw(seen)
             if is_cache and key.layer is not None:
                 self._compare_foreign(forward, key, before_graph[key.layer, key.name], after)
             after = key

@@ -146,12 +146,10 @@ class ComparisonLog:
         return self._turns[role] - 1
 
     def same(self, role: Role) -> None:
-        """Count a forward that was compared, and agreed."""
         self._compared[role] += 1
         self._steps.add(self.step)
 
     def ran_eager(self, role: Role) -> None:
-        """Count a forward that no graph served."""
         self._eager[role] += 1
 
     def saw(self, largest: Largest) -> None:

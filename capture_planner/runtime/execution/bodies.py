@@ -150,10 +150,8 @@ class DraftPrefillBody(_DraftBody):
     """``[max tokens, hidden_size]``"""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
-        rows = extents.tokens
-        source = (
-            self.drafter.combine(self.target.aux[:rows]) if self.target.aux is not None else self.target.hidden[:rows]
-        )
+        rows, aux = extents.tokens, self.target.aux
+        source = self.target.hidden[:rows] if aux is None else self.drafter.combine(aux[:rows])
         hidden = self.drafter.forward(
             input_ids=self.fields["input_ids"][:rows],
             positions=self.fields["positions"][:rows],

@@ -22,7 +22,6 @@ TensorRef = tuple[str, object, str]
 
 _INTEGER_POISON = {torch.int32: -(1 << 31), torch.int64: -(1 << 63), torch.uint8: 255, torch.bool: True}
 
-
 SAMPLED_ROWS = "sampled_rows"
 SAMPLED_COUNTS = "sampled_counts"
 SAMPLED_FIELDS = (

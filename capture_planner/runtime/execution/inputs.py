@@ -57,12 +57,10 @@ class StepInputs:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return len(self.positions)
 
     @property
     def num_reqs(self) -> int:
-        """R."""
         return len(self.seq_lens)
 
     @functools.cached_property

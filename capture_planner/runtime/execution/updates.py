@@ -35,7 +35,6 @@ class DraftState:
     def make(
         cls, num_states: int, most_drafts: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> DraftState:
-        """Allocate it, zeroed."""
         return cls(
             token=torch.zeros(num_states + 1, dtype=torch.int64, device=device),
             hidden=torch.zeros(num_states + 1, hidden_size, dtype=dtype, device=device),
@@ -45,11 +44,9 @@ class DraftState:
 
     @property
     def padding(self) -> int:
-        """The row of padding."""
         return self.token.shape[0] - 1
 
     def buffers(self) -> Iterator[TensorRef]:
-        """All of it, by name."""
         for name in ("token", "hidden", "proposed", "column"):
             yield f"draft_state.{name}", self, name
 

@@ -82,7 +82,6 @@ class CudaPool:
             self.handle = torch.cuda.graph_pool_handle()
 
     def add(self, graph: CudaGraph) -> None:
-        """Take note of a graph that lives in it."""
         self._graphs.add(graph)
 
     @property
@@ -124,7 +123,6 @@ class CudaGraph:
 
     @property
     def pieces(self) -> int:
-        """How many CUDA graphs it is made of."""
         return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
 
     def replay(self) -> None:
@@ -166,7 +164,6 @@ class CudaGraphs:
         return CudaPool(limit)
 
     def capture(self, forward: Callable[[], object], pool: GraphPool) -> CudaGraph:
-        """Capture ``forward``; see ``Grapher.capture``."""
         assert isinstance(pool, CudaPool), "pools are made here"
         if self._open is not None:
             raise CaptureError("a capture began inside another; capture one forward at a time")
@@ -204,7 +201,6 @@ class CudaGraphs:
     def split(
         self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        """End a piece, run ``between``, and begin the next; see ``Grapher.split``."""
         if self._open is None:
             raise CaptureError("a split outside of a capture; only a forward that is captured is split")
         self._end()

@@ -105,11 +105,9 @@ class RecordedPool:
 
     @property
     def memory(self) -> int:
-        """Bytes that the pool holds now."""
         return sum(chunk.nbytes() for chunk in self._chunks)
 
     def poison(self) -> None:
-        """Overwrite every byte with ``0xFF``: NaN as a float, -1 as an integer."""
         for chunk in self._chunks:
             torch.empty(0, dtype=torch.uint8).set_(chunk).fill_(0xFF)
 
@@ -145,18 +143,14 @@ class Storage:
     def __init__(self, tensor: torch.Tensor, *, is_own: bool) -> None:
         self.is_own = is_own
         self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._block: Block | None = None
+        self.block: Block | None = None
+        """The bytes that it needs, and when; None: no operator touched it."""
         self._chunk: torch.UntypedStorage | None = None
         self._offset = 0
 
-    @property
-    def block(self) -> Block | None:
-        """The bytes that it needs, and when; None: no operator touched it."""
-        return self._block
-
     def touch(self, when: int, size: int) -> None:
         """Take note that operator ``when``, the last so far, uses it; it has ``size`` bytes by then."""
-        self._block = Block(when if self._block is None else self._block.first, when, size)
+        self.block = Block(when if self.block is None else self.block.first, when, size)
 
     def settle(self, chunk: torch.UntypedStorage, offset: int) -> None:
         """Let it begin at byte ``offset`` of a pool's chunk."""
@@ -181,16 +175,13 @@ class Own:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, storage: Storage) -> Own:
-        """Take note of how ``tensor`` looks at its storage now."""
         return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Point ``tensor`` into the pool, and return it."""
         self.storage.point(tensor, self.offset, self.shape, self.stride)
         return tensor
 
     def made(self) -> torch.Tensor:
-        """Return a new tensor in the pool."""
         return self.move(torch.empty(0, dtype=self.dtype))
 
 

@@ -53,11 +53,8 @@ class RecordedGraph:
     _steps: tuple[Step, ...]
     _in_inference_mode: bool
     memory: int
-    """Bytes by which this graph grew its pool."""
     alone: int
-    """Bytes that it would take in a pool of its own."""
     pieces: int
-    """How many pieces it has: one more than its splits."""
 
     def replay(self) -> None:
         """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
@@ -75,7 +72,6 @@ class RecordedGraphs:
         """Say nothing: a host's memory is many processes', and a recorded graph takes its pool alone."""
 
     def pool(self, limit: int | None = None) -> RecordedPool:
-        """Make a pool that refuses to hold more than ``limit`` bytes."""
         return RecordedPool(limit)
 
     def capture(self, forward: Callable[[], object], pool: GraphPool) -> RecordedGraph:

@@ -81,13 +81,10 @@ class _Head(nn.Module):
         config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.norm: nn.Module = nn.Identity()
-        self.embed_tokens, self.lm_head = None, None
-        if "embed_tokens.weight" in own:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if "lm_head.weight" in own:
-            self.lm_head = nn.Linear(config.hidden_size, self.vocab_size, bias=False)
-        d2t = torch.zeros(self.vocab_size, dtype=torch.int64) if "d2t" in own else None
-        self.register_buffer("d2t", d2t)
+        vocab, hidden = self.vocab_size, self.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if "embed_tokens.weight" in own else None
+        self.lm_head = nn.Linear(hidden, vocab, bias=False) if "lm_head.weight" in own else None
+        self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64) if "d2t" in own else None)
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Raise ``RunError``: only EAGLE-3 reads auxiliary states."""
@@ -109,9 +106,8 @@ class _Head(nn.Module):
         return weights_of(self.named_modules())
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.embed_tokens is None:
-            return self._target_embed(input_ids)
-        embeddings: torch.Tensor = self.embed_tokens(input_ids)
+        embed = self._target_embed if self.embed_tokens is None else self.embed_tokens
+        embeddings: torch.Tensor = embed(input_ids)
         return embeddings
 
     def arguments(self, states: torch.Tensor, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:

@@ -5,8 +5,9 @@ Whether a model can be executed is seen when it is loaded: a probe of two tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from capture_planner.runtime.models.loading import UNREADABLE, Source, contradic
 from capture_planner.runtime.models.protocols import Attend, Weight
 
 _FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
-
 
 _MOVING_ROPE = {
     "dynamic": "dynamic rope reads the longest position on the host, which no graph can hold",
@@ -89,7 +89,7 @@ class HuggingFaceModel:
         entered: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks, torch.no_grad():
             for layer in set(aux_layers):
-                hook = self._layers[layer].register_forward_pre_hook(_keep(entered, layer), with_kwargs=True)
+                hook = self._layers[layer].register_forward_pre_hook(partial(_keep, entered, layer), with_kwargs=True)
                 hooks.callback(hook.remove)
             output = self._decoder(
                 input_ids=None if input_ids is None else input_ids.unsqueeze(0),
@@ -103,7 +103,6 @@ class HuggingFaceModel:
 
     @torch.no_grad()
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings ``[T, hidden_size]`` of ``int[T]`` tokens."""
         embeddings: torch.Tensor = self._embedding(input_ids)
         return embeddings
 
@@ -180,14 +179,14 @@ def load_target(
         raise RunError(f"{source}: not a configuration that transformers reads: {error}") from error
     text = config.get_text_config(decoder=True)
     _refuse(config, text, source)
-    chosen = dtype or _dtype(text.dtype or config.dtype or _FLOATS.get(shape.dtype))
+    stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
+    chosen = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if chosen is None:
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
-    options: dict[str, Any] = {"dtype": chosen, "attn_implementation": INTERFACE}
     # Expert loops read on the host how many tokens each expert has; batched products do not.
-    options["experts_implementation"] = "batched_mm"
+    options = {"dtype": chosen, "attn_implementation": INTERFACE, "experts_implementation": "batched_mm"}
     model: Any
     try:
         if found.files:
@@ -229,11 +228,9 @@ def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:
             raise RunError(f"{where}: {_MOVING_ROPE[kind]}; supported: frequencies that do not depend on the batch")
 
 
-def _keep(entered: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-        entered[layer] = args[0] if args else kwargs["hidden_states"]
-
-    return hook
+def _keep(entered: dict[int, torch.Tensor], layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep what enters a layer: the hook of a forward."""
+    entered[layer] = args[0] if args else kwargs["hidden_states"]
 
 
 def _llama(shape: Model) -> LlamaConfig:
@@ -268,10 +265,6 @@ def _pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: 
         raise RunError(f"{folder}: its safetensors lack {listed}; they are not those of config.json")
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    return getattr(torch, value) if isinstance(value, str) else value
 
 
 def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:

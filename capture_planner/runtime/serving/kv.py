@@ -35,9 +35,8 @@ class PageFormat:
 def layer_cache(attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device) -> LayerCache:
     """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice."""
     shape = (pages.num_pages, pages.page_size, attention.num_kv_heads, attention.head_dim)
-    keys, values = (
-        allocated(shape, dtype, device, f"keys and values of {pages.num_pages} pages (--pages)") for _ in range(2)
-    )
+    purpose = f"keys and values of {pages.num_pages} pages (--pages)"
+    keys, values = (allocated(shape, dtype, device, purpose) for _ in range(2))
     return LayerCache(keys=keys, values=values)
 
 

@@ -167,8 +167,7 @@ class Scheduler:
 
     def pages_needed(self, request: Request) -> int:
         """Return the pages that a request can ever need, drafts after its last token included."""
-        tokens = len(request.prompt) + request.max_new_tokens + self._lookahead
-        return self._pages.pages(min(tokens, self._max_model_len))
+        return self._pages.pages(min(request.length + self._lookahead, self._max_model_len))
 
     def schedule(self) -> tuple[ScheduledBatch | None, tuple[Live, ...]]:
         """Return the next batch and the requests that were admitted for it."""

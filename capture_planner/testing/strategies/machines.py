@@ -133,17 +133,14 @@ class FakeBackend:
         return told if model.window is None else replace(told, level=min(told.level, self.windowed))
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
-        """Answer one contract for all."""
         return self.contract
 
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """Answer one refresh for all."""
         return self.refreshes
 
     def workspace(
         self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
     ) -> Workspace:
-        """Answer bytes for the largest entry."""
         tokens = max((entry.num_tokens for entry in entries), default=0)
         return Workspace(device=tokens * self.bytes_per_token, pinned=limits.max_num_reqs, formula="tokens")
 

@@ -40,7 +40,6 @@ def composite(function: Callable[Concatenate[DrawFn, P], T]) -> Callable[P, Sear
 
 
 def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
-    """Return the strategy, or None."""
     return _maybe(strategy)
 
 
@@ -70,7 +69,6 @@ def any_names() -> SearchStrategy[str]:
 
 @functools.cache
 def versions() -> SearchStrategy[str]:
-    """Return versions of packages."""
     return st.sampled_from(("2.13.0", "13.0", "8", "1e5", "3.0.0.post1")) | st.from_regex(
         r"[0-9][0-9A-Za-z.+-]{0,9}", fullmatch=True
     )
