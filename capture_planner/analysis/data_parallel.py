@@ -180,13 +180,10 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
     entry = agreement.lost_entry or agreement.entry
     if entry is None:
         return vector
-    return attrs.evolve(
-        vector,
-        ranks=tuple(
-            attrs.evolve(submitted, missing=submitted.missing | {entry}) if rank in lost else submitted
-            for rank, submitted in enumerate(vector.ranks)
-        ),
-    )
+    ranks = list(vector.ranks)
+    for rank in lost:
+        ranks[rank] = attrs.evolve(ranks[rank], missing=ranks[rank].missing | {entry})
+    return attrs.evolve(vector, ranks=tuple(ranks))
 
 
 def _next(plan: Plan, vector: Vector, joint: Batch) -> Entry | None:

@@ -38,13 +38,8 @@ class Batch:
     @classmethod
     def decode(cls, role: Role, num_reqs: int, query_len: int, active_loras: int = 0) -> Batch:
         """Return a uniform decode."""
-        return cls(
-            role=role,
-            num_reqs=num_reqs,
-            num_tokens=num_reqs * query_len,
-            query_len=query_len,
-            active_loras=active_loras,
-        )
+        tokens = num_reqs * query_len
+        return cls(role=role, num_reqs=num_reqs, num_tokens=tokens, query_len=query_len, active_loras=active_loras)
 
     @classmethod
     def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:

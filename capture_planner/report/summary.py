@@ -15,9 +15,6 @@ from capture_planner.records.batch import Entry
 from capture_planner.report.writing import MODES
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
 
-CAPTURED_MODES = MODES[:-1]
-"""The modes of a captured graph."""
-
 
 @attrs.frozen(kw_only=True)
 class Percentiles:
