@@ -189,11 +189,8 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
 def _next(plan: Plan, vector: Vector, joint: Batch) -> Entry | None:
     """Return the cheapest compatible entry that every rank has. A scan, as it is seldom needed."""
     steps = draft_steps(joint.role, joint.num_reqs, plan.speculative)
-    able = (
-        entry
-        for entry in plan.role(joint.role).entries
-        if not vector.lacking(entry) and entry.rejection(joint, steps) is None
-    )
+    common = (entry for entry in plan.role(joint.role).entries if not vector.lacking(entry))
+    able = (entry for entry in common if entry.rejection(joint, steps) is None)
     return min(able, key=lambda entry: entry.cost, default=None)
 
 

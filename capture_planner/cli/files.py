@@ -240,11 +240,8 @@ def backends(spec: str | None, environment: str | None, form: str) -> None:
     Shows every shipped environment, or one environment with the reasons.
     """
     names = [environment] if environment else list(catalog.shipped_environments())
-    support = backend_support(
-        registry.load_backends(),
-        [catalog.find_environment(name) for name in names],
-        codec.load_spec(spec) if spec else None,
-    )
+    environments = [catalog.find_environment(name) for name in names]
+    support = backend_support(registry.load_backends(), environments, codec.load_spec(spec) if spec else None)
     emit(form, lambda: support, partial(backends_table, support, reasons=environment is not None))
 
 

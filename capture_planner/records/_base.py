@@ -206,11 +206,8 @@ def canonical(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.name
     if attrs.has(type(value)):
-        return {
-            key_of(f): canonical(item)
-            for f in attrs.fields(type(value))
-            if f.init and (item := getattr(value, f.name)) != default_of(f)
-        }
+        fields = (f for f in attrs.fields(type(value)) if f.init)
+        return {key_of(f): canonical(item) for f in fields if (item := getattr(value, f.name)) != default_of(f)}
     if isinstance(value, Mapping):
         return {str(key): canonical(item) for key, item in value.items()}
     if isinstance(value, tuple):

@@ -9,6 +9,7 @@ from capture_planner.bench import record
 from capture_planner.bench.record import BenchReport
 from capture_planner.bench.targets import verdicts
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
+from capture_planner.codec.plain import plain_some
 from capture_planner.records.text import counted
 from capture_planner.report.sections import NONE
 from capture_planner.report.writing import Chart, Grid, Report, Section, seconds, size
@@ -249,7 +250,7 @@ def _bench(report: BenchReport) -> dict[str, Any]:
         "plan": report.plan.model.name,
         "spec": report.plan.spec_digest,
         "environment": plain_fields(report.plan.environment),
-        **{name: plain(getattr(report, name)) for name in ("backends", "facts", "clock", "page_size", *figures)},
+        **plain_some(report, "backends", "facts", "clock", "page_size", *figures),
         "targets": plain(verdicts(report)),
     }
 

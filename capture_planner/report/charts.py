@@ -150,11 +150,9 @@ def _paddings(report: RunReport) -> Chart | None:
 
 
 def _memory(report: RunReport) -> Chart | None:
-    kinds = [
-        (role, mode, found)
-        for role, mode in product(Role, CAPTURED_MODES)
-        if (found := [g for g in report.captured if (g.role, g.entry.mode, g.waiver) == (role, mode, None)])
-    ]
+    captured = [graph for graph in report.captured if graph.waiver is None]
+    found = {kind: [g for g in captured if (g.role, g.entry.mode) == kind] for kind in product(Role, CAPTURED_MODES)}
+    kinds = [(role, mode, graphs) for (role, mode), graphs in found.items() if graphs]
     if not kinds:
         return None
     figure, axes = drawing.new_figure(-(-len(kinds) // 2), 2, 1.9)

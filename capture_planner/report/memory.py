@@ -66,18 +66,14 @@ def _reconciled(report: RunReport, accounts: Accounts | None) -> str:
 
 
 def _by_graph(numbers: RunSummary) -> Iterator[Section]:
-    graphs = sorted(
-        (used.graph for used in numbers.graphs if used.graph.memory or used.graph.driver),
-        key=lambda graph: -(graph.memory + graph.driver),
-    )
+    taking = (used.graph for used in numbers.graphs if used.graph.memory or used.graph.driver)
+    graphs = sorted(taking, key=lambda graph: -(graph.memory + graph.driver))
     if not graphs:
         return
-    rest = len(numbers.graphs) - len(graphs[:MAX_GRAPHS])
+    listed = graphs[:MAX_GRAPHS]
+    rest = len(numbers.graphs) - len(listed)
     taken = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
-    rows = [
-        (g.role, g.entry.mode, extent(g.entry), size(g.memory), size(g.driver), size(g.alone))
-        for g in graphs[:MAX_GRAPHS]
-    ]
+    rows = [(g.role, g.entry.mode, extent(g.entry), size(g.memory), size(g.driver), size(g.alone)) for g in listed]
     grid = Grid.of(("graph of", "mode", "size", "allocator", "driver", "alone"), rows, text=3)
     notes = (f"and {counted(rest, 'other graph')}, which took {size(taken)}",) if rest else ()
     yield Section(name="memory-by-graph", title="Memory by graph", grid=grid, notes=notes)

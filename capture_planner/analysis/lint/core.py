@@ -163,8 +163,4 @@ error, warning, note = (partial(rule, severity) for severity in Severity)
 def lint(plan: Plan) -> tuple[Finding, ...]:
     """Return every finding of every rule about ``plan``, by code."""
     walked = coverage(plan)
-    return tuple(
-        Finding(rule=each, diagnostic=diagnostic)
-        for _, each in sorted(RULES.items())
-        for diagnostic in each.check(walked)
-    )
+    return tuple(Finding(rule=each, diagnostic=found) for each in RULES.values() for found in each.check(walked))

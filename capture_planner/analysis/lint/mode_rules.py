@@ -132,11 +132,8 @@ def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
 def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph does not belong to its role's mode, so no batch is dispatched to it."""
     for role in coverage.plan.roles:
-        wrong = [
-            entry
-            for entry in role.entries
-            if entry.mode is not (role.mode.mixed_mode if entry.query_len is None else role.mode.decode_mode)
-        ]
+        mixed, decode = role.mode.mixed_mode, role.mode.decode_mode
+        wrong = [each for each in role.entries if each.mode is not (mixed if each.query_len is None else decode)]
         if wrong:
             message = f"{len(wrong)} graphs do not belong to {role.mode.value}, such as {wrong[0]}"
             yield of_role(coverage, role, message, "entries")
