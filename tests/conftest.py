@@ -9,6 +9,8 @@ slow, and a faster test holds the same law:
 
 - conformance: the reference backend with a second seed, and the audit of its own fields, which passes without
   attacks in every other test;
+- bench: other draft lengths, the pages that each figure needs, and interruptions between figures; the command's own
+  tests measure all figures and interrupt one;
 - gallery: the ten mutants of ``gallery.core.LATE``, which take half of the time of all; ``tox -e gallery``
   searches all of them with 20 seeds.
 """

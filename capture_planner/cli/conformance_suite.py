@@ -16,6 +16,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from capture_planner import conformance as suite
 from capture_planner.cli.common import progress_bars
 from capture_planner.codec import shipped as catalog
+from capture_planner.conformance import conform
 from capture_planner.conformance.audit import Attack, AuditResult, attack_case
 from capture_planner.conformance.failure import Failure
 from capture_planner.conformance.shapes import CANDIDATES
@@ -104,7 +105,7 @@ def _search(
         for number, shapes in enumerate(sets, 1):
             try:
                 wanted = attrs.evolve(choices, shapes=shapes)
-                return suite.conform(tested, wanted, bars.scene, bars.attack), False
+                return conform(tested, wanted, bars.scene, bars.attack), False
             except RunError:
                 # None of these shapes runs here; the last set says why.
                 if number == len(sets):

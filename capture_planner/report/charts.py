@@ -13,9 +13,9 @@ from itertools import product
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+import capture_planner.report.drawing as drawing
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
-from capture_planner.report import drawing
 from capture_planner.report.summary import first_token_times, nearest_rank, padding, per_token_times, size
 from capture_planner.report.writing import CAPTURED_MODES, MODES, Chart
 from capture_planner.runtime.ledger import Captured, Forward, RunReport

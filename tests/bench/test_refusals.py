@@ -86,6 +86,7 @@ def test_default_load_marks_stated_lengths(prompt: int | None, output: int | Non
 # Pages.
 
 
+@pytest.mark.thorough
 @settings(max_examples=3)
 @given(st.sampled_from([0, 2, 4]), st.sampled_from(["decode", "preparation", "chain", "throughput", "pools"]))
 def test_figures_run_with_the_pages_that_they_need(k: int, figure: str) -> None:
@@ -113,6 +114,7 @@ def test_measure_rejects_bad_choices_before_a_model_is_loaded(chosen: Any) -> No
 # Interruptions.
 
 
+@pytest.mark.thorough
 @given(st.permutations(FIGURES).flatmap(lambda names: st.tuples(st.just(names), st.integers(0, len(names) - 1))))
 @settings(max_examples=3)
 def test_interruption_keeps_earlier_figures(case: tuple[list[str], int]) -> None:
