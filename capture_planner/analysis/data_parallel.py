@@ -180,23 +180,17 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
     entry = agreement.lost_entry or agreement.entry
     if entry is None:
         return vector
-    return attrs.evolve(
-        vector,
-        ranks=tuple(
-            attrs.evolve(submitted, missing=submitted.missing | {entry}) if rank in lost else submitted
-            for rank, submitted in enumerate(vector.ranks)
-        ),
-    )
+    ranks = list(vector.ranks)
+    for rank in lost:
+        ranks[rank] = attrs.evolve(ranks[rank], missing=ranks[rank].missing | {entry})
+    return attrs.evolve(vector, ranks=tuple(ranks))
 
 
 def _next(plan: Plan, vector: Vector, joint: Batch) -> Entry | None:
     """Return the cheapest compatible entry that every rank has. A scan, as it is seldom needed."""
     steps = draft_steps(joint.role, joint.num_reqs, plan.speculative)
-    able = (
-        entry
-        for entry in plan.role(joint.role).entries
-        if not vector.lacking(entry) and entry.rejection(joint, steps) is None
-    )
+    common = (entry for entry in plan.role(joint.role).entries if not vector.lacking(entry))
+    able = (entry for entry in common if entry.rejection(joint, steps) is None)
     return min(able, key=lambda entry: entry.cost, default=None)
 
 

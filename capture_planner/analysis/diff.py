@@ -113,10 +113,8 @@ def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
 
 def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     before, after = Counter(old.entries), Counter(new.entries)
-    for subject, word, entries in (
-        ("added", "also captures", after - before),
-        ("gone", "no longer captures", before - after),
-    ):
+    changes = ("added", "also captures", after - before), ("gone", "no longer captures", before - after)
+    for subject, word, entries in changes:
         if entries:
             ordered = tuple(sorted(entries.elements(), key=lambda e: e.capture_order))
             yield Change(new.role, subject, f"{new.role} {word} {_graphs(ordered)}", entries=ordered)

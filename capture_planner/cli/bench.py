@@ -89,10 +89,9 @@ def _figures(text: str) -> tuple[str, ...]:
 def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
     """Measure a plan on this machine, each figure against a baseline from the same run.
 
-    Figures: a decode step against its graphs alone and against eager; the host time of a step; a draft
-    chain in one graph; tokens per second; the capture of the plan; a shared pool. Times are medians,
-    from CUDA events on a GPU. Without --environment, a spec is planned for this machine. Ctrl-C ends with
-    a record of the figures measured so far.
+    Figures: a decode step against its graphs alone and against eager; the host time of a step; a draft chain in one
+    graph; tokens per second; the capture of the plan; a shared pool. Times are medians, from CUDA events on a GPU.
+    Without --environment, a spec is planned for this machine. Ctrl-C ends with a record of the figures measured so far.
     """
     refuse_outputs(plan_file, {"--output": given["output"], "--page": given["page"]})
     _refuse_unused(given)

@@ -164,13 +164,8 @@ def progress_bars(wanted: bool | None) -> Any:
 
     @contextmanager
     def task(description: str, total: int) -> Iterator[Callable[[str], None]]:
-        columns = (
-            TextColumn("{task.description:12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-        )
+        name, now = TextColumn("{task.description:12}"), TextColumn("{task.fields[now]}")
+        columns = (name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), now)
         with Progress(*columns, console=console, disable=not shown, transient=not wanted) as bars:
             bar = bars.add_task(description, total=total, now="")
             yield lambda now: bars.update(bar, advance=1, now=now)

@@ -51,13 +51,11 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
             "A and B are plans, each for its own machine; --environment goes with a spec or an engine."
         )
     machine = machines[0] if machines and environment is None else environment_named(environment)
-    sides: list[Plan | Emulation] = []
-    for letter, argument, document, plan in zip("AB", (a, b), documents, plans, strict=True):
-        if document is None:
-            sides.append(_emulated(letter, argument, machine))
-        else:
-            sides.append(plan or planned(document, machine))
-    compared = side_by_side(sides[0], sides[1], requests, names=(a, b))
+    left, right = (
+        _emulated(letter, argument, machine) if document is None else plan or planned(document, machine)
+        for letter, argument, document, plan in zip("AB", (a, b), documents, plans, strict=True)
+    )
+    compared = side_by_side(left, right, requests, names=(a, b))
     emit(form, lambda: compared, partial(side_by_side_table, compared))
 
 

@@ -17,16 +17,7 @@ from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
-from capture_planner.cli.common import (
-    FINDINGS,
-    emit,
-    environment_named,
-    plan_of,
-    planned,
-    read_document,
-    show_text,
-    to_json,
-)
+from capture_planner.cli.common import FINDINGS, emit, environment_named, plan_of, planned, read_document, to_json
 from capture_planner.cli.engine import EngineName, OrEngine, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.options import POSITIVE, flag, option
@@ -60,12 +51,10 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     made = planned(read_document(spec), environment_named(environment, output))
     if output is not None:
         codec.write(output, to_json(made) + "\n" if Path(output).suffix == ".json" else codec.dumps(made))
-    if form == "json":
-        click.echo(to_json(made))
-    elif output is None:
+    if form == "text" and output is None:
         click.echo(codec.dumps(made), nl=False)
     else:
-        show_text(tables.plan_summary(made))
+        emit(form, lambda: made, partial(tables.plan_summary, made))
     if output is not None:
         click.echo(f"written to {output}", err=form == "json")
 
@@ -116,9 +105,8 @@ def explain(
 ) -> None:
     """Explain which graph serves a batch, and why; or what serves every admissible batch.
 
-    Each line of --batches is {"role", "num_reqs", "num_tokens", "query_len", "past_prompt",
-    "active_loras"}; each answer is {"mode", "num_tokens", "num_reqs", "query_len", "active_loras",
-    "reason"}.
+    Each line of --batches is {"role", "num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras"}; each
+    answer is {"mode", "num_tokens", "num_reqs", "query_len", "active_loras", "reason"}.
     """
     if (given["num_reqs"] is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
@@ -252,11 +240,8 @@ def backends(spec: str | None, environment: str | None, form: str) -> None:
     Shows every shipped environment, or one environment with the reasons.
     """
     names = [environment] if environment else list(catalog.shipped_environments())
-    support = backend_support(
-        registry.load_backends(),
-        [catalog.find_environment(name) for name in names],
-        codec.load_spec(spec) if spec else None,
-    )
+    environments = [catalog.find_environment(name) for name in names]
+    support = backend_support(registry.load_backends(), environments, codec.load_spec(spec) if spec else None)
     emit(form, lambda: support, partial(backends_table, support, reasons=environment is not None))
 
 

@@ -107,12 +107,8 @@ def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
     present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
     for rank, submitted in enumerate(ranks):
         if submitted.batch is not None and submitted.batch.role is not present[0]:
-            raise _wrong(
-                f"expected {present[0]} as in the batches before it, got {submitted.batch.role}; each role has a "
-                "vector of its own",
-                rank,
-                "role",
-            )
+            expected = f"expected {present[0]} as in the batches before it, got {submitted.batch.role}"
+            raise _wrong(f"{expected}; each role has a vector of its own", rank, "role")
     most = max(MAX_RANKS, dispatcher.plan.parallel.data)
     if not MIN_RANKS <= len(ranks) <= most:
         raise _wrong(f"expected {MIN_RANKS} to {most} ranks, got {len(ranks)}")

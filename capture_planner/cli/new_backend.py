@@ -58,15 +58,11 @@ def refuse_name(name: str) -> None:
     for taken in installed:
         if slug(taken) == slug(name):
             shared = "" if taken == name else f", and both are the module {module_of(name)}"
-            raise CapturePlannerError(
-                f"a backend named {taken!r} is installed, from {installed[taken].distribution}{shared}; choose "
-                "another name"
-            )
+            reason = f"a backend named {taken!r} is installed, from {installed[taken].distribution}{shared}"
+            raise CapturePlannerError(f"{reason}; choose another name")
     if importlib.util.find_spec(module_of(name)) is not None:
-        raise CapturePlannerError(
-            f"the module {module_of(name)} is installed, and a backend named {name!r} would be that module too; "
-            "choose another name"
-        )
+        reason = f"the module {module_of(name)} is installed, and a backend named {name!r} would be that module too"
+        raise CapturePlannerError(f"{reason}; choose another name")
 
 
 def template_files() -> dict[str, str]:

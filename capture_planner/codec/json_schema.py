@@ -84,11 +84,8 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         items = [_schema(arg, definitions) for arg in args]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
     if origin is Mapping:
-        return {
-            "type": "object",
-            "propertyNames": _schema(args[0], definitions),
-            "additionalProperties": _schema(args[1], definitions),
-        }
+        key, value = (_schema(arg, definitions) for arg in args)
+        return {"type": "object", "propertyNames": key, "additionalProperties": value}
     if hint is type(None):
         return {"type": "null"}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -40,6 +40,11 @@ def plain_fields(value: Any, *properties: str, **keys: str) -> dict[str, Any]:
     return {key: plain(getattr(value, name)) for name, key in names.items()}
 
 
+def plain_some(value: Any, *names: str) -> dict[str, Any]:
+    """Return the named fields and properties of a value, as JSON has them."""
+    return {name: plain(getattr(value, name)) for name in names}
+
+
 def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda cls: isinstance(cls, type) and issubclass(cls, kinds)
 

@@ -27,20 +27,16 @@ def find_environment(name: str) -> Environment:
     Raises ``CapturePlannerError`` where it is neither or empty, ``InvalidDocument`` where the file is wrong.
     """
     shipped = shipped_environments()
+    choices = f"shipped are {', '.join(shipped)}, and a path to a file works too"
     if not name.strip():
-        raise CapturePlannerError(
-            f"the environment {name!r} names no machine; shipped are {', '.join(shipped)}, and a path to a file "
-            "works too"
-        )
+        raise CapturePlannerError(f"the environment {name!r} names no machine; {choices}")
     if name in shipped:
         return codec.load_environment(shipped[name])
     if Path(name).suffix or Path(name).exists():
         return codec.load_environment(name)
     near = difflib.get_close_matches(name, shipped, n=1)
     hint = f"; did you mean {near[0]}?" if near else ";"
-    raise CapturePlannerError(
-        f"no environment is named {name!r}{hint} shipped are {', '.join(shipped)}, and a path to a file works too"
-    )
+    raise CapturePlannerError(f"no environment is named {name!r}{hint} {choices}")
 
 
 def environment_of_output(output: str | None) -> str | None:

@@ -80,11 +80,8 @@ def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, R
 
 
 def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
-    serving = [
-        ladder
-        for ladder in working.ladders
-        if ladder.query_len == family.query_len and ladder.draft_steps in (None, family.draft_steps)
-    ]
+    alike = [ladder for ladder in working.ladders if ladder.query_len == family.query_len]
+    serving = [ladder for ladder in alike if ladder.draft_steps in (None, family.draft_steps)]
     return max(serving, key=lambda ladder: ladder.sizes[-1:], default=None)
 
 

@@ -14,23 +14,13 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Protocol, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import attrs
 
 from capture_planner.errors import InvalidValue, Problem
 
 T = TypeVar("T")
-
-
-class Constraint(Protocol):
-    """A rule that a single field value must meet; it describes itself."""
-
-    def problem(self, value: Any) -> str | None:
-        """Return what is wrong with ``value``, or None."""
-
-    def schema(self) -> dict[str, Any]:
-        """Return the same rule as JSON Schema keywords."""
 
 
 @attrs.frozen
@@ -84,6 +74,10 @@ class Pattern:
         return {"pattern": f"^(?:{self.regex})$"}
 
 
+Constraint = Interval | Gt | Pattern
+"""A rule for one field: ``problem`` returns what is wrong with a value, ``schema`` the rule in JSON Schema keywords."""
+
+
 @attrs.frozen
 class Unit:
     """How files write an integer: ``codec`` reads and writes one in bytes as ``2GiB``. Checks nothing."""
@@ -107,7 +101,7 @@ Name = Annotated[
 def constraints(annotation: Any) -> tuple[Constraint, ...]:
     """Return the constraints of an ``Annotated`` type."""
     if typing.get_origin(annotation) is Annotated:
-        return tuple(m for m in annotation.__metadata__ if hasattr(m, "problem"))
+        return tuple(m for m in annotation.__metadata__ if isinstance(m, Constraint))
     return ()
 
 
@@ -166,9 +160,13 @@ def raise_any(problems: Iterable[Problem]) -> None:
         raise InvalidValue(found)
 
 
-def duplicates(values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Yield index and value of each value that occurs earlier in the sequence."""
-    return ((index, value) for index, value in enumerate(values) if value in values[:index])
+def refuse_duplicates(values: Sequence[Any], message: str, items: str, key: str) -> None:
+    """Raise ``InvalidValue`` with each value that occurs earlier; ``message`` has a place for it.
+
+    Its path is the ``key`` of an item of ``items``.
+    """
+    again = ((index, value) for index, value in enumerate(values) if value in values[:index])
+    raise_any(Problem(path=(items, index, key), message=message.format(value)) for index, value in again)
 
 
 def field(doc: str, *, key: str | None = None, **options: Any) -> Any:
@@ -208,11 +206,8 @@ def canonical(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.name
     if attrs.has(type(value)):
-        return {
-            key_of(f): canonical(item)
-            for f in attrs.fields(type(value))
-            if f.init and (item := getattr(value, f.name)) != default_of(f)
-        }
+        fields = (f for f in attrs.fields(type(value)) if f.init)
+        return {key_of(f): canonical(item) for f in fields if (item := getattr(value, f.name)) != default_of(f)}
     if isinstance(value, Mapping):
         return {str(key): canonical(item) for key, item in value.items()}
     if isinstance(value, tuple):

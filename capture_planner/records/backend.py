@@ -10,7 +10,16 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records._base import ByteCount, Count, Interval, Pattern, duplicates, field, raise_any, record
+from capture_planner.records._base import (
+    ByteCount,
+    Count,
+    Interval,
+    Pattern,
+    field,
+    raise_any,
+    record,
+    refuse_duplicates,
+)
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import Deployment, max_query_len
 from capture_planner.records.environment import Environment
@@ -125,10 +134,7 @@ class PaddingContract:
     fields: tuple[MetadataField, ...] = field("metadata fields", default=())
 
     def __attrs_post_init__(self) -> None:
-        raise_any(
-            Problem(path=("fields", index, "name"), message=f"{name!r} is declared twice")
-            for index, name in duplicates([f.name for f in self.fields])
-        )
+        refuse_duplicates([f.name for f in self.fields], "{!r} is declared twice", "fields", "name")
 
     def __getitem__(self, name: str) -> MetadataField:
         return next(f for f in self.fields if f.name == name)

@@ -38,13 +38,8 @@ class Batch:
     @classmethod
     def decode(cls, role: Role, num_reqs: int, query_len: int, active_loras: int = 0) -> Batch:
         """Return a uniform decode."""
-        return cls(
-            role=role,
-            num_reqs=num_reqs,
-            num_tokens=num_reqs * query_len,
-            query_len=query_len,
-            active_loras=active_loras,
-        )
+        tokens = num_reqs * query_len
+        return cls(role=role, num_reqs=num_reqs, num_tokens=tokens, query_len=query_len, active_loras=active_loras)
 
     @classmethod
     def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:
@@ -107,26 +102,14 @@ class Entry:
         FULL before PIECEWISE, then fewest padded tokens, requests and adapters; then the more specific
         graph: uniform before any batch, fused chain before single step.
         """
-        return (
-            self.mode is not GraphMode.FULL,
-            self.num_tokens,
-            self.num_reqs or 0,
-            self.active_loras,
-            self.query_len is None,
-            self.draft_steps is None,
-        )
+        size = self.num_tokens, self.num_reqs or 0, self.active_loras
+        return self.mode is not GraphMode.FULL, *size, self.query_len is None, self.draft_steps is None
 
     @property
     def capture_order(self) -> tuple[int, ...]:
         """PIECEWISE first, then FULL, each largest first, so that later graphs fit the pool."""
-        return (
-            self.mode is GraphMode.FULL,
-            -self.num_tokens,
-            -(self.num_reqs or 0),
-            -(self.query_len or 0),
-            -self.active_loras,
-            -(self.draft_steps or 0),
-        )
+        sizes = self.num_tokens, self.num_reqs, self.query_len, self.active_loras, self.draft_steps
+        return self.mode is GraphMode.FULL, *(-(size or 0) for size in sizes)
 
     def rejection(self, batch: Batch, draft_steps: int | None = None) -> Rejection | None:
         """Return why this entry cannot serve ``batch``, or None if it can.

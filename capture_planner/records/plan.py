@@ -6,9 +6,9 @@ Nothing downstream decides again.
 
 from typing import Annotated
 
-from capture_planner.errors import DispatchError, Problem
+from capture_planner.errors import DispatchError
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.records._base import Name, NonNegative, Pattern, duplicates, field, raise_any, record
+from capture_planner.records._base import Name, NonNegative, Pattern, field, record, refuse_duplicates
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
@@ -115,10 +115,7 @@ class Plan:
     roles: tuple[RolePlan, ...] = field("the roles, target first")
 
     def __attrs_post_init__(self) -> None:
-        raise_any(
-            Problem(path=("roles", index, "role"), message=f"the role {role} is planned twice")
-            for index, role in duplicates(self.planned)
-        )
+        refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""

@@ -11,10 +11,10 @@ from capture_planner.records._base import (
     Interval,
     Name,
     Seconds,
-    duplicates,
     field,
     raise_any,
     record,
+    refuse_duplicates,
 )
 from capture_planner.records.model import Model, Speculative
 
@@ -115,10 +115,7 @@ class RoleSpec:
     groups: tuple[GroupSpec, ...] = field("attention groups; empty: one, of all layers", default=())
 
     def __attrs_post_init__(self) -> None:
-        raise_any(
-            Problem(path=("groups", index, "name"), message=f"a second group is named {name!r}")
-            for index, name in duplicates([group.name for group in self.groups])
-        )
+        refuse_duplicates([group.name for group in self.groups], "a second group is named {!r}", "groups", "name")
 
 
 @record

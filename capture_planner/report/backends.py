@@ -76,11 +76,8 @@ def backend_support(
 def backends_table(backends: Sequence[BackendSupport], *, reasons: bool) -> RenderableType:
     """Backends against environments, or one environment with the reasons."""
     if reasons:
-        rows = (
-            (backend.name, backend.version, each.role, each.group, each.level.name, each.reason)
-            for backend in backends
-            for each in backend.support
-        )
+        groups = ((backend, each) for backend in backends for each in backend.support)
+        rows = ((one.name, one.version, each.role, each.group, each.level.name, each.reason) for one, each in groups)
         return table_of("backend", "version", "role", "group", "support", "because", rows=rows)
     environments = list(dict.fromkeys(s.environment for backend in backends for s in backend.support))
     table = table_of("backend", "version", *environments)

@@ -9,6 +9,7 @@ from capture_planner.bench import record
 from capture_planner.bench.record import BenchReport
 from capture_planner.bench.targets import verdicts
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
+from capture_planner.codec.plain import plain_some
 from capture_planner.records.text import counted
 from capture_planner.report.sections import NONE
 from capture_planner.report.writing import Chart, Grid, Report, Section, seconds, size
@@ -24,28 +25,19 @@ def bench_report(report: BenchReport) -> Report:
 
         return bench_charts(report)
 
-    return Report(
-        kind="bench",
-        title=f"Bench of {report.plan.model.name}",
-        alert=_alert(report),
-        sections=bench_sections(report),
-        charts=drawn,
-        spec=report.plan.spec_digest,
-    )
-
-
-def _alert(report: BenchReport) -> str | None:
     alerts = [f"INTERRUPTED: {STOPPED}"] if report.interrupted else []
     if report.failed:
         broken = dict.fromkeys(absent.figure for absent in report.failed)
         alerts.append(f"INCOMPLETE: failed in {', '.join(broken)}")
-    return "; ".join(alerts) or None
-
-
-def bench_sections(report: BenchReport) -> tuple[Section, ...]:
-    """Return the parts of the report in the order in which they are read."""
     parts = (_what, _targets, _decode, _preparation, _chain, _throughput, _capture, _pools)
-    return tuple(part(report) for part in parts)
+    return Report(
+        kind="bench",
+        title=f"Bench of {report.plan.model.name}",
+        alert="; ".join(alerts) or None,
+        sections=tuple(part(report) for part in parts),
+        charts=drawn,
+        spec=report.plan.spec_digest,
+    )
 
 
 def _what(report: BenchReport) -> Section:
@@ -59,15 +51,10 @@ def _what(report: BenchReport) -> Section:
         ("pages", f"of {counted(report.page_size, 'token')}"),
         *report.facts.items(),
     ]
-    return Section(
-        name="bench",
-        title=f"Bench of {plan.model.name}",
-        warnings=(
-            *((f"interrupted: {STOPPED}",) if report.interrupted else ()),
-            *(f"{absent.figure} broke: {absent.says}" for absent in report.failed),
-        ),
-        grid=Grid.facts(facts),
-    )
+    warnings = [f"interrupted: {STOPPED}"] if report.interrupted else []
+    warnings += [f"{absent.figure} broke: {absent.says}" for absent in report.failed]
+    title = f"Bench of {plan.model.name}"
+    return Section(name="bench", title=title, warnings=tuple(warnings), grid=Grid.facts(facts))
 
 
 def _absent(report: BenchReport, figure: str, title: str = "") -> Section:
@@ -239,24 +226,23 @@ def _pools(report: BenchReport) -> Section:
     result = report.pools
     if result is None:
         return _absent(report, "pools")
-    line = f"one for all roles {size(result.shared)}, one each {size(result.per_role)}: sharing saves "
+    saved = f"sharing saves {size(result.saved)}"
+    line = f"one for all roles {size(result.shared)}, one each {size(result.per_role)}: {saved}"
     requests, differing = counted(result.requests, "request"), result.differing
-    return Section(
-        name="pools",
-        warnings=(f"{len(differing)} of {requests} differ: {', '.join(differing[:5])}",) if differing else (),
-        lines=(line + size(result.saved), *(() if differing else (f"{requests} served with both: the same tokens",))),
-    )
+    if differing:
+        warning = f"{len(differing)} of {requests} differ: {', '.join(differing[:5])}"
+        return Section(name="pools", warnings=(warning,), lines=(line,))
+    return Section(name="pools", lines=(line, f"{requests} served with both: the same tokens"))
 
 
 @json_of(BenchReport)
 def _bench(report: BenchReport) -> dict[str, Any]:
     """Return the JSON of a bench. Seconds, bytes, ratios.
 
-    ``model``, ``plan``, ``spec`` (digest), ``environment``, ``backends``, ``facts``, ``clock``,
-    ``page_size``: what was measured, where and with what. A key for each figure: ``decode``,
-    ``preparation`` and ``chain`` are lists, a row for each number of requests; ``throughput``,
-    ``capture`` and ``pools`` are one record each; what was not measured is empty or null, and
-    ``absent`` says why. ``interrupted``: whether it was stopped. ``targets``: each with the result.
+    ``model``, ``plan``, ``spec`` (digest), ``environment``, ``backends``, ``facts``, ``clock``, ``page_size``: what was
+    measured, where and with what. A key for each figure: ``decode``, ``preparation`` and ``chain`` are lists, a row for
+    each number of requests; ``throughput``, ``capture`` and ``pools`` are one record each; what was not measured is
+    empty or null, and ``absent`` says why. ``interrupted``: whether it was stopped. ``targets``: each with the result.
     """
     figures = ("decode", "preparation", "chain", "throughput", "capture", "pools", "interrupted", "absent")
     return {
@@ -264,7 +250,7 @@ def _bench(report: BenchReport) -> dict[str, Any]:
         "plan": report.plan.model.name,
         "spec": report.plan.spec_digest,
         "environment": plain_fields(report.plan.environment),
-        **{name: plain(getattr(report, name)) for name in ("backends", "facts", "clock", "page_size", *figures)},
+        **plain_some(report, "backends", "facts", "clock", "page_size", *figures),
         "targets": plain(tuple(verdicts(report))),
     }
 

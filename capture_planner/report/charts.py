@@ -16,15 +16,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 import capture_planner.report.drawing as drawing
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
-from capture_planner.report.summary import (
-    CAPTURED_MODES,
-    first_token_times,
-    nearest_rank,
-    padding,
-    per_token_times,
-    size,
-)
-from capture_planner.report.writing import MODES, Chart
+from capture_planner.report.summary import first_token_times, nearest_rank, padding, per_token_times, size
+from capture_planner.report.writing import CAPTURED_MODES, MODES, Chart
 from capture_planner.runtime.ledger import Captured, Forward, RunReport
 
 _DASHES = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
@@ -157,11 +150,9 @@ def _paddings(report: RunReport) -> Chart | None:
 
 
 def _memory(report: RunReport) -> Chart | None:
-    kinds = [
-        (role, mode, found)
-        for role, mode in product(Role, CAPTURED_MODES)
-        if (found := [g for g in report.captured if (g.role, g.entry.mode, g.waiver) == (role, mode, None)])
-    ]
+    captured = [graph for graph in report.captured if graph.waiver is None]
+    found = {kind: [g for g in captured if (g.role, g.entry.mode) == kind] for kind in product(Role, CAPTURED_MODES)}
+    kinds = [(role, mode, graphs) for (role, mode), graphs in found.items() if graphs]
     if not kinds:
         return None
     figure, axes = drawing.new_figure(-(-len(kinds) // 2), 2, 1.9)
@@ -274,14 +265,11 @@ def _acceptance(report: RunReport) -> Chart | None:
 
 def _latency(report: RunReport) -> Chart | None:
     target = [forward for forward in report.forwards if forward.role is Role.TARGET]
+    by_mode = [(drawing.COLORS[mode], "-", [f.seconds for f in target if f.mode is mode]) for mode in MODES]
     panels = [
         ("time to first token", "requests", [(drawing.INK, "-", first_token_times(report))]),
         ("time per output token", "requests", [(drawing.INK, "-", per_token_times(report))]),
-        (
-            "forward of the target, by mode",
-            "forwards",
-            [(drawing.COLORS[m], "-", [f.seconds for f in target if f.mode is m]) for m in MODES],
-        ),
+        ("forward of the target, by mode", "forwards", by_mode),
     ]
     panels = [panel for panel in panels if any(values for _, _, values in panel[2])]
     if not panels:

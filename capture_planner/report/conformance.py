@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.conformance import AuditResult, Check, Failure, Log, Profile, loads, verdicts
+from capture_planner.conformance import AuditResult, Check, Failure, Log, loads, verdicts
 from capture_planner.conformance.case_text import describe_case
 from capture_planner.modes import Role
 from capture_planner.records.text import counted
@@ -32,24 +32,28 @@ def conformance_report(report: Conformance, *, commands: bool = False) -> Report
         kind="conformance run",
         title=f"Conformance of {report.backend}: {report.says}",
         alert=alert,
-        sections=conformance_sections(report, commands=commands),
+        sections=tuple(_sections(report, commands=commands)),
         charts=drawn,
     )
 
 
-def conformance_sections(report: Conformance, *, commands: bool = False) -> tuple[Section, ...]:
-    """Return the parts of the report in the order in which they are read."""
-    findings = report.outcome.failures
-    found = (
-        _finding(number, each, report.command(each.case) if commands else "") for number, each in enumerate(findings, 1)
-    )
-    tried = () if report.attack else (_checks(report), _steps(report), _forwards(report))
-    return (_what(report), *found, *tried, _shapes(report), *_audits(report))
+def _sections(report: Conformance, *, commands: bool) -> Iterator[Section]:
+    """Yield the parts of the report in the order in which they are read."""
+    yield _what(report)
+    for number, finding in enumerate(report.outcome.failures, 1):
+        yield _finding(number, finding, report.command(finding.case) if commands else "")
+    if not report.attack:
+        yield from (_checks(report), _steps(report), _forwards(report))
+    yield _shapes(report)
+    yield from _audits(report)
 
 
 def _what(report: Conformance) -> Section:
     profile = report.profile
-    tried = "one printed case" if profile is None else _profile(profile)
+    tried = "one printed case"
+    if profile is not None:
+        scenes, steps = counted(profile.examples, "scene"), counted(profile.steps, "step")
+        tried = f"{profile.name} profile: {scenes} of up to {steps}"
     facts = [
         ("backend", f"{report.backend}, of {report.distribution} {report.version}"),
         ("environment", f"{report.environment.name}, {report.environment.device.name}"),
@@ -66,10 +70,6 @@ def _what(report: Conformance) -> Section:
         grid=Grid.facts(facts),
         notes=(f"it took {seconds(report.outcome.seconds)}",),
     )
-
-
-def _profile(profile: Profile) -> str:
-    return f"{profile.name} profile: {counted(profile.examples, 'scene')} of up to {counted(profile.steps, 'step')}"
 
 
 def _finding(number: int, finding: Failure, command: str) -> Section:
@@ -121,37 +121,30 @@ def _checks(report: Conformance) -> Section:
             continue  # One rank alone.
         held = "broken" if check in broken else "held" if count else "not tried"
         rows.append((check.value, held, counted(count, what), check.law))
-    notes: tuple[str, ...] = ()
-    if broken:
-        notes = ("the search ends with the first finding; the numbers are without the cases that made it small",)
+    note = "the search ends with the first finding; the numbers are without the cases that made it small"
     grid = Grid.of(("check", "", "tried on", "law"), rows)
-    return Section(name="checks", grid=grid, notes=notes)
+    return Section(name="checks", grid=grid, notes=(note,) if broken else ())
 
 
 def _steps(report: Conformance) -> Section:
     log = report.log
     rows = tuple((name, f"{count:,}") for name, count in sorted(log.steps.items()))
-    return Section(
-        name="steps",
-        lines=(f"{counted(sum(log.steps.values()), 'step')} in {counted(log.examples, 'scene')}",),
-        grid=Grid.of(("step", "times"), rows, text=1),
-    )
+    line = f"{counted(sum(log.steps.values()), 'step')} in {counted(log.examples, 'scene')}"
+    return Section(name="steps", lines=(line,), grid=Grid.of(("step", "times"), rows, text=1))
 
 
 def _forwards(report: Conformance) -> Section:
     rows = tuple((role.value, mode, f"{count:,}") for (role, mode), count in forwards(report.log))
     reqs, tokens = report.log.largest
-    return Section(
-        name="forwards",
-        lines=(f"the largest batches had {counted(reqs, 'request')}, and {counted(tokens, 'token')}",) if rows else (),
-        grid=Grid.of(("role", "ran as", "forwards"), rows, text=2),
-    )
+    line = f"the largest batches had {counted(reqs, 'request')}, and {counted(tokens, 'token')}"
+    grid = Grid.of(("role", "ran as", "forwards"), rows, text=2)
+    return Section(name="forwards", lines=(line,) if rows else (), grid=grid)
 
 
 def _shapes(report: Conformance) -> Section:
-    used = ((str(shape), "used") for shape in report.outcome.shapes)
-    refused = ((str(each.shape), f"refused: {each.reason}") for each in report.outcome.refused)
-    return Section(name="shapes", grid=Grid.of(("shape", ""), (*used, *refused)))
+    rows = [(str(shape), "used") for shape in report.outcome.shapes]
+    rows += [(str(each.shape), f"refused: {each.reason}") for each in report.outcome.refused]
+    return Section(name="shapes", grid=Grid.of(("shape", ""), rows))
 
 
 def _audits(report: Conformance) -> Iterator[Section]:
@@ -168,9 +161,6 @@ def _audits(report: Conformance) -> Iterator[Section]:
         rows.append((field[0].value, field[1], attacks[0].axis, attacks[0].declared_by, verdict.value, matter))
     columns = ("role", "field", "axis", "declared by", "verdict", "attacks that change real rows")
     tries = f"{counted(len(audited), 'attack')} on {counted(len(by_field), 'field')}, each alone"
-    notes = (
-        ("an over-declared field costs a copy at every step: no attack on it changed a real row",)
-        if report.over_declared
-        else ()
-    )
+    note = "an over-declared field costs a copy at every step: no attack on it changed a real row"
+    notes = (note,) if report.over_declared else ()
     yield Section(name="audits", lines=(tries,), grid=Grid.of(columns, rows), notes=notes)

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from capture_planner.codec import json_of, plain, plain_fields
+from capture_planner.codec.plain import plain_some
 from capture_planner.conformance import AuditResult, Log, Profile, SuiteResult, Verdict, loads, verdicts
 from capture_planner.conformance.case_text import describe_case
 from capture_planner.modes import GraphMode, Role
@@ -101,14 +102,10 @@ def _conformance(report: Conformance) -> dict[str, Any]:
     ``refused``: what was tried. ``audited``: each attack on a declared field; ``fields``: what they come to.
     """
     outcome, log = report.outcome, report.log
-
-    def some(*names: str) -> dict[str, Any]:
-        return {name: plain(getattr(report, name)) for name in names}
-
     return {
-        **some("backend", "distribution", "version"),
+        **plain_some(report, "backend", "distribution", "version"),
         "environment": plain_fields(report.environment),
-        **some("differences", "host", "seed", "profile", "drafts", "passed", "interrupted"),
+        **plain_some(report, "differences", "host", "seed", "profile", "drafts", "passed", "interrupted"),
         "findings": [
             plain_fields(finding)
             | {

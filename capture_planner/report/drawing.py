@@ -89,13 +89,7 @@ def as_svg(figure: Figure, name: str) -> str:
 
 
 def chart(
-    figure: Figure,
-    name: str,
-    *,
-    alt: str,
-    caption: str,
-    section: str | None = None,
-    modes: tuple[GraphMode, ...] = MODES,
+    figure: Figure, name: str, *, alt: str, caption: str, section: str = "", modes: tuple[GraphMode, ...] = MODES
 ) -> Chart:
     """Return the figure as the picture of a section, by default the one of its name."""
     svg = as_svg(figure, name)

@@ -42,11 +42,8 @@ def comparison_sections(comparison: Comparison | None) -> Iterator[Section]:
         for seen in comparison.largest
     ]
     columns = ("tensor", "largest error", "allowed", "role", "layer")
-    yield Section(
-        name="comparison",
-        lines=tuple(lines),
-        grid=Grid(columns=columns, right=frozenset({"largest error", "allowed"}), rows=tuple(rows)),
-    )
+    grid = Grid(columns=columns, right=frozenset({"largest error", "allowed"}), rows=tuple(rows))
+    yield Section(name="comparison", lines=tuple(lines), grid=grid)
 
 
 def _counts(forwards: Mapping[Role, int]) -> str:
@@ -60,16 +57,13 @@ def _difference(difference: Difference) -> Section:
     whose = "padding, or no request's" if difference.request is None else f"{difference.request}{token}"
     error = "infinite" if difference.error is None else f"{difference.error:.2g}"
     chain = "" if difference.draft_step is None else f", draft decode {difference.draft_step}"
+    tokens = f"{difference.padded_tokens} tokens after {difference.num_tokens}"
     facts = [
         ("where", difference.where),
         ("after", difference.after or "nothing: it is the first that is compared"),
         ("step", f"{difference.step}, {difference.role.value}{chain}"),
         ("entry", str(difference.entry)),
-        (
-            "padding",
-            f"{difference.padded_tokens} tokens after {difference.num_tokens}, {difference.padded_reqs} requests after "
-            f"{difference.num_reqs}",
-        ),
+        ("padding", f"{tokens}, {difference.padded_reqs} requests after {difference.num_reqs}"),
         ("first row", f"row {difference.row}: {whose}"),
         ("graph", shown(difference.graph)),
         ("eager", shown(difference.eager)),
@@ -85,14 +79,9 @@ def _difference(difference: Difference) -> Section:
 
 
 def _metadata(fields: Sequence[FieldSeen]) -> Section:
-    return Section(
-        name="metadata",
-        title="Metadata of that forward",
-        grid=Grid.of(
-            ("field", "batch", "padding"),
-            ((seen.name, _short(seen.real), _short(seen.padding or ())) for seen in fields),
-        ),
-    )
+    rows = ((seen.name, _short(seen.real), _short(seen.padding or ())) for seen in fields)
+    grid = Grid.of(("field", "batch", "padding"), rows)
+    return Section(name="metadata", title="Metadata of that forward", grid=grid)
 
 
 def _short(values: Any) -> str:

@@ -99,11 +99,8 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
     results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]
     driver = {"name": "capture-planner", "version": version, "rules": [*rules, drifts]}
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": results}],
-    }
+    run = {"tool": {"driver": driver}, "results": results}
+    return {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
 
 
 def _result(code: str, level: str, text: str, place: FileFinding | Drift) -> dict[str, Any]:

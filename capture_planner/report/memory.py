@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from capture_planner.records.text import counted
 from capture_planner.report.summary import RunSummary
-from capture_planner.report.writing import Grid, Section, extent, percent, size
+from capture_planner.report.writing import Cell, Grid, Section, extent, percent, size
 from capture_planner.runtime.ledger import Accounts, RunReport
 
 MOST_APART = 0.05
@@ -23,11 +23,13 @@ MAX_GRAPHS = 10
 
 def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]:
     """Yield the sections: where the memory went, and the graphs that took most of it."""
-    accounts, rest = numbers.accounts, report.buffers - report.workspaces
-    rows = [
+    accounts, later, rest = numbers.accounts, numbers.later, report.buffers - report.workspaces
+    rows: list[tuple[Cell, ...]] = [
         (kind.role, kind.mode, size(kind.memory), size(kind.driver), size(kind.memory + kind.driver))
         for kind in numbers.captured
     ]
+    rows += [] if accounts is None else _others(accounts)
+    notes = () if later is None else (f"from the last capture to the end, the device lost {size(later)}",)
     yield Section(
         name="memory",
         warnings=(_APART.format(percent(accounts.apart)),) if accounts and accounts.apart > MOST_APART else (),
@@ -36,14 +38,8 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
             f"{size(rest)}, workspaces {size(report.workspaces)}",
             _reconciled(report, accounts),
         ),
-        grid=Grid.of(
-            ("what", "mode", "allocator", "driver", "sum"),
-            (*rows, *([] if accounts is None else _others(accounts))),
-            text=2,
-        ),
-        notes=()
-        if numbers.later is None
-        else (f"from the last capture to the end, the device lost {size(numbers.later)}",),
+        grid=Grid.of(("what", "mode", "allocator", "driver", "sum"), rows, text=2),
+        notes=notes,
     )
     yield from _by_graph(numbers)
 
@@ -70,21 +66,14 @@ def _reconciled(report: RunReport, accounts: Accounts | None) -> str:
 
 
 def _by_graph(numbers: RunSummary) -> Iterator[Section]:
-    graphs = sorted(
-        (used.graph for used in numbers.graphs if used.graph.memory or used.graph.driver),
-        key=lambda graph: -(graph.memory + graph.driver),
-    )
+    taking = (used.graph for used in numbers.graphs if used.graph.memory or used.graph.driver)
+    graphs = sorted(taking, key=lambda graph: -(graph.memory + graph.driver))
     if not graphs:
         return
-    rest = len(numbers.graphs) - len(graphs[:MAX_GRAPHS])
+    listed = graphs[:MAX_GRAPHS]
+    rest = len(numbers.graphs) - len(listed)
     taken = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
-    rows = [
-        (g.role, g.entry.mode, extent(g.entry), size(g.memory), size(g.driver), size(g.alone))
-        for g in graphs[:MAX_GRAPHS]
-    ]
-    yield Section(
-        name="memory-by-graph",
-        title="Memory by graph",
-        grid=Grid.of(("graph of", "mode", "size", "allocator", "driver", "alone"), rows, text=3),
-        notes=(f"and {counted(rest, 'other graph')}, which took {size(taken)}",) if rest else (),
-    )
+    rows = [(g.role, g.entry.mode, extent(g.entry), size(g.memory), size(g.driver), size(g.alone)) for g in listed]
+    grid = Grid.of(("graph of", "mode", "size", "allocator", "driver", "alone"), rows, text=3)
+    notes = (f"and {counted(rest, 'other graph')}, which took {size(taken)}",) if rest else ()
+    yield Section(name="memory-by-graph", title="Memory by graph", grid=grid, notes=notes)

@@ -13,6 +13,7 @@ from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.diff import Change
 from capture_planner.analysis.explain import Explanation, NearMiss
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
+from capture_planner.codec.plain import plain_some
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
@@ -27,25 +28,24 @@ def _without(value: Any, *names: str) -> dict[str, Any]:
     return {name: item for name, item in plain_fields(value).items() if name not in names}
 
 
+_EXPORTED = "engine", "flags", "file", "sizes", "losses", "proof", "unproved"
+
 json_fields(Change, subject="what", message="says")
 json_fields(NearMiss, message="says")
 json_fields(Service, "coverage")
+json_of(Coverage)(lambda walked: {"covered": not walked.uncovered, "cells": plain(walked.cells)})
+json_of(Export)(lambda export: plain_some(export, *_EXPORTED))
+json_of(Loss)(lambda loss: _without(loss, "scope"))
 
 
 @json_of(Explanation)
 def _explanation(explained: Explanation) -> dict[str, Any]:
-    names = ("mode", "entry", "padded_tokens", "padded_reqs", "reason")
     return {
         "batch": plain(explained.batch),
-        **{name: plain(getattr(explained.answer, name)) for name in names},
+        **plain_some(explained.answer, "mode", "entry", "padded_tokens", "padded_reqs", "reason"),
         "says": explained.message,
         "rejected": plain(explained.near_misses),
     }
-
-
-@json_of(Coverage)
-def _coverage(walked: Coverage) -> dict[str, Any]:
-    return {"covered": not walked.uncovered, "cells": plain(walked.cells)}
 
 
 @json_of(Cell)
@@ -71,7 +71,6 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
     rows: dict[tuple[GraphMode, Reason | None], list[BatchAnswer]] = {}
     for one in walk(emulation):
         rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
-    shown = ("role", "kind", "query_len", "active_loras")
     return {
         "engine": emulation.engine,
         "version": emulation.version,
@@ -85,7 +84,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
         "notes": plain(emulation.notes),
         "batches": [
-            {name: plain(getattr(run.batch, name)) for name in shown}
+            plain_some(run.batch, "role", "kind", "query_len", "active_loras")
             | {"first": run.first, "last": run.last, "mode": mode.value, "reason": plain(reason)}
             for (mode, reason), asked in rows.items()
             for run in runs(asked)
@@ -107,17 +106,6 @@ def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
         "mend": finding.fix,
         "threads": list(rule.threads),
     }
-
-
-@json_of(Export)
-def _export(export: Export) -> dict[str, Any]:
-    names = ("engine", "flags", "file", "sizes", "losses", "proof", "unproved")
-    return {name: plain(getattr(export, name)) for name in names}
-
-
-@json_of(Loss)
-def _loss(loss: Loss) -> dict[str, Any]:
-    return _without(loss, "scope")
 
 
 @json_of(Proof)

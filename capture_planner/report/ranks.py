@@ -132,12 +132,8 @@ def cases_table(reports: Sequence[RankReport], role: Role) -> RenderableType:
         table = table_of("rank", "submits", "padded by", "because")
         for _, group in groupby(range(len(ranks)), key=lambda rank: (ranks[rank], report.reasons[rank])):
             first, *others = group
-            table.add_row(
-                f"{first} to {others[-1]}" if others else str(first),
-                _submits(ranks[first]),
-                _padding(agreement, first),
-                report.reasons[first],
-            )
+            span = f"{first} to {others[-1]}" if others else str(first)
+            table.add_row(span, _submits(ranks[first]), _padding(agreement, first), report.reasons[first])
         parts += [Text("")] if parts else []
         parts += [Text.assemble(f"{role}, {report.title} -> ", runs), Padding(table, (0, 0, 0, 2))]
     return Group(*parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from capture_planner.codec import json_fields, json_of, plain
+from capture_planner.codec.plain import plain_some
 from capture_planner.report.sections import alert, sections
 from capture_planner.report.summary import Acceptance, GraphUse, RunSummary, ServedMode, summary
 from capture_planner.report.writing import Chart, Report
@@ -51,13 +52,14 @@ def _run(report: RunReport) -> dict[str, Any]:
         "model": report.model,
         "environment": report.plan.environment.name,
         "spec": report.plan.spec_digest,
-        **_some(report, "backends", "host", "interrupted"),
+        **plain_some(report, "backends", "host", "interrupted"),
         "captured": _captured(report, numbers),
-        "memory": _some(report, "weights", "kv_cache", "buffers", "workspaces") | _some(numbers, "accounts", "later"),
-        **_some(numbers, "served_from", "fallbacks", "acceptance", "latency"),
+        "memory": plain_some(report, "weights", "kv_cache", "buffers", "workspaces")
+        | plain_some(numbers, "accounts", "later"),
+        **plain_some(numbers, "served_from", "fallbacks", "acceptance", "latency"),
         "throughput": {"seconds": report.serve_seconds}
-        | _some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
-        **_some(report, "comparison", "steps", "forwards"),
+        | plain_some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
+        **plain_some(report, "comparison", "steps", "forwards"),
         "requests": plain(report.served),
     }
 
@@ -71,15 +73,11 @@ json_fields(Forward, "mode")
 @json_of(GraphUse)
 def _used(used: GraphUse) -> dict[str, Any]:
     graph, waiver = used.graph, used.graph.waiver
-    return _some(graph, "role", "entry", "seconds", "memory", "alone", "driver", "readings") | {
+    return plain_some(graph, "role", "entry", "seconds", "memory", "alone", "driver", "readings") | {
         "forwards": used.forwards,
         "reason": waiver and plain(waiver.reason),
         "says": waiver and waiver.message,
     }
-
-
-def _some(value: Any, *names: str) -> dict[str, Any]:
-    return {name: plain(getattr(value, name)) for name in names}
 
 
 def _captured(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
@@ -91,7 +89,7 @@ def _captured(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
         "unused": len(numbers.unused),
         "seconds": report.capture_seconds,
         **{name: sum(getattr(kind, name) for kind in numbers.captured) for name in ("memory", "alone", "driver")},
-        **_some(report, "buffers", "kv_cache"),
+        **plain_some(report, "buffers", "kv_cache"),
         "by": plain(numbers.captured),
         "entries": plain((*numbers.graphs, *dropped)),
     }

@@ -119,15 +119,10 @@ def _served_from(numbers: RunSummary) -> Section:
         for role in numbers.served_from
         for mode in role.modes
     ]
-    return Section(
-        name="served",
-        title="Served from",
-        grid=Grid.of(("role", "mode", "forwards", "share", "token padding", "request padding"), rows, text=2),
-        notes=tuple(
-            f"{role.role}: uniform decodes covered: " + _part(role.covered, role.decodes)
-            for role in numbers.served_from
-        ),
-    )
+    covered = ((role.role, _part(role.covered, role.decodes)) for role in numbers.served_from)
+    notes = tuple(f"{role}: uniform decodes covered: {part}" for role, part in covered)
+    grid = Grid.of(("role", "mode", "forwards", "share", "token padding", "request padding"), rows, text=2)
+    return Section(name="served", title="Served from", grid=grid, notes=notes)
 
 
 def _part(part: int, whole: int) -> str:
@@ -154,15 +149,10 @@ def _fallbacks(numbers: RunSummary) -> Section:
         )
         for fallback in listed
     ]
-    return Section(
-        name="fallbacks",
-        lines=(
-            f"eager: {_part(eager, total)} forwards, in {counted(len(numbers.fallbacks), 'shape')}",
-            *_causes(numbers),
-        ),
-        grid=Grid.of(("role", "reason", "requests", "tokens", "query length", "forwards"), rows, text=2),
-        notes=(f"and {', '.join(others)}",) if rest else (),
-    )
+    line = f"eager: {_part(eager, total)} forwards, in {counted(len(numbers.fallbacks), 'shape')}"
+    grid = Grid.of(("role", "reason", "requests", "tokens", "query length", "forwards"), rows, text=2)
+    notes = (f"and {', '.join(others)}",) if rest else ()
+    return Section(name="fallbacks", lines=(line, *_causes(numbers)), grid=grid, notes=notes)
 
 
 def _causes(numbers: RunSummary) -> Iterator[str]:
@@ -216,18 +206,13 @@ def _latency(report: RunReport, numbers: RunSummary) -> Section:
     rate = NONE if numbers.tokens_per_second is None else f"{numbers.tokens_per_second:,.1f} tokens/s"
     names = ("to first token", "per output token", "to last token", "step", "host, per forward")
     measured = zip(names, attrs.astuple(numbers.latency, recurse=False), strict=True)
-    return Section(
-        name="latency",
-        lines=(
-            f"output tokens: {numbers.output_tokens:,} in {seconds(report.serve_seconds)}, {rate}",
-            f"requests: {numbers.finished:,} finished, {numbers.cut_off:,} cut off",
-        ),
-        grid=Grid.of(
-            ("time", "measured", "p50", "p90", "p99", "max"),
-            ((name, *_percentiles(found)) for name, found in measured),
-            text=1,
-        ),
+    rows = ((name, *_percentiles(found)) for name, found in measured)
+    lines = (
+        f"output tokens: {numbers.output_tokens:,} in {seconds(report.serve_seconds)}, {rate}",
+        f"requests: {numbers.finished:,} finished, {numbers.cut_off:,} cut off",
     )
+    grid = Grid.of(("time", "measured", "p50", "p90", "p99", "max"), rows, text=1)
+    return Section(name="latency", lines=lines, grid=grid)
 
 
 def _percentiles(found: Percentiles | None) -> tuple[str, ...]:

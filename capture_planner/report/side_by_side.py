@@ -21,10 +21,8 @@ MAX_HOLES = 20
 
 def side_by_side_table(compared: SideBySide) -> RenderableType:
     """What each captures, what each serves, and what one alone runs eager."""
-    parts: list[RenderableType] = [
-        Text(f"A: {compared.a}\nB: {compared.b}", style="bold"),
-        *(Text(""), _graphs(compared), Text(""), _families(compared)),
-    ]
+    parts: list[RenderableType] = [Text(f"A: {compared.a}\nB: {compared.b}", style="bold")]
+    parts += [Text(""), _graphs(compared), Text(""), _families(compared)]
     for side, other in (("a", "b"), ("b", "a")):
         holes = [hole for hole in compared.holes if hole.eager == side]
         parts += [Text(""), *_holes(holes, side.upper(), other.upper(), often=compared.from_traffic)]

@@ -15,9 +15,6 @@ from capture_planner.records.batch import Entry
 from capture_planner.report.writing import MODES
 from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
 
-CAPTURED_MODES = MODES[:-1]
-"""The modes of a captured graph."""
-
 
 @attrs.frozen(kw_only=True)
 class Percentiles:
@@ -317,12 +314,11 @@ def per_token_times(report: RunReport) -> list[float]:
 
 
 def _latency(report: RunReport) -> Latency:
+    host = (forward.host_seconds / forward.repeats for forward in report.forwards for _ in range(forward.repeats))
     return Latency(
         first_token=Percentiles.of(first_token_times(report)),
         per_token=Percentiles.of(per_token_times(report)),
         finished=Percentiles.of(served.finished for served in report.served if served.finished is not None),
         step=Percentiles.of(step.seconds for step in report.steps),
-        forward_host=Percentiles.of(
-            forward.host_seconds / forward.repeats for forward in report.forwards for _ in range(forward.repeats)
-        ),
+        forward_host=Percentiles.of(host),
     )

@@ -15,6 +15,9 @@ Cell = str | GraphMode
 MODES = (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE)
 """What serves a forward, best first."""
 
+CAPTURED_MODES = MODES[:-1]
+"""The modes of a captured graph."""
+
 
 @attrs.frozen(kw_only=True)
 class Grid:

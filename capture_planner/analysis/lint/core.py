@@ -142,14 +142,17 @@ RULES: dict[str, Rule] = {}
 """All rules by code, in the order of their codes."""
 
 
-def rule(
-    severity: Severity, code: str, bug_class: BugClass, threads: str, remedy: str, *, at: str = ""
-) -> Callable[[CheckT], CheckT]:
-    """Register a check of plans under a stable code.
+_CLASSES = {"0": "A", "1": "B", "2": "C", "3": "G", "4": "I", "5": "J"}
+"""The bug class of a rule by the second digit of its code."""
+
+
+def rule(severity: Severity, code: str, threads: str, remedy: str, *, at: str = "") -> Callable[[CheckT], CheckT]:
+    """Register a check of plans under a stable code, which gives its bug class.
 
     ``threads`` is their names, separated by spaces; ``at`` the ``spec_path``, as in ``speculative.schedule``. The other
     arguments are fields of ``Rule``.
     """
+    bug_class = BugClass[_CLASSES[code[3]]]
     facts = {"severity": severity, "bug_class": bug_class, "threads": tuple(threads.split()), "remedy": remedy}
     return register_in(RULES, Rule, code, spec_path=tuple(at.split(".") if at else ()), **facts)
 
@@ -160,8 +163,4 @@ error, warning, note = (partial(rule, severity) for severity in Severity)
 def lint(plan: Plan) -> tuple[Finding, ...]:
     """Return every finding of every rule about ``plan``, by code."""
     walked = coverage(plan)
-    return tuple(
-        Finding(rule=each, diagnostic=diagnostic)
-        for _, each in sorted(RULES.items())
-        for diagnostic in each.check(walked)
-    )
+    return tuple(Finding(rule=each, diagnostic=found) for each in RULES.values() for found in each.check(walked))

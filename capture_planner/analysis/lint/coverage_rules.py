@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role, warning
+from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -41,7 +41,6 @@ def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
 
 @error(
     "CP001",
-    BugClass.A,
     "vllm#54933 vllm-ascend#16049",
     "plan again from the spec; a plan made by capture-planner covers or waives every batch",
     at="sizes",
@@ -58,7 +57,6 @@ def uncovered_batch(coverage: Coverage) -> Iterator[Diagnostic]:
 
 @warning(
     "CP002",
-    BugClass.A,
     "vllm#54933 vllm#50488 sglang#33483",
     "choose a policy whose largest size is the largest decode (default and minimax do), or raise the budget",
     at="sizes",
@@ -88,7 +86,6 @@ def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
 
 @warning(
     "CP003",
-    BugClass.A,
     "vllm#54933",
     "raise max_num_tokens to requests times tokens each, or lower max_num_reqs",
     at="limits.max_num_tokens",
@@ -111,7 +108,7 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
             )
 
 
-@error("CP004", BugClass.A, "vllm#47460", "plan again from the spec")
+@error("CP004", "vllm#47460", "plan again from the spec")
 def roles_of_the_deployment(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has a role that the deployment does not run, or lacks one that it runs."""
     runs = list(Role) if coverage.plan.speculative else [Role.TARGET]
@@ -131,7 +128,7 @@ _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
 """Reasons that a single batch or step can have, but not a class of batches."""
 
 
-@error("CP050", BugClass.J, "vllm#36165", "give a reason (mode, sizes, backend_cap or budget) and a sentence")
+@error("CP050", "vllm#36165", "give a reason (mode, sizes, backend_cap or budget) and a sentence")
 def unexplained_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     """A waiver gives no reason that a reader can act on."""
     for role in coverage.plan.roles:
@@ -141,7 +138,7 @@ def unexplained_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, f"the waiver of {extent} gives no reason ({given})", "waivers", index)
 
 
-@warning("CP051", BugClass.J, "vllm#47460 sglang#40253", "plan again from the spec")
+@warning("CP051", "vllm#47460 sglang#40253", "plan again from the spec")
 def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     """A waiver covers no batch: all of its batches have a graph or are inadmissible.
 
@@ -157,13 +154,7 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, message, "waivers", index)
 
 
-@note(
-    "CP052",
-    BugClass.J,
-    "vllm#36165 vllm#20098",
-    "see the role's decisions for the backend or rule that decided it",
-    at="mode",
-)
+@note("CP052", "vllm#36165 vllm#20098", "see the role's decisions for the backend or rule that decided it", at="mode")
 def decodes_run_eager(coverage: Coverage) -> Iterator[Diagnostic]:
     """No decode of a role has a graph.
 

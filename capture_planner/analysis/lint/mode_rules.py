@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Coverage
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role
+from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Role
 from capture_planner.records.plan import Decision, RolePlan
 
@@ -26,9 +26,7 @@ def _needed(role: RolePlan) -> GraphSupport:
     return GraphSupport.UNIFORM_BATCH if long else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-@error(
-    "CP030", BugClass.G, "vllm#39773", "use FULL_DECODE_ONLY or NONE for draft decodes", at="roles.draft_decode.mode"
-)
+@error("CP030", "vllm#39773", "use FULL_DECODE_ONLY or NONE for draft decodes", at="roles.draft_decode.mode")
 def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A draft decode runs PIECEWISE.
 
@@ -45,7 +43,7 @@ def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, message, "mode")
 
 
-@error("CP031", BugClass.G, "vllm#49547", "plan again from the spec")
+@error("CP031", "vllm#49547", "plan again from the spec")
 def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role resolved to more than was requested: a higher mode, or chains instead of single steps."""
     speculative = coverage.plan.speculative
@@ -59,9 +57,7 @@ def mode_above_request(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, f"{role.mode.value} is above the requested {role.requested.value}", "mode")
 
 
-@error(
-    "CP032", BugClass.G, "vllm#49547 vllm#50619", "record each downgrade as a decision with its rule, backend and group"
-)
+@error("CP032", "vllm#49547 vllm#50619", "record each downgrade as a decision with its rule, backend and group")
 def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """The decisions of a role do not lead from its requested mode to its resolved mode."""
     for role in coverage.plan.roles:
@@ -74,7 +70,7 @@ def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, message, "mode")
 
 
-@error("CP033", BugClass.G, "vllm#49547 vllm#50619", "lower the drafter's mode only")
+@error("CP033", "vllm#49547 vllm#50619", "lower the drafter's mode only")
 def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter's limits lowered the target's mode.
 
@@ -92,7 +88,7 @@ def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, message, "decisions", step)
 
 
-@error("CP034", BugClass.G, "vllm#28207", "choose another backend or a lower mode", at="backend")
+@error("CP034", "vllm#28207", "choose another backend or a lower mode", at="backend")
 def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
     """A mode or a graph needs more than the weakest attention group of its role supports."""
     for role in coverage.plan.roles:
@@ -103,7 +99,7 @@ def mode_beyond_support(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, f"{role.mode.value} needs {needed.name}, but {support}", "groups", number)
 
 
-@note("CP035", BugClass.G, "vllm#49547", "choose another backend if the mode matters", at="mode")
+@note("CP035", "vllm#49547", "choose another backend if the mode matters", at="mode")
 def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
     """A backend's limits lowered a mode. The plan records the decision; this makes it visible."""
     for role in coverage.plan.roles:
@@ -113,7 +109,7 @@ def stepped_down(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, message, "decisions", step)
 
 
-@error("CP036", BugClass.G, "vllm#39773", "lower the drafter's mode or raise the target's")
+@error("CP036", "vllm#39773", "lower the drafter's mode or raise the target's")
 def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
     """A drafter has a mode that its target does not allow.
 
@@ -132,15 +128,12 @@ def drafter_above_target(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, f"runs {role.mode.value} while the target runs {target.mode.value}", "mode")
 
 
-@error("CP037", BugClass.G, "vllm#47460", "remove them or change the mode")
+@error("CP037", "vllm#47460", "remove them or change the mode")
 def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph does not belong to its role's mode, so no batch is dispatched to it."""
     for role in coverage.plan.roles:
-        wrong = [
-            entry
-            for entry in role.entries
-            if entry.mode is not (role.mode.mixed_mode if entry.query_len is None else role.mode.decode_mode)
-        ]
+        mixed, decode = role.mode.mixed_mode, role.mode.decode_mode
+        wrong = [each for each in role.entries if each.mode is not (mixed if each.query_len is None else decode)]
         if wrong:
             message = f"{len(wrong)} graphs do not belong to {role.mode.value}, such as {wrong[0]}"
             yield of_role(coverage, role, message, "entries")

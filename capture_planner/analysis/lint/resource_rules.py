@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role, warning
+from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.records.batch import Kind
 
@@ -21,7 +21,7 @@ COARSE_TOKENS = 64
 replaced doubling by steps of 64, for up to 1.5 times the throughput (TRT-LLM#12895)."""
 
 
-@error("CP040", BugClass.I, "vllm#50488 TRT-LLM#12895", "plan again from the spec, or raise the budget", at="budget")
+@error("CP040", "vllm#50488 TRT-LLM#12895", "plan again from the spec, or raise the budget", at="budget")
 def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has more graphs than its budget allows."""
     bound = coverage.plan.budget.allowed_graphs()
@@ -29,7 +29,7 @@ def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
         yield Diagnostic(f"{coverage.plan.num_graphs} graphs, but {bound[1]} allows {bound[0]}", path=("budget",))
 
 
-@error("CP041", BugClass.I, "vllm-ascend#8585", "plan again from the spec")
+@error("CP041", "vllm-ascend#8585", "plan again from the spec")
 def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
     """A role has more full graphs, or larger ones, than its backend can hold."""
     for role in coverage.plan.roles:
@@ -46,7 +46,7 @@ def over_backend_cap(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, f"{group.backend} gets {' and '.join(excess)}", "groups", number)
 
 
-@warning("CP042", BugClass.I, "vllm#32005 vllm#36370", "set lora.specialize to false, or budget.max_graphs", at="lora")
+@warning("CP042", "vllm#32005 vllm#36370", "set lora.specialize to false, or budget.max_graphs", at="lora")
 def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     """LoRA cases multiply a long list of graphs.
 
@@ -60,7 +60,7 @@ def lora_multiplies_graphs(coverage: Coverage) -> Iterator[Diagnostic]:
     yield Diagnostic(f"{len(plan.lora.cases())} LoRA cases turn {plain} graphs into {plan.num_graphs}", path=("lora",))
 
 
-@warning("CP043", BugClass.I, "vllm#57475 vllm#51590 vllm#20098", "set budget.memory or budget.max_graphs", at="budget")
+@warning("CP043", "vllm#57475 vllm#51590 vllm#20098", "set budget.memory or budget.max_graphs", at="budget")
 def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     """There is no budget, and graphs may take more than a tenth of the device's memory.
 
@@ -77,7 +77,7 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
         )
 
 
-@note("CP044", BugClass.I, "vllm#44078", "set pool to shared unless you measured a difference", at="pool")
+@note("CP044", "vllm#44078", "set pool to shared unless you measured a difference", at="pool")
 def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     """The drafter's graphs have their own memory pool.
 
@@ -87,9 +87,7 @@ def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
         yield Diagnostic("each role has its own pool, which cost vLLM about 0.27 GiB", path=("pool",))
 
 
-@warning(
-    "CP045", BugClass.I, "TRT-LLM#12895 vllm-ascend#1168", "add sizes between, or use the default policy", at="sizes"
-)
+@warning("CP045", "TRT-LLM#12895 vllm-ascend#1168", "add sizes between, or use the default policy", at="sizes")
 def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
     """Decodes are padded by more than half and by many rows, although more graphs would fit.
 

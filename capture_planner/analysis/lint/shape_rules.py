@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Coverage, nearest_group_misses
-from capture_planner.analysis.lint.core import BugClass, Diagnostic, error, note, of_role, warning
+from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, token_step
@@ -16,7 +16,7 @@ HEAVY_TOKENS = 1024
 """Padding is heavy above both: 5 to 16 tokens is cheap, 3208 to 8192 is not (sglang#31487, #40253)."""
 
 
-@error("CP010", BugClass.B, "vllm#28207 vllm#36165", "list num_reqs only; num_tokens follows")
+@error("CP010", "vllm#28207 vllm#36165", "list num_reqs only; num_tokens follows")
 def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph whose num_tokens is not num_reqs times query_len.
 
@@ -31,7 +31,7 @@ def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]
                 yield of_role(coverage, role, message, "entries")
 
 
-@error("CP011", BugClass.B, "vllm#48494 vllm#48329", "remove them; no batch is dispatched to them")
+@error("CP011", "vllm#48494 vllm#48329", "remove them; no batch is dispatched to them")
 def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph has a query length that its role never runs.
 
@@ -49,13 +49,7 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, message, "entries")
 
 
-@note(
-    "CP012",
-    BugClass.B,
-    "vllm#46324",
-    "harmless here; use multiples for an engine that derives requests from tokens",
-    at="sizes",
-)
+@note("CP012", "vllm#46324", "harmless here; use multiples for an engine that derives requests from tokens", at="sizes")
 def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     """PIECEWISE sizes are not multiples of 1 + K in a speculative deployment.
 
@@ -72,7 +66,7 @@ def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
         yield Diagnostic(f"{odd} of {len(sizes)} piecewise sizes are not multiples of {multiple}", path=("roles",))
 
 
-@error("CP013", BugClass.B, "vllm#28207", "round them up to multiples of the tensor-parallel size", at="parallel")
+@error("CP013", "vllm#28207", "round them up to multiples of the tensor-parallel size", at="parallel")
 def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnostic]:
     """With sequence parallelism, padded tokens do not divide over the tensor-parallel ranks."""
     step = token_step(coverage.plan.parallel)
@@ -83,7 +77,7 @@ def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnosti
             yield of_role(coverage, role, message, "entries")
 
 
-@warning("CP014", BugClass.B, "vllm#48494", "raise num_tokens or lower the schedule", at="speculative.schedule")
+@warning("CP014", "vllm#48494", "raise num_tokens or lower the schedule", at="speculative.schedule")
 def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
     """A schedule has more draft tokens than num_tokens, and is clamped to it."""
     speculative = coverage.plan.speculative
@@ -96,7 +90,7 @@ def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
             )
 
 
-@warning("CP020", BugClass.C, "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")
+@warning("CP020", "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")
 def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph that no batch can reach: it wastes memory and start-up time.
 
@@ -114,7 +108,6 @@ def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
 
 @note(
     "CP021",
-    BugClass.C,
     "vllm#53407 vllm#56136",
     "nothing to fix here; with vLLM 0.33, expect these to run PIECEWISE or eager",
     at="speculative.schedule",
@@ -132,7 +125,7 @@ def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, message, "entries")
 
 
-@error("CP022", BugClass.C, "vllm#36165", "list it once")
+@error("CP022", "vllm#36165", "list it once")
 def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph is listed twice, and would be captured twice under one key."""
     for role in coverage.plan.roles:
@@ -141,7 +134,7 @@ def duplicate_entry(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, f"{entry} is listed {count} times", "entries")
 
 
-@warning("CP023", BugClass.C, "sglang#31487 sglang#40253", "add a size between, or use the default policy", at="sizes")
+@warning("CP023", "sglang#31487 sglang#40253", "add a size between, or use the default policy", at="sizes")
 def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
     """A batch is padded to more than twice its tokens, and by more than 1024 tokens.
 
@@ -158,7 +151,7 @@ def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, cell, f"a batch of {cell.first} {unit} is padded {padded}", "entries")
 
 
-@error("CP024", BugClass.C, "vllm#36165 vllm#39773", "set num_reqs for FULL graphs only")
+@error("CP024", "vllm#36165 vllm#39773", "set num_reqs for FULL graphs only")
 def request_extent(coverage: Coverage) -> Iterator[Diagnostic]:
     """A FULL graph without num_reqs, or a PIECEWISE graph with it.
 
