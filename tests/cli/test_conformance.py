@@ -256,8 +256,10 @@ def test_an_over_declared_field_is_a_warning_and_with_strict_a_finding(
     audit = importlib.import_module("capture_planner.conformance.audit")
     attackable = audit._attackable
 
-    def few(role: Any) -> Iterator[Any]:
-        return (pair for pair in attackable(role) if role.role is Role.TARGET and pair[0].endswith("wanted"))
+    def few(role: Any) -> dict[str, Any]:
+        return {
+            key: field for key, field in attackable(role).items() if role.role is Role.TARGET and key.endswith("wanted")
+        }
 
     monkeypatch.setattr(audit, "_attackable", few)
     one_scene = (*PLAIN, "--examples", "1", "--audits", "--progress")
