@@ -25,11 +25,12 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
+from capture_planner.runtime.ledger import Session
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.models.protocols import TargetModel
 from capture_planner.runtime.options import Options
-from capture_planner.runtime.runner import Runner, Session
+from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request, generated
 

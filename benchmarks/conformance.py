@@ -82,7 +82,7 @@ def report(case: Case, under: Subject, profile: Profile, seed: int, outcome: Sui
     """Return one process's part as data."""
     found = under.registry[under.backend]
     # Another capability is planned for by a file of one's own: the command names the backend alone.
-    return plain(
+    data: Data = plain(
         Conformance(
             backend=found.name,
             distribution=found.distribution,
@@ -96,6 +96,7 @@ def report(case: Case, under: Subject, profile: Profile, seed: int, outcome: Sui
             outcome=outcome,
         )
     )
+    return data
 
 
 def search(name: str, device: str, seed: int, profile: Profile, until: float) -> Data:

@@ -33,7 +33,7 @@ LAYERS = (
 )
 """Lowest first: a part imports the parts before it, and itself."""
 
-PLUGINS = sorted(path.parent for path in CHECKOUT.glob("[be]*/*/src/*/__init__.py"))
+PLUGINS = sorted(path.parent for path in CHECKOUT.glob("[be]*/*/src/*/__init__.py") if "template" not in path.parts)
 """The packages of the backends and the engines."""
 
 DISPATCH = {"errors", "modes", "records", "dispatch"}
@@ -45,6 +45,8 @@ def modules(package: Path) -> dict[str, Path]:
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
+        if "template" in parts:
+            continue  # the wheel carries the files of a new backend as data
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 

@@ -51,6 +51,8 @@ DRAFTS = (0, 1, 2, 3, 5)
 
 @attrs.frozen(kw_only=True)
 class SuiteOptions:
+    """What one run of the suite tries, and what it does with a failing case."""
+
     profile: Profile = DEFAULT
     seed: int = 0
     shapes: tuple[Shape, ...] = ()

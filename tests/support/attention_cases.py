@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -238,10 +238,10 @@ class Rig:
         case, attention = self.case, self.case.attention
         query, keys, values = (t.double().numpy() for t in (self.query, self.keys, self.values))
         sinks = None if self.scoring.sinks is None else self.scoring.sinks.double().numpy()
-        rows = []
+        rows: list[np.ndarray] = []
         for length, q, table in zip(case.lengths, case.queries, case.tables, strict=True):
             for position in range(length - q, length):
-                seen = range(position + 1 if attention.causal else length)
+                seen: Sequence[int] = range(position + 1 if attention.causal else length)
                 if attention.window is not None:
                     seen = [key for key in seen if abs(position - key) < attention.window]
                 places = [(table[key // case.page_size], key % case.page_size) for key in seen]
