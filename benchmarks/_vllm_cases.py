@@ -1,0 +1,236 @@
+"""The engines that vllm_in_process.py compares: the words of ``vllm serve``, and the plan of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from _bench import ROOT
+
+from capture_planner.codec import load_environment
+from capture_planner.modes import GraphMode
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.plugins import registry
+from capture_planner.records.model import DraftModel, Method, Model, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Limits, Policy, Roles, RoleSpec, Sizes, Spec
+
+REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 100, 128, 160, 200, 256)
+"""The plan's sizes of every role: 45 graphs."""
+LOADS = (1, 8, 16, 48, 100, 200, 256)
+SCHEDULE = ((1, 16, 5), (17, 64, 3), (65, 256, 1))
+
+_ATTENTION: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SMALL: dict[str, Any] = _ATTENTION | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+_LARGE: dict[str, Any] = _ATTENTION | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+
+
+def config_of(shape: Mapping[str, Any], layers: int, *, tied: bool) -> dict[str, Any]:
+    """Return the config.json of a Qwen3 model."""
+    return {
+        **shape,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+
+
+def drafter_of(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of an EAGLE-3 head: one layer of Llama's."""
+    return {
+        **shape,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+
+CONFIGS = {
+    "small": config_of(_SMALL, 28, tied=True),
+    "small-drafter": drafter_of(_SMALL),
+    "large": config_of(_LARGE, 36, tied=False),
+    "large-drafter": drafter_of(_LARGE),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One engine: the words of ``vllm serve`` without a plan, and the plan that it runs under."""
+
+    name: str
+    words: tuple[str, ...]
+    plan: Plan | None = None
+    observed: bool = True
+
+
+@attrs.frozen(kw_only=True)
+class Group:
+    """Cases that alternate, and the loads that each serves."""
+
+    name: str
+    cases: tuple[Case, ...]
+    loads: tuple[int, ...]
+    prompt: int = 128
+    output: int = 192
+    tokens: bool = False
+    dispatch: bool = False
+
+
+def planned(shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, **roles: Any) -> Plan:
+    """Return the plan of a server of 256 requests on an H200; ``roles`` are specs by role name."""
+    config = CONFIGS[shape]
+    spec = Spec(
+        model=Model(
+            name=f"Qwen3 {shape} shape",
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            hidden_size=config["hidden_size"],
+            vocab_size=config["vocab_size"],
+            max_model_len=4096,
+        ),
+        limits=Limits(max_num_reqs=256, max_num_tokens=8192),
+        mode=mode,
+        backend=backend,
+        sizes=sizes,
+        speculative=drafts,
+        roles=Roles(**roles),
+    )
+    return make_plan(spec, load_environment(ROOT / "plans" / "environments" / "h200.yaml"), registry.load_backends())
+
+
+def groups(folder: Path, utilization: float) -> Iterator[Group]:
+    """Yield the groups; ``folder`` has a model folder for each of CONFIGS."""
+    eagle = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
+    sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS)
+    full = GraphMode.FULL_DECODE_ONLY
+
+    def words(shape: str, **others: Any) -> tuple[str, ...]:
+        common = {
+            "model": folder / shape, "load-format": "dummy", "skip-tokenizer-init": True, "seed": 0,
+            "max-model-len": 4096, "max-num-seqs": 256, "max-num-batched-tokens": 8192,
+            "gpu-memory-utilization": utilization * (2.2 if shape == "large" else 1),
+        }  # fmt: skip
+        options = [(f"--{name}", value) for name, value in (common | others).items()]
+        return tuple(word for name, value in options for word in ([name] if value is True else [name, _written(value)]))
+
+    def drafting(shape: str, tokens: int = 3, *, synthetic: bool = True, **others: Any) -> dict[str, Any]:
+        options = {"method": "eagle3", "model": str(folder / f"{shape}-drafter"), "num_speculative_tokens": tokens}
+        if synthetic:
+            options |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + tokens / 2}
+        return options | others
+
+    def graphs(mode: GraphMode) -> dict[str, Any]:
+        return {"mode": 0, "cudagraph_mode": mode.value}
+
+    def serving(shape: str) -> tuple[str, ...]:
+        return words(shape, **{"speculative-config": drafting(shape), "compilation-config": graphs(full)})
+
+    largest = ("--max-cudagraph-capture-size", "1024")
+    small, plan = serving("small"), planned("small", sizes, full, eagle, "flash_attention")
+    eager = RoleSpec(mode=GraphMode.NONE)
+    yield Group(
+        name="main",
+        loads=LOADS,
+        dispatch=True,
+        cases=(
+            Case(name="vLLM by itself", words=small),
+            Case(name="flags of check", words=(*small, *largest)),
+            Case(name="plan", words=small, plan=plan),
+            Case(name="plan, not observed", words=small, plan=plan, observed=False),
+            Case(
+                name="plan, draft decodes eager",
+                words=small,
+                plan=planned("small", sizes, full, eagle, "flash_attention", draft_decode=eager),
+            ),
+            Case(
+                name="all eager",
+                words=words(
+                    "small", **{"speculative-config": drafting("small"), "compilation-config": graphs(GraphMode.NONE)}
+                ),
+            ),
+        ),
+    )
+    dynamic = words(
+        "small",
+        **{
+            "speculative-config": drafting(
+                "small", 5, num_speculative_tokens_per_batch_size=[list(tier) for tier in SCHEDULE]
+            ),
+            "compilation-config": graphs(full),
+        },
+    )
+    scheduled = attrs.evolve(eagle, num_tokens=5, schedule=SCHEDULE)
+    yield Group(
+        name="dynamic",
+        loads=(8, 16, 48, 100, 200, 256),
+        cases=(
+            Case(name="vLLM by itself", words=dynamic),
+            Case(name="plan", words=dynamic, plan=planned("small", sizes, full, scheduled, "flash_attention")),
+        ),
+    )
+    compiled = words("small")
+    default = Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS, num_tokens=(*REQUESTS, 512))
+    yield Group(
+        name="compile",
+        loads=(64,),
+        output=128,
+        cases=(
+            Case(name="vLLM by itself", words=compiled),
+            Case(
+                name="plan",
+                words=compiled,
+                plan=planned("small", default, GraphMode.FULL_AND_PIECEWISE, None, "flash_attention"),
+            ),
+        ),
+    )
+    exact: dict[str, Any] = {
+        "dtype": "float32",
+        "attention-backend": "TRITON_ATTN",
+        "speculative-config": drafting("small", synthetic=False),
+    }
+    own = words("small", **exact, **{"compilation-config": graphs(full)})
+    yield Group(
+        name="greedy",
+        loads=(3, 17, 100),
+        output=48,
+        tokens=True,
+        cases=(
+            Case(name="vLLM by itself", words=own),
+            Case(name="plan", words=own, plan=planned("small", sizes, full, eagle, "triton")),
+            Case(name="all eager", words=words("small", **exact, **{"compilation-config": graphs(GraphMode.NONE)})),
+        ),
+    )
+    large = serving("large")
+    yield Group(
+        name="large",
+        loads=(1, 48, 200),
+        cases=(
+            Case(name="vLLM by itself", words=large),
+            Case(name="flags of check", words=(*large, *largest)),
+            Case(name="plan", words=large, plan=planned("large", sizes, full, eagle, "flash_attention")),
+        ),
+    )
+
+
+def _written(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)

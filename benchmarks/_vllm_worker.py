@@ -1,0 +1,216 @@
+"""One vLLM engine in a process of its own, driven by JSON lines: the child of vllm_in_process.py.
+
+The words after ``--`` are those of ``vllm serve``. The process writes one JSON object a line to stdout: first what
+the engine is (``facts``), then one answer for each line of stdin:
+
+- ``{"requests": 8, "prompt": 128, "output": 192, "seed": 1}``: serve so many requests that arrive together, and
+  answer with tokens per second, times per output token, inter-token latencies, and the observed batches;
+- ``{"tokens": true, ...}``: the same, with the tokens of each request in order;
+- ``{"dispatch": [[1, 4], ...]}``: nanoseconds that the target's manager takes to dispatch decodes of so many requests
+  and tokens each, median of 9 rounds.
+
+It leaves without destructors: an engine with workers may not return from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+
+def engine_of(words: Sequence[str]) -> Any:
+    """Start the engine that ``vllm serve`` would start with these words, in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(words))
+    arguments = EngineArgs.from_cli_args(parsed)  # loads vLLM's plugins
+    time_capture()
+    return LLMEngine.from_engine_args(arguments)
+
+
+CAPTURES: list[tuple[float, int]] = []
+"""Seconds and bytes of each capture of all graphs; profiling's are not among them."""
+
+
+def time_capture() -> None:
+    """Record what capturing takes: vLLM's log rounds it to seconds."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    capture = GPUModelRunner.capture_model
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        size = capture(self, *args, **kwargs)
+        if not (args or kwargs.get("profile_only")):
+            CAPTURES.append((time.perf_counter() - start, int(size)))
+        return size
+
+    GPUModelRunner.capture_model = timed
+
+
+def runner_of(engine: Any) -> Any:
+    """Return the model runner of an engine in this process."""
+    return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def managers_of(engine: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each graph manager by role."""
+    runner = runner_of(engine)
+    yield "target", runner.cudagraph_manager
+    speculator = getattr(runner, "speculator", None)
+    for role, name in (("draft_prefill", "prefill_cudagraph_manager"), ("draft_decode", "decode_cudagraph_manager")):
+        manager = getattr(speculator, name, None)
+        if manager is not None:
+            yield role, manager
+
+
+def facts_of(engine: Any, seconds: float) -> dict[str, Any]:
+    """Return what was captured, and what is left for the KV cache."""
+    import torch
+    import vllm
+
+    config = engine.vllm_config
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+        "start_seconds": round(seconds, 2),
+        "capture_seconds": round(sum(seconds for seconds, _ in CAPTURES), 3),
+        "graph_mib": round(sum(size for _, size in CAPTURES) / 2**20, 1),
+        "graphs": {role: sum(map(len, manager._capture_descs.values())) for role, manager in managers_of(engine)},
+        "mode": config.compilation_config.cudagraph_mode.name,
+        "max_cudagraph_capture_size": config.compilation_config.max_cudagraph_capture_size,
+        "kv_blocks": config.cache_config.num_gpu_blocks,
+        "runner": type(runner_of(engine)).__module__,
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which ``share`` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def serve(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
+    """Serve requests that arrive together, and return the figures; times are in milliseconds."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    draw = random.Random(load.get("seed", 1))
+    prompts = [[draw.randrange(1000) for _ in range(load["prompt"])] for _ in range(load["requests"])]
+    sampling = SamplingParams(
+        max_tokens=load["output"], temperature=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    arrivals: dict[str, list[tuple[float, int]]] = {}
+    tokens: dict[str, list[int]] = {}
+    before = observed_batches()
+    start = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"{name}-{index:04}", {"prompt_token_ids": prompt}, sampling)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            ids = output.outputs[0].token_ids
+            if len(ids):
+                arrivals.setdefault(output.request_id, []).append((now, len(ids)))
+                tokens.setdefault(output.request_id, []).extend(ids)
+    seconds = time.perf_counter() - start
+    per_token, gaps = [], []
+    for times in arrivals.values():
+        count = sum(number for _, number in times[1:])
+        if count:
+            per_token.append((times[-1][0] - times[0][0]) / count * 1e3)
+        gaps += [(later - earlier) * 1e3 for (earlier, _), (later, _) in pairwise(times)]
+    result: dict[str, Any] = {
+        "requests": load["requests"],
+        "tokens": sum(map(len, tokens.values())),
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(sum(map(len, tokens.values())) / seconds, 1),
+        "tpot_ms_p50": round(statistics.median(per_token), 4),
+        "tpot_ms_p99": round(percentile(per_token, 0.99), 4),
+        "itl_ms_p50": round(statistics.median(gaps), 4),
+        "itl_ms_p99": round(percentile(gaps, 0.99), 4),
+        "ttft_ms_p50": round(statistics.median(times[0][0] - start for times in arrivals.values()) * 1e3, 3),
+    }
+    after = observed_batches()
+    if after:
+        result["steps"] = {
+            role: {state: count - before.get(role, {}).get(state, 0) for state, count in states.items()}
+            for role, states in after.items()
+        }
+    if load.get("tokens"):
+        result["output"] = [tokens[request] for request in sorted(tokens)]
+    return result
+
+
+def observed_batches() -> dict[str, dict[str, int]]:
+    """Return the steps so far by role and mode (``NONE`` is eager), if this process observes itself."""
+    if not os.environ.get("CAPTURE_PLANNER_OBSERVE"):
+        return {}
+    from capture_planner_vllm.observe import current
+
+    observation = current()
+    if observation is None:
+        return {}
+    steps: dict[str, dict[str, int]] = {}
+    for role in observation.roles:
+        counts = steps.setdefault(role.role.value, {})
+        for batch in role.batches:
+            mode = "NONE" if batch.graph is None else role.graphs[batch.graph].entry.mode.value
+            counts[mode] = counts.get(mode, 0) + batch.steps
+        counts["other"] = role.other_batches
+    return steps
+
+
+def dispatch_times(engine: Any, batches: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Return the median nanoseconds of a dispatch over these decodes, (requests, query length) each, by role."""
+    times = {}
+    for role, manager in managers_of(engine):
+        cases = [(reqs, reqs * query_len, query_len, 0) for reqs, query_len in batches]
+        if role == "draft_decode":
+            cases = [(reqs, reqs, 1, 0) for reqs, _ in batches]
+        rounds = []
+        for _ in range(9):
+            start = time.perf_counter_ns()
+            for _ in range(20):
+                for case in cases:
+                    manager.dispatch(*case)
+            rounds.append((time.perf_counter_ns() - start) / (20 * len(cases)))
+        times[role] = round(statistics.median(rounds), 1)
+    return times
+
+
+def main() -> None:
+    """Start the engine and answer lines until stdin ends."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM prints to stdout, too
+    start = time.perf_counter()
+    engine = engine_of(sys.argv[sys.argv.index("--") + 1 :])
+    print(json.dumps({"facts": facts_of(engine, time.perf_counter() - start)}), file=out)
+    for number, line in enumerate(sys.stdin):
+        request = json.loads(line)
+        answer = (
+            {"dispatch_ns": dispatch_times(engine, request["dispatch"])}
+            if "dispatch" in request
+            else serve(engine, request, f"r{number}")
+        )
+        print(json.dumps(answer), file=out)
+    if os.environ.get("CAPTURE_PLANNER_OBSERVE"):
+        from capture_planner_vllm.observe import close
+
+        close()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""What one plan changes in real vLLM: the same engine by itself, with the flags of our own check, and under a plan.
+
+Each case is a vLLM engine in a process of its own (benchmarks/_vllm_worker.py); all of a group are alive at once, and
+only one works at a time. Cases alternate within each round, load by load, and medians over the rounds are reported
+with their spread. Weights are random and acceptance is synthetic, except in the group ``greedy``.
+
+Groups: ``main`` (EAGLE-3, K=3, 256 requests: vLLM by itself, with --max-cudagraph-capture-size 1024, and under plans
+with the draft roles full, draft decodes eager, and all eager), ``dynamic`` (a schedule of draft lengths), ``compile``
+(no speculation, vLLM's default mode), ``greedy`` (equal tokens in float32), ``large`` (the shape of Qwen3-8B).
+
+Needs a CUDA GPU, vLLM 0.33, and this repository's distributions installed where vLLM finds its plugins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+from _bench import CONSOLE, finish, parser, table, verdict
+from _vllm_cases import CONFIGS, Case, Group, groups
+
+from capture_planner.codec import dumps
+from capture_planner.engines import find_engine
+
+WORKER = Path(__file__).with_name("_vllm_worker.py")
+
+
+class Engine:
+    """The process of one case; a context manager that ends it."""
+
+    def __init__(self, case: Case, folder: Path, limit: float) -> None:
+        self.case, self._limit = case, limit
+        slug = case.name.replace(",", "").replace(" ", "-")
+        environment = dict(os.environ)
+        arguments = list(case.words)
+        if case.plan is not None:
+            file = folder / f"{slug}.yaml"
+            file.write_text(dumps(case.plan), encoding="utf-8")
+            launch = find_engine("vllm").launch
+            assert launch is not None
+            arguments += launch(case.plan, case.words).arguments
+            environment |= {"CAPTURE_PLANNER_PLAN": str(file), "CAPTURE_PLANNER_STRICT": "1"}
+        if case.observed:
+            environment["CAPTURE_PLANNER_OBSERVE"] = str(folder / f"observations-{slug}")
+        self.command = [sys.executable, str(WORKER), "--", *arguments]
+        self._log = (folder / f"{slug}.log").open("wb")
+        self._process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, text=True
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def answer(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request, if there is one, and return the next answer; raises where the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if request is not None:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.flush()
+            tail = Path(self._log.name).read_text("utf-8", errors="replace").splitlines()[-30:]
+            raise RuntimeError(f"{self.case.name} has ended:\n" + "\n".join(tail))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], limit: float) -> dict[str, Any]:
+    """Start the engines of a group one after another, let them serve by turns, and return all answers."""
+    place = folder / group.name
+    place.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    with ExitStack() as stack:
+        engines = []
+        for case in group.cases:
+            engine = stack.enter_context(Engine(case, place, limit))
+            try:
+                facts = engine.answer()["facts"]
+            except RuntimeError as error:
+                CONSOLE.print(f"{group.name}: {error}", markup=False)
+                results[case.name] = {"error": str(error)}
+                continue
+            CONSOLE.print(f"{group.name}: {case.name}: {facts}", markup=False)
+            command = shlex.join([Path(word).name if "/" in word and word[0] == "/" else word for word in case.words])
+            results[case.name] = {"facts": facts, "words": command, "rounds": []}
+            engines.append(engine)
+            engine.answer(_load(group, 2, 16))  # the first steps compile kernels
+        for turn in range(rounds):
+            for load in loads:
+                for engine in engines[turn % len(engines) :] + engines[: turn % len(engines)]:
+                    answer = engine.answer(_load(group, load, group.output))
+                    results[engine.case.name]["rounds"].append({"round": turn, **answer})
+        if group.dispatch:
+            cases = [(reqs, 4) for reqs in range(1, 257)]
+            for _, engine in itertools.product(range(3), engines):
+                times = engine.answer({"dispatch": cases})["dispatch_ns"]
+                results[engine.case.name].setdefault("dispatch_ns", []).append(times)
+    return results
+
+
+def _load(group: Group, requests: int, output: int) -> dict[str, Any]:
+    return {"requests": requests, "prompt": group.prompt, "output": output, "tokens": group.tokens}
+
+
+def summary(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return medians with the least and the largest value over the rounds, by case and load."""
+    figures = ("tokens_per_second", "tpot_ms_p50", "tpot_ms_p99", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
+    short: dict[str, Any] = {}
+    for name, result in results.items():
+        rows = result.get("rounds", ())
+        by_load = {load: [row for row in rows if row["requests"] == load] for load in {row["requests"] for row in rows}}
+        short[name] = {
+            load: {
+                figure: [statistics.median(values), min(values), max(values)]
+                for figure in figures
+                if (values := [row[figure] for row in by_load[load]])
+            }
+            | {"eager_share": _eager(by_load[load])}
+            for load in sorted(by_load)
+        }
+    return short
+
+
+def _eager(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the share of steps that ran eager, by role, over all rounds."""
+    totals: dict[str, list[int]] = {}
+    for row in rows:
+        for role, modes in row.get("steps", {}).items():
+            total = totals.setdefault(role, [0, 0])
+            total[0] += modes.get("NONE", 0)
+            total[1] += sum(modes.values())
+    return {role: round(eager / count, 4) for role, (eager, count) in totals.items() if count}
+
+
+def targets_of(group: str, results: Mapping[str, Any], short: Mapping[str, Any]) -> dict[str, bool]:
+    """Return which targets hold."""
+    targets: dict[str, bool] = {}
+
+    def ratio(a: str, b: str, load: int) -> float:
+        return short[a][load]["tokens_per_second"][0] / short[b][load]["tokens_per_second"][0]  # type: ignore[no-any-return]
+
+    if group in ("main", "large"):
+        own, flags, plan = "vLLM by itself", "flags of check", "plan"
+        gain = ratio(plan, own, 200)
+        targets[f"{group}: 200 requests, plan at least 2.5x vLLM by itself ({gain:.2f})"] = gain >= 2.5
+        for load in short[plan]:
+            share = ratio(plan, flags, load)
+            targets[f"{group}: {load} requests, plan at least 0.98x the flags ({share:.3f})"] = share >= 0.98
+        facts = [results[name]["facts"] for name in (flags, plan)]
+        graphs, seconds = ([fact[key] for fact in facts] for key in ("graphs", "capture_seconds"))
+        counts = [sum(each.values()) for each in graphs]
+        targets[f"{group}: graphs at most a quarter ({counts[1]} of {counts[0]})"] = counts[1] * 4 <= counts[0]
+        targets[f"{group}: capture at most half the time ({seconds[1]} of {seconds[0]} s)"] = (
+            seconds[1] * 2 <= seconds[0]
+        )
+    if group == "main":
+        quiet = statistics.median(ratio("plan", "plan, not observed", load) for load in short["plan"])
+        targets[f"main: observing costs at most 0.5 % ({(1 - quiet) * 100:.2f} %)"] = quiet >= 0.995
+        for role in ("target", "draft_prefill", "draft_decode"):
+            times = [
+                statistics.median(row[role] for row in results[name]["dispatch_ns"])
+                for name in ("vLLM by itself", "plan, not observed")
+            ]
+            targets[f"main: dispatch of {role} within 100 ns of vLLM's own ({times[1]} to {times[0]} ns)"] = (
+                times[1] <= times[0] + 100
+            )
+    if group == "compile":
+        share = ratio("plan", "vLLM by itself", 64)
+        own_graphs, graphs = (sum(results[name]["facts"]["graphs"].values()) for name in ("vLLM by itself", "plan"))
+        targets[f"compile: plan at least 1.0x ({share:.3f})"] = share >= 1.0
+        targets[f"compile: at most half the graphs ({graphs} of {own_graphs})"] = graphs * 2 <= own_graphs
+    if group == "greedy":
+        outputs = {
+            name: [row["output"] for row in result["rounds"]] for name, result in results.items() if "rounds" in result
+        }
+        first, *others = outputs.values()
+        targets[f"greedy: equal tokens ({', '.join(outputs)})"] = all(other == first for other in others)
+    return targets
+
+
+def main() -> int:
+    """Measure, print and write; exit code 1 where a target is missed or an engine broke."""
+    options = parser(__doc__)
+    options.add_argument("--groups", nargs="*", default=["main", "dynamic", "compile", "greedy", "large"])
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--loads", type=int, nargs="*", help="requests; default: the group's own")
+    options.add_argument("--cases", nargs="*", help="names of cases; default: all of a group")
+    options.add_argument("--utilization", type=float, default=0.14, help="of the GPU's memory, for each engine")
+    options.add_argument("--folder", type=Path, help="for logs, plans and observations; default: a temporary one")
+    options.add_argument("--limit", type=float, default=300, help="seconds for the start of an engine")
+    arguments = options.parse_args()
+    results: dict[str, Any] = {}
+    targets: dict[str, bool] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        for name, config in CONFIGS.items():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
+        for group in groups(folder, arguments.utilization):
+            if group.name not in arguments.groups:
+                continue
+            chosen = attrs.evolve(
+                group, cases=tuple(each for each in group.cases if not arguments.cases or each.name in arguments.cases)
+            )
+            measured = measure(chosen, folder, arguments.rounds, arguments.loads or group.loads, arguments.limit)
+            short = summary(measured)
+            try:
+                targets |= targets_of(group.name, measured, short)
+            except (KeyError, ValueError) as error:
+                targets[f"{group.name}: all cases measured (missing {error})"] = False
+            for result in measured.values():
+                for row in result.get("rounds", ()):
+                    row.pop("output", None)
+            results[group.name] = {"medians": short, "engines": measured}
+            _show(group.name, short)
+            # Written anew after each: a run that is cut off keeps what it has.
+            finish(arguments, {"results": results, "targets": targets})
+    for text, holds in targets.items():
+        CONSOLE.print(f"{verdict(holds)} {text}")
+    return 0 if all(targets.values()) else 1
+
+
+def _show(name: str, short: Mapping[str, Any]) -> None:
+    loads = [str(load) for load in next(iter(short.values()))]
+    shown = table(f"{name}: tokens/s, median (least to most)", "case", *loads)
+    for case, figures in short.items():
+        cells = [row["tokens_per_second"] for row in figures.values()]
+        shown.add_row(case, *[f"{middle:,.0f} ({least:,.0f}-{most:,.0f})" for middle, least, most in cells])
+    CONSOLE.print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
