@@ -1,0 +1,299 @@
+"""What an observation says about a running vLLM besides its counts: the resolved settings, roles and graphs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import attrs
+
+
+from capture_planner.errors import CapturePlannerError
+from capture_planner.modes import Chain, GraphMode, Role
+from capture_planner.records._base import digest, replace
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.observation import DraftPass, EagerCost, ObservedGraph, ObservedRole, Observation
+from capture_planner.records.plan import Decision, Plan
+from capture_planner.records.spec import Limits, Lora, Parallel
+from capture_planner_vllm.captures import MIB, Captures
+from capture_planner_vllm.watch import Track
+
+Note = Callable[[str], None]
+
+DRAFTERS = {
+    "prefill_cudagraph_manager": Role.DRAFT_PREFILL,
+    "cudagraph_manager": Role.DRAFT_PREFILL,
+    "decode_cudagraph_manager": Role.DRAFT_DECODE,
+    "query_cudagraph_manager": Role.DRAFT_DECODE,
+}
+"""Attributes of vLLM's speculators that have a graph manager, and its role: chains of decodes (EAGLE, MTP, draft
+models), several MTP modules in one pass, and parallel drafts (DFlash)."""
+
+SETTINGS = (
+    ("cudagraph_mode", "compilation_config.cudagraph_mode"),
+    ("compilation_mode", "compilation_config.mode"),
+    ("cudagraph_capture_sizes", "compilation_config.cudagraph_capture_sizes"),
+    ("max_cudagraph_capture_size", "compilation_config.max_cudagraph_capture_size"),
+    ("max_num_seqs", "scheduler_config.max_num_seqs"),
+    ("max_num_batched_tokens", "scheduler_config.max_num_batched_tokens"),
+    ("async_scheduling", "scheduler_config.async_scheduling"),
+    ("max_model_len", "model_config.max_model_len"),
+    ("dtype", "model_config.dtype"),
+    ("enforce_eager", "model_config.enforce_eager"),
+    ("kv_cache_dtype", "cache_config.cache_dtype"),
+    ("block_size", "cache_config.block_size"),
+    ("gpu_memory_utilization", "cache_config.gpu_memory_utilization"),
+    ("tensor_parallel_size", "parallel_config.tensor_parallel_size"),
+    ("pipeline_parallel_size", "parallel_config.pipeline_parallel_size"),
+    ("data_parallel_size", "parallel_config.data_parallel_size"),
+)
+"""Names of settings, and where vLLM's configuration has them."""
+
+SPECULATIVE = (
+    ("speculative_method", "speculative_config.method"),
+    ("num_speculative_tokens", "speculative_config.num_speculative_tokens"),
+    ("num_speculative_tokens_per_batch_size", "speculative_config.num_speculative_tokens_per_batch_size"),
+    ("rejection_sample_method", "speculative_config.rejection_sample_method"),
+)
+
+
+def read(root: Any, path: str) -> Any:
+    """Return an attribute by its path; raises ``CapturePlannerError`` where one is missing."""
+    value = root
+    for part in path.split("."):
+        if not hasattr(value, part):
+            raise CapturePlannerError(f"vLLM's {type(root).__name__} has no {path}")
+        value = getattr(value, part)
+    return value
+
+
+def written(value: Any) -> str:
+    """Return a setting as a file has it."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return ", ".join(map(written, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def bonus_tokens(runner: Any) -> int:
+    """Return the tokens that a request gets besides its accepted drafts."""
+    return int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1))
+
+
+def tracks(runner: Any, captures: Captures | None) -> tuple[Track, ...]:
+    """Return the roles of a model runner with the graphs that were captured for them, target first."""
+    found = [_track(Role.TARGET, runner.cudagraph_manager, runner, captures)]
+    for name, value in vars(runner.speculator).items() if runner.speculator is not None else ():
+        role = DRAFTERS.get(name)
+        # With one draft no decode follows the draft prefill, and its manager captures and answers nothing.
+        idle = name == "decode_cudagraph_manager" and runner.num_speculative_steps < 2
+        if role is not None and value is not None and not idle:
+            found.append(_track(role, value, runner, captures))
+    return tuple(sorted(found, key=lambda track: list(Role).index(track.role)))
+
+
+def _track(role: Role, manager: Any, runner: Any, captures: Captures | None) -> Track:
+    specialized = role is Role.DRAFT_DECODE and hasattr(manager, "specialize_spec_tokens")
+    fused = specialized and bool(runner.speculator.supports_decode_metadata_update)
+    graphs, keys = [], {}
+    for capture, milliseconds in captures.graphs(manager) if captures is not None else ():
+        desc = capture.descriptor
+        if getattr(desc, "num_ubatches", 1) > 1:
+            continue
+        keys[desc] = len(graphs)
+        drafts = getattr(desc, "num_speculative_tokens", runner.num_speculative_steps)
+        graph = ObservedGraph(
+            entry=entry(desc, drafts - 1 if fused else None),
+            max_query_len=getattr(desc, "max_query_len", None),
+            seconds=round(capture.seconds, 4),
+            mib=round(capture.mib, 2),
+            milliseconds=milliseconds,
+        )
+        graphs.append(graph)
+    return Track(
+        role=role, manager=manager, graphs=tuple(graphs), keys=keys, specialized=specialized, fused=fused
+    )
+
+
+def entry(desc: Any, draft_steps: int | None = None) -> Entry:
+    """Return the entry that a descriptor of a graph means."""
+    return Entry(
+        mode=GraphMode[desc.cg_mode.name],
+        num_tokens=desc.num_tokens,
+        num_reqs=desc.num_reqs,
+        query_len=desc.uniform_token_count,
+        active_loras=desc.num_active_loras,
+        draft_steps=draft_steps,
+    )
+
+
+def dispatcher(track: Track, target: Track, speculative: Speculative | None) -> Callable[[Batch], int | None]:
+    """Return what answers a batch of a role as vLLM does: with the index of a graph, or None.
+
+    A draft prefill runs the target's padded tokens. Draft decodes look for the chain of the scheduled length.
+    """
+
+    def answer(batch: Batch) -> int | None:
+        uniform = batch.uniform_query_len
+        tokens, loras = batch.num_tokens, batch.active_loras
+        longest = None
+        if track.role is Role.TARGET:
+            longest = (batch.query_len or track.manager.decode_query_len) if batch.past_prompt else None
+        else:
+            loras = 0
+        if track.role is Role.DRAFT_PREFILL:
+            tokens = target.manager.dispatch(batch.num_reqs, tokens, uniform, batch.active_loras).num_tokens
+        desc = track.manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
+        if track.specialized and speculative is not None:
+            desc = track.manager.specialize_spec_tokens(desc, speculative.draft_tokens(batch.num_reqs))
+        return track.graph(desc)
+
+    return answer
+
+
+def observation(
+    runner: Any,
+    tracks: Sequence[Track],
+    eager: Mapping[Role, tuple[EagerCost, ...]],
+    plan: Plan | None,
+    note: Note,
+    notes: Sequence[str],
+) -> Observation:
+    """Return the observation of a model runner before its first step.
+
+    :param note: takes a sentence about what vLLM does not have.
+    :param notes: all such sentences, to which ``note`` adds.
+    """
+    config = runner.vllm_config
+    speculative = _speculative(runner, note)
+    parallel = config.parallel_config
+    replicas = parallel.data_parallel_size
+    base = Observation(
+        engine="vllm",
+        engine_version=_version(),
+        rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
+        world_size=parallel.world_size * replicas,
+        started=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        plan=None if plan is None else digest(plan),
+        model=str(config.model_config.model),
+        limits=Limits(
+            max_num_reqs=config.scheduler_config.max_num_seqs,
+            max_num_tokens=config.scheduler_config.max_num_batched_tokens,
+        ),
+        speculative=speculative,
+        drafts=_passes(runner, tracks),
+        lora=_lora(runner),
+        parallel=Parallel(
+            data=replicas,
+            tensor=parallel.tensor_parallel_size,
+            decode_context=getattr(parallel, "decode_context_parallel_size", 1),
+        ),
+        sizes=tuple(sorted(config.compilation_config.cudagraph_capture_sizes or ())),
+        settings=tuple(_settings(runner, note)),
+        decisions=_decisions(tracks, plan),
+        roles=tuple(_role(track, tracks[0], speculative, eager.get(track.role, ())) for track in tracks),
+    )
+    blocks = getattr(getattr(runner, "kv_cache_config", None), "num_blocks", None)
+    return replace(base, kv_blocks=blocks, notes=tuple(notes), **_device())
+
+
+def with_capture(base: Observation, seconds: float, size: int) -> Observation:
+    """Add what the whole capture took: seconds, and bytes of memory."""
+    return replace(base, capture_seconds=round(seconds, 3), graph_mib=round(max(size, 0) / MIB, 2))
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def event() -> Any:
+    """Return a CUDA event with timing."""
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _device() -> dict[str, str | None]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {"device": torch.cuda.get_device_name() if cuda else None, "torch": str(torch.__version__)}
+
+
+def _role(
+    track: Track, target: Track, speculative: Speculative | None, eager: tuple[EagerCost, ...]
+) -> ObservedRole:
+    mode = GraphMode[track.manager.cudagraph_mode.name]
+    return ObservedRole(role=track.role, mode=mode, graphs=track.graphs, eager=eager)
+
+
+def _settings(runner: Any, note: Note) -> Iterator[tuple[str, str]]:
+    config = runner.vllm_config
+    wanted = SETTINGS if config.speculative_config is None else (*SETTINGS, *SPECULATIVE)
+    for name, path in wanted:
+        try:
+            yield name, written(read(config, path))
+        except CapturePlannerError as error:
+            note(f"not observed: {name}, as {error}")
+    yield "decode_query_len", str(runner.decode_query_len)
+    yield "breakable_graphs", written(bool(getattr(runner.cudagraph_manager, "use_breakable_cg", False)))
+    for name, owner in (("attention_backend", runner), ("draft_attention_backend", runner.speculator)):
+        names = {group.backend.get_name() for groups in getattr(owner, "attn_groups", ()) for group in groups}
+        if names:
+            yield name, ", ".join(sorted(names))
+
+
+def _speculative(runner: Any, note: Note) -> Speculative | None:
+    config = runner.vllm_config.speculative_config
+    tokens = runner.num_speculative_steps
+    if config is None or not tokens:
+        return None
+    method = "mtp" if str(config.method).endswith("mtp") else str(config.method)
+    known = {each.value for each in Method}
+    if method not in known:
+        note(f"speculative.method: vLLM runs {config.method}, written as eagle: only the numbers of drafts matter here")
+    fused = bool(getattr(runner.speculator, "supports_decode_metadata_update", False))
+    schedule = getattr(config, "num_speculative_tokens_per_batch_size", None) or ()
+    return Speculative(
+        method=Method(method) if method in known else Method.EAGLE,
+        num_tokens=tokens,
+        schedule=tuple(sorted((first, last, k) for first, last, k in schedule)),
+        chain=Chain.FUSED if fused else Chain.SINGLE,
+    )
+
+
+def _passes(runner: Any, tracks: Sequence[Track]) -> tuple[DraftPass, ...] | None:
+    """Return the passes of a drafter that makes all drafts at once."""
+    decodes = [track for track in tracks if track.role is Role.DRAFT_DECODE and not track.specialized]
+    most = runner.max_num_reqs
+    return tuple(DraftPass(query_len=track.manager.decode_query_len, first=1, last=most) for track in decodes) or None
+
+
+def _lora(runner: Any) -> Lora | None:
+    config = runner.vllm_config.lora_config
+    return None if config is None else Lora(max_active=config.max_loras, specialize=config.specialize_active_lora)
+
+
+def _decisions(tracks: Sequence[Track], plan: Plan | None) -> tuple[Decision, ...]:
+    """Return where vLLM's mode of a role is not the plan's."""
+    found = []
+    for track in tracks if plan is not None else ():
+        mode = track.manager.cudagraph_mode.name
+        planned = next((role.mode.value for role in plan.roles if role.role is track.role), None) if plan else None
+        if planned is not None and planned != mode:
+            found.append(
+                Decision(
+                    rule="vllm-mode",
+                    role=track.role,
+                    before=planned,
+                    after=mode,
+                    message=f"vLLM resolved {mode} where the plan has {planned}",
+                )
+            )
+    return tuple(found)

@@ -1,0 +1,159 @@
+"""What the graphs of a vLLM that has just captured them cost, and what steps above the largest cost eager.
+
+As vLLM's adaptive verification does (``spec_decode/adaptive_verification.py``): five runs of each size on dummy
+inputs, timed by CUDA events, of which the median counts. Dummy inputs write to no slot of the KV cache, and the
+block tables of the drafter's own graphs name the null block.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from capture_planner.modes import Reason, Role
+from capture_planner.records.observation import EagerCost
+from capture_planner_vllm.watch import Shape, Track, Watch
+
+REPLAYS = 5
+
+MOST_SIZES = 4
+"""Most eager sizes of mixed batches."""
+
+
+def event() -> Any:
+    """Return a CUDA event with timing."""
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)
+
+
+def replays(manager: Any, descriptors: Sequence[Any], create_forward: Callable[..., Any]) -> list[float | None]:
+    """Return the median milliseconds of each graph's replay; None for graphs of microbatches.
+
+    The manager's own function prepares dummy inputs of the graph's size first, as it did for the capture.
+    """
+    import torch
+
+    timed: list[list[tuple[Any, Any]]] = []
+    with torch.inference_mode():
+        for descriptor in descriptors:
+            runs: list[tuple[Any, Any]] = []
+            timed.append(runs)
+            if getattr(descriptor, "num_ubatches", 1) > 1:
+                continue
+            forward = create_forward(descriptor, warmup=False)
+            for _ in range(REPLAYS):
+                start, end = event(), event()
+                start.record()
+                if descriptor.cg_mode.name == "FULL":
+                    manager.run_fullgraph(descriptor)
+                else:
+                    forward(descriptor.cg_mode)
+                end.record()
+                runs.append((start, end))
+        torch.cuda.synchronize()
+        # What PIECEWISE replays allocate would count as memory of graphs.
+        torch.cuda.empty_cache()
+    return [
+        round(statistics.median(start.elapsed_time(end) for start, end in runs), 5) if runs else None for runs in timed
+    ]
+
+
+class EagerSteps:
+    """Takes the steps of dummy runs, and keeps the times of eager ones."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[Role, Shape], int | None] = {}
+        self._times: dict[tuple[Role, Shape], list[float]] = {}
+
+    def count(
+        self,
+        role: Role,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        past_prompt: bool,
+        active_loras: int,
+        graph: int | None,
+        reason: Reason | None,
+    ) -> None:
+        """Note whether such a step ran eager."""
+        self._graphs[role, (num_reqs, num_tokens, query_len, past_prompt, active_loras)] = graph
+
+    def sample(
+        self,
+        role: Role,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        past_prompt: bool,
+        active_loras: int,
+        milliseconds: float,
+    ) -> None:
+        """Keep the time of an eager step."""
+        key = role, (num_reqs, num_tokens, query_len, past_prompt, active_loras)
+        if self._graphs.get(key) is None:
+            self._times.setdefault(key, []).append(milliseconds)
+
+    def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Dummy runs verify no drafts."""
+
+    def costs(self) -> dict[Role, tuple[EagerCost, ...]]:
+        """Return the medians by role, ascending."""
+        found: dict[Role, list[EagerCost]] = {}
+        for (role, (num_reqs, num_tokens, query_len, *_)), times in self._times.items():
+            milliseconds = round(statistics.median(times), 5)
+            cost = EagerCost(num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, milliseconds=milliseconds)
+            found.setdefault(role, []).append(cost)
+        return {role: tuple(sorted(costs, key=lambda cost: cost.num_tokens)) for role, costs in found.items()}
+
+
+def eager_sizes(
+    tracks: Sequence[Track], *, query_len: int, max_num_reqs: int, max_num_tokens: int
+) -> Iterator[tuple[int, bool]]:
+    """Yield (tokens, whether each request has ``query_len`` of them) of steps above the target's largest graphs."""
+    graphs = [graph.entry for track in tracks if track.role is Role.TARGET for graph in track.graphs]
+    served = [entry.num_reqs or entry.num_tokens // query_len for entry in graphs if entry.query_len == query_len]
+    most = min(max_num_reqs, max_num_tokens // query_len)
+    largest = max(served, default=0)
+    if largest < most:
+        for num_reqs in sorted({largest + 1, (largest + most + 1) // 2, most}):
+            yield num_reqs * query_len, True
+    size = max((entry.num_tokens for entry in graphs if entry.query_len is None), default=0)
+    size = size or max((entry.num_tokens for entry in graphs), default=max_num_reqs)
+    sizes = [size + size // 2]
+    while size < max_num_tokens:
+        size *= 2
+        sizes.append(size)
+    for num_tokens in sorted({min(size, max_num_tokens) for size in sizes})[:MOST_SIZES]:
+        yield num_tokens, False
+
+
+def eager_costs(
+    runner: Any, tracks: Sequence[Track], watching: Callable[[Watch], AbstractContextManager[None]]
+) -> Mapping[Role, tuple[EagerCost, ...]]:
+    """Run dummy steps above the largest graphs, and return what each role took, where it ran eager.
+
+    :param watching: lets a watch follow the steps for a while.
+    """
+    import torch
+
+    steps = EagerSteps()
+    watch = Watch(tracks, steps, event, every=1, dummies=True)
+    sizes = eager_sizes(
+        tracks,
+        query_len=runner.decode_query_len,
+        max_num_reqs=runner.max_num_reqs,
+        max_num_tokens=runner.max_num_tokens,
+    )
+    with watching(watch):
+        for num_tokens, uniform in sizes:
+            for _ in range(REPLAYS):
+                runner._dummy_run(num_tokens, uniform_decode=uniform, skip_eplb=True)
+                watch.end()
+            torch.cuda.synchronize()
+            watch.read()
+    torch.cuda.empty_cache()
+    return steps.costs()

@@ -1,0 +1,282 @@
+"""What runs on every step of an observed vLLM: dispatch counts, sampled step times, accepted drafts.
+
+The hot path adds a few dictionary look-ups to a step: no tensor operation, no synchronisation, no Python object
+per request. A step is timed once in ``EVERY``; its CUDA events are read in a later step, when they have passed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any, Protocol
+
+import attrs
+
+from capture_planner.engines.emulation import CapturedGraph
+from capture_planner.modes import Reason, Role
+from capture_planner.records.batch import Batch
+from capture_planner.records.observation import ObservedGraph
+
+EVERY = 64
+"""One step in so many is timed."""
+
+Shape = tuple[int, int, int | None, bool, int]
+"""num_reqs, num_tokens, query_len, past_prompt, active_loras: as in ``Batch``."""
+
+
+class Sink(Protocol):
+    """Takes what is observed: ``capture_planner.measuring.recorder.Recorder`` while the engine serves."""
+
+    def count(
+        self,
+        role: Role,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        past_prompt: bool,
+        active_loras: int,
+        graph: int | None,
+        reason: Reason | None,
+    ) -> None:
+        """Count one step."""
+
+    def sample(
+        self,
+        role: Role,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        past_prompt: bool,
+        active_loras: int,
+        milliseconds: float,
+    ) -> None:
+        """Add the time of one step of a batch that was counted."""
+
+    def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add drafts that were proposed and accepted, by position."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Track:
+    """One role's manager, and which of its graphs a descriptor means."""
+
+    role: Role
+    manager: Any
+    """The engine's ``CudaGraphManager``."""
+    graphs: tuple[ObservedGraph, ...] = ()
+    keys: Mapping[Any, int] = attrs.field(factory=dict)
+    """The descriptor of each graph, and the graph's index."""
+    specialized: bool = False
+    """Whether ``specialize_spec_tokens`` has the last word on its answers: draft decodes of a chain."""
+    fused: bool = False
+    """Whether one replay runs all draft decodes of a step."""
+    _ids: dict[int, int] = attrs.field(init=False)
+    _reasons: dict[Shape, Reason] = attrs.field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_ids", {id(key): index for key, index in self.keys.items()})
+
+    def graph(self, descriptor: Any) -> int | None:
+        """Return the index of the graph that a descriptor names; None for an eager one."""
+        # The table's own objects answer by identity: hashing a descriptor takes a microsecond.
+        index = self._ids.get(id(descriptor))
+        if index is None and descriptor.cg_mode:
+            return self.keys.get(descriptor)
+        return index
+
+    def reason(self, shape: Shape) -> Reason:
+        """Return why a batch has no graph."""
+        reason = self._reasons.get(shape)
+        if reason is None:
+            if len(self._reasons) > 1 << 14:
+                self._reasons.clear()
+            reason = self._reasons[shape] = self._reason(shape)
+        return reason
+
+    def _reason(self, shape: Shape) -> Reason:
+        num_reqs, num_tokens, query_len, past_prompt, active_loras = shape
+        batch = Batch(
+            role=self.role,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_len=query_len,
+            past_prompt=past_prompt,
+            active_loras=active_loras,
+        )
+        captured = [
+            CapturedGraph(role=self.role, entry=graph.entry, max_query_len=graph.max_query_len)
+            for graph in self.graphs
+        ]
+        if any(graph.rejection(batch, graph.entry.draft_steps) is None for graph in captured):
+            uniform = query_len if past_prompt else None
+            answer = self.manager.dispatch(num_reqs, num_tokens, uniform, active_loras)
+            # The dispatcher has a graph, and the step ran eager: another rank of the step did not have one.
+            return Reason.RANK if answer.cg_mode else Reason.SHADOWED
+        kinds = (query_len, None) if past_prompt else (None,)
+        same_kind = any(graph.entry.query_len in kinds for graph in self.graphs)
+        return Reason.SIZES if same_kind else Reason.MODE
+
+
+class Clock:
+    """Times of sampled passes by CUDA events, read without waiting."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        """``event`` makes a ``torch.cuda.Event`` with timing."""
+        self._event = event
+        self._open: tuple[Any, Any] | None = None
+        self._pending: list[tuple[Any, Any, Any]] = []
+
+    def start(self, key: Any) -> None:
+        """Begin the time of a pass, and end that of the pass before it."""
+        self.stop()
+        event = self._event()
+        event.record()
+        self._open = key, event
+
+    def stop(self) -> None:
+        """End the time of the open pass, if there is one."""
+        if self._open is not None:
+            (key, start), self._open = self._open, None
+            end = self._event()
+            end.record()
+            self._pending.append((key, start, end))
+
+    def drop(self) -> None:
+        """Forget the open pass."""
+        self._open = None
+
+    def passed(self) -> Iterator[tuple[Any, float]]:
+        """Yield key and milliseconds of each time that the device is done with."""
+        pending, self._pending = self._pending, []
+        for key, start, end in pending:
+            if end.query():
+                yield key, start.elapsed_time(end)
+            else:
+                self._pending.append((key, start, end))
+
+
+class Watch:
+    """Follows the steps of one model runner, and passes to a sink what they dispatch, take and accept.
+
+    A step calls ``begin``, then for each role ``dispatched`` and, of draft decodes, ``specialized``; ``forward``
+    where the target's forward starts, ``forward_end`` behind it, and ``end`` when the drafter is done.
+    """
+
+    def __init__(
+        self,
+        tracks: Sequence[Track],
+        sink: Sink,
+        event: Callable[[], Any],
+        *,
+        every: int = EVERY,
+        bonus: int = 1,
+        dummies: bool = False,
+    ) -> None:
+        """Follow the managers of ``tracks``.
+
+        :param event: makes a ``torch.cuda.Event`` with timing.
+        :param every: one step in so many is timed.
+        :param bonus: the tokens that a request gets besides its accepted drafts.
+        :param dummies: whether dummy runs are steps too.
+        """
+        self.sink, self.dummies = sink, dummies
+        self._tracks = {id(track.manager): track for track in tracks}
+        self._clock, self._every, self._bonus = Clock(event), every, bonus
+        self._step = 0
+        self._timing = False
+        self._target: tuple[Any, ...] | None = None
+        self._decode: tuple[Track, Shape] | None = None
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._target = self._decode = None
+        self._clock.drop()
+        self._step += 1
+        self._timing = self._step % self._every == 0
+        if self._timing:
+            self.read()
+
+    def dispatched(
+        self, manager: Any, num_reqs: int, num_tokens: int, query_len: int | None, rest: Mapping[str, Any], answer: Any
+    ) -> None:
+        """Count the final answer of a dispatch; ``rest`` has its keyword arguments."""
+        track = self._tracks.get(id(manager))
+        if track is None:
+            return
+        role = track.role
+        if query_len is not None:
+            num_tokens = num_reqs * query_len
+        if role is Role.TARGET:
+            past_prompt = query_len is not None or rest.get("max_query_len") is not None
+            shape: Shape = (num_reqs, num_tokens, query_len, past_prompt, rest.get("num_active_loras", 0))
+        elif role is Role.DRAFT_PREFILL and query_len is None and self._target is not None:
+            # The drafter dispatches the target's padded tokens; a batch has the real ones.
+            shape = (num_reqs, self._target[2], None, self._target[4], 0)
+        else:
+            shape = (num_reqs, num_tokens, query_len, query_len is not None, 0)
+        if track.specialized:
+            self._decode = track, shape
+            if self._timing:
+                self._clock.stop()
+            return
+        graph = track.graph(answer)
+        key = (role, *shape, graph, track.reason(shape) if graph is None else None)
+        self.sink.count(*key)
+        if role is Role.TARGET:
+            self._target = key
+        elif self._timing:
+            self._clock.start((key, 1))
+
+    def specialized(self, answer: Any, draft_tokens: int) -> None:
+        """Count the final answer for the draft decodes of a step."""
+        if self._decode is None:
+            return
+        (track, shape), self._decode = self._decode, None
+        graph = track.graph(answer)
+        key = (track.role, *shape, graph, track.reason(shape) if graph is None else None)
+        self.sink.count(*key)
+        if self._timing:
+            self._clock.start((key, 1 if track.fused else max(draft_tokens - 1, 1)))
+
+    def forward(self) -> None:
+        """Start the time of the target's forward."""
+        if self._timing and self._target is not None:
+            self._clock.start((self._target, 1))
+
+    def forward_end(self) -> None:
+        """End the time of the target's forward."""
+        if self._timing:
+            self._clock.stop()
+
+    def end(self) -> None:
+        """End the time of the drafter's last pass."""
+        if self._timing:
+            self._clock.stop()
+            self._timing = False
+
+    def read(self) -> None:
+        """Pass on the times that are there."""
+        for (key, parts), milliseconds in self._clock.passed():
+            self.sink.sample(*key[:6], milliseconds / parts)
+
+    def accepted(
+        self, drafts: Mapping[str, Sequence[int]], requests: Iterable[str], tokens: Iterable[Sequence[int]]
+    ) -> None:
+        """Count the drafts of a step by position.
+
+        :param drafts: the drafts that were verified, by request.
+        :param requests: the requests of the step.
+        :param tokens: the tokens that each of them got.
+        """
+        pairs = Counter(zip(map(len, map(drafts.get, requests, repeat(()))), map(len, tokens), strict=False))
+        most = max((proposed for proposed, _ in pairs), default=0)
+        drafted, accepted = [0] * most, [0] * most
+        for (proposed, sampled), count in pairs.items():
+            if sampled or not self._bonus:  # a part of a prompt samples nothing, and verifies nothing
+                for position in range(proposed):
+                    drafted[position] += count
+                for position in range(min(proposed, sampled - self._bonus)):
+                    accepted[position] += count
+        if any(drafted):
+            self.sink.draft(drafted, accepted)
