@@ -27,9 +27,9 @@ def shape(*, max_model_len: int, dtype: DataType = DataType.BFLOAT16) -> Model:
     )
 
 
-def write_config(model: Model, folder: Path) -> None:
-    """Write the config.json of a model of this shape."""
-    Qwen3Config(
+def qwen3_config(model: Model) -> Qwen3Config:
+    """Return transformers' configuration of a model of this shape."""
+    return Qwen3Config(
         vocab_size=model.vocab_size or 0,
         hidden_size=model.hidden_size or 0,
         intermediate_size=3072,
@@ -39,4 +39,9 @@ def write_config(model: Model, folder: Path) -> None:
         head_dim=model.head_dim,
         max_position_embeddings=40960,
         architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(folder)
+    )
+
+
+def write_config(model: Model, folder: Path) -> None:
+    """Write the config.json of a model of this shape."""
+    qwen3_config(model).save_pretrained(folder)

@@ -1,0 +1,222 @@
+"""apply(model, plan): every continuous batching manager of the model captures and replays what the plan says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from capture_planner import codec
+from capture_planner.errors import RunError
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.plan import Plan
+from capture_planner_transformers import seam
+from capture_planner_transformers.observation import LOG, Ledger
+from capture_planner_transformers.tables import ladder, table
+
+
+@attrs.frozen(kw_only=True)
+class Application:
+    """A plan that was applied to a model or a manager."""
+
+    plan: Plan
+    name: str
+    """The plan in messages: its file, or its model."""
+    kv_sizes: tuple[int, ...] | None
+    strict: bool
+    remove: Callable[[], None]
+    """Make new managers of the model run without the plan; those that exist keep it."""
+
+
+def apply(
+    target: Any, plan: Plan | str | Path | None = None, *, kv_sizes: Sequence[int] | None = None, strict: bool | None = None
+) -> Application:
+    """Make transformers' continuous batching run ``plan``, and return what was applied.
+
+    All graphs of the plan are captured when a manager warms up or starts, none later. A step that the plan has no
+    graph for runs eager and unpadded, with the reason in the log.
+
+    :param target: a model with ``generate_batch``, whose managers all get the plan; or one ``ContinuousBatchingManager``
+        that has neither warmed up nor started.
+    :param plan: a plan or its file; default: the file that ``CAPTURE_PLANNER_PLAN`` names.
+    :param kv_sizes: what the tokens read from the KV cache are padded to, a graph each for every entry of the plan:
+        default: 0, ``kv_padding_interval_size`` of the configuration, and its doubles.
+    :param strict: raise where a difference is only logged; default: whether ``CAPTURE_PLANNER_STRICT`` is 1.
+
+    Raises ``RunError`` for a version of transformers that is not known, a plan that it cannot execute, and a manager
+    that has started.
+    """
+    import transformers
+
+    seam.check(transformers)
+    loaded, name = _load(plan)
+    refuse(loaded, name)
+    if kv_sizes is not None and (not kv_sizes or min(kv_sizes) < 0):
+        raise RunError(f"{name}: kv_sizes {list(kv_sizes)}: expected token counts, 0 or more each")
+    is_model = hasattr(target, "init_continuous_batching")
+    application = Application(
+        plan=loaded,
+        name=name,
+        kv_sizes=None if kv_sizes is None else tuple(sorted(set(kv_sizes))),
+        strict=os.environ.get("CAPTURE_PLANNER_STRICT") == "1" if strict is None else strict,
+        remove=(lambda: vars(target).pop("init_continuous_batching", None) and None) if is_model else _nothing,
+    )
+    if not is_model:
+        attach(target, application)
+        return application
+    original = type(target).init_continuous_batching
+
+    def init_continuous_batching(*arguments: Any, **options: Any) -> Any:
+        manager = original(target, *arguments, **options)
+        attach(manager, application)
+        return manager
+
+    target.init_continuous_batching = init_continuous_batching
+    return application
+
+
+def _nothing() -> None:
+    """A manager keeps its plan."""
+
+
+def _load(plan: Plan | str | Path | None) -> tuple[Plan, str]:
+    if isinstance(plan, Plan):
+        return plan, f"the plan of {plan.model.name}"
+    file = os.environ.get("CAPTURE_PLANNER_PLAN") if plan is None else plan
+    if not file:
+        raise RunError("no plan: pass one to apply(), or name its file in CAPTURE_PLANNER_PLAN")
+    return codec.load_plan(Path(file)), str(file)
+
+
+def refuse(plan: Plan, name: str) -> None:
+    """Refuse what transformers' continuous batching does not have; raises ``RunError``."""
+    has = {
+        "speculative decoding": plan.speculative is not None,
+        "LoRA adapters": plan.lora is not None,
+        "sequence parallelism": plan.parallel.sequence,
+        "decode-context parallelism": plan.parallel.decode_context > 1,
+    }
+    if wrong := [what for what, is_planned in has.items() if is_planned]:
+        raise RunError(
+            f"{name} has {' and '.join(wrong)}, which transformers' continuous batching does not have; plan without"
+        )
+
+
+class Creation:
+    """``ContinuousBatchingManager._create_batch_processor`` of one manager, with the plan's runner put in."""
+
+    def __init__(self, manager: Any, application: Application) -> None:
+        self.application = application
+        self._manager = manager
+        self._create = type(manager)._create_batch_processor
+
+    def __call__(self) -> Any:
+        """Return the processor; a new one has captured all graphs."""
+        from capture_planner_transformers.runner import PlannedRunner
+
+        processor = self._create(self._manager)
+        seam.check_attributes(processor, seam.PROCESSOR)
+        if isinstance(processor.model_runner, PlannedRunner):
+            return processor
+        processor.model_runner = runner = self._runner(processor)
+        processor.scheduler.schedule_batch = runner.scheduling(processor.scheduler.schedule_batch)
+        runner.warmup(self._manager.model)
+        missing = [key for key in runner.table.keys if key not in runner.captured]
+        if missing and any(processor.model_runner.cb_config.cuda_graph_booleans):
+            says = f"{len(missing)} of {len(runner.table.keys)} graphs were not captured, {missing[0]} first"
+            _differ(self.application, f"{says}: transformers' log has the reason")
+        return processor
+
+    def _runner(self, processor: Any) -> Any:
+        from capture_planner_transformers.runner import PlannedRunner, cache_tokens, device_ios
+
+        plan, name, cache = self.application.plan, self.application.name, processor.cache
+        seam.check_attributes(cache, seam.CACHE)
+        limit = cache_tokens(cache)
+        if cache.max_batch_tokens < plan.limits.max_num_tokens:
+            says = f"memory allows {cache.max_batch_tokens} tokens a step, and the plan has {plan.limits.max_num_tokens}"
+            _differ(self.application, says)
+        interval = self._manager.continuous_batching_config.kv_padding_interval_size
+        graphs, notes = table(
+            plan,
+            name=name,
+            limit=limit,
+            reads=self.application.kv_sizes or ladder(interval, limit),
+            block_table=cache.max_blocks_per_request > 0,
+            copies=len(device_ios(processor.inputs_and_outputs)),
+        )
+        for note in notes:
+            LOG.info("%s: %s", name, note)
+        return PlannedRunner(processor.model_runner, graphs, Ledger(name))
+
+
+def attach(manager: Any, application: Application) -> None:
+    """Make one manager run the plan from its first step; raises ``RunError``."""
+    name, plan = application.name, application.plan
+    seam.check_attributes(manager, ("continuous_batching_config", "batch_processor", "distributed_helper", "model"))
+    applied = vars(manager).get("_create_batch_processor")
+    if isinstance(applied, Creation):
+        if applied.application.plan != plan:
+            raise RunError(f"{name}: this manager runs {applied.application.name} already; make a new manager")
+        return
+    if manager.batch_processor is not None:
+        raise RunError(f"{name}: this manager has warmed up or started without it; apply the plan before")
+    config = manager.continuous_batching_config
+    seam.check_attributes(config, seam.SETTINGS)
+    tensor = manager.distributed_helper.tp_size
+    if tensor != plan.parallel.tensor:
+        raise RunError(f"{name} is for {plan.parallel.tensor} tensor-parallel ranks, and the model is on {tensor}")
+    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+        raise RunError(f"{name}: graphs of compiled forward passes are not supported; set default_compile_level=0")
+    for difference in _model_differences(plan, manager.model.config.get_text_config()):
+        _differ(application, difference)
+    if config.max_batch_tokens not in (None, plan.limits.max_num_tokens):
+        _differ(
+            application, f"max_batch_tokens is {config.max_batch_tokens}, and the plan has {plan.limits.max_num_tokens}"
+        )
+    for setting, value in _settings(plan, manager.model.device, application):
+        if getattr(config, setting) != value:
+            LOG.info("%s: %s: %s -> %s", name, setting, getattr(config, setting), value)
+            setattr(config, setting, value)
+    manager._create_batch_processor = Creation(manager, application)
+
+
+def _settings(plan: Plan, device: Any, application: Application) -> Iterator[tuple[str, Any]]:
+    """Yield what transformers' configuration must be for the plan."""
+    yield "max_requests_per_batch", plan.limits.max_num_reqs
+    yield "max_batch_tokens", plan.limits.max_num_tokens
+    target = plan.role(Role.TARGET)
+    graphs = any(entry.mode is GraphMode.FULL for entry in target.entries)
+    if graphs and not seam.has_graphs(device):
+        LOG.info("%s: all steps run eager: the device is %s, which has no CUDA graphs", application.name, device)
+        graphs = False
+    pieces = sum(entry.mode is GraphMode.PIECEWISE for entry in target.entries)
+    if pieces:
+        says = f"its {pieces} PIECEWISE graphs are left out, as transformers captures whole forward passes"
+        _differ(application, f"{says}; plan mode FULL for graphs of mixed batches")
+    yield "use_cuda_graph", (graphs, graphs)
+
+
+def _model_differences(plan: Plan, config: Any) -> Iterator[str]:
+    """Yield the facts of the model that differ from the plan's."""
+    names = {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "vocab_size": "vocab_size",
+    }
+    for ours, theirs in names.items():
+        planned, real = getattr(plan.model, ours), getattr(config, theirs, None)
+        if None not in (planned, real) and planned != real:
+            yield f"{theirs} is {real}, and the plan's {ours} {planned}"
+
+
+def _differ(application: Application, says: str) -> None:
+    """Log a difference between plan and engine, or raise it as ``RunError`` in strict mode."""
+    if application.strict:
+        raise RunError(f"{application.name}: {says}")
+    LOG.warning("%s: %s", application.name, says)
