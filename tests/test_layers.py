@@ -23,6 +23,7 @@ LAYERS = (
     "planning",
     "dispatch",
     "analysis",
+    "measuring",
     "engines",
     "runtime",
     "bench",

@@ -9,6 +9,7 @@ from capture_planner.codec.plain import json_fields, json_of, plain, plain_field
 from capture_planner.codec.reading import (
     Document,
     load_environment,
+    load_observation,
     load_plan,
     load_spec,
     loads,
@@ -28,6 +29,7 @@ __all__ = [
     "json_of",
     "label",
     "load_environment",
+    "load_observation",
     "load_plan",
     "load_spec",
     "loads",

@@ -16,10 +16,20 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from capture_planner.codec import entry_rows as rows
 from capture_planner.codec.documents import KeyPart
+from capture_planner.codec.observation_rows import AnswerRow, BatchRow, GraphRow
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
 from capture_planner.records._base import BYTES, constraints, key_of
 from capture_planner.records.batch import Entry
+from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
+
+ROWS: Mapping[Any, type] = {
+    tuple[Entry, ...]: rows.EntryRow,
+    tuple[ObservedGraph, ...]: GraphRow,
+    tuple[DispatchRun, ...]: AnswerRow,
+    tuple[BatchCount, ...]: BatchRow,
+}
+"""The types of tables that files have as rows, each with the record of a row."""
 
 
 def problems_of(error: Exception) -> list[Problem]:
@@ -237,10 +247,25 @@ def _converter() -> cattrs.Converter:
 
     converter.register_unstructure_hook_factory(attrs.has, lambda kind: _to_dict(kind, converter))
     converter.register_unstructure_hook(enum.Enum, lambda member: member)  # for _listed to name
+    for table, row in ((table, row) for table, row in ROWS.items() if row is not rows.EntryRow):
+        _register_rows(converter, table, row)
     converter.register_unstructure_hook_func(
         lambda t: t == tuple[Entry, ...], lambda entries: converter.unstructure(rows.pack(entries), row_tuple)
     )
     return converter
+
+
+def _register_rows(converter: cattrs.Converter, table: Any, row: Any) -> None:
+    """Have files write ``table``, a type such as ``tuple[BatchCount, ...]``, as rows of the record ``row``."""
+    rows_type = tuple[row, ...]
+
+    def structure(value: Any, _: Any) -> Any:
+        return tuple(line for each in converter.structure(value, rows_type) for line in each.lines())
+
+    converter.register_structure_hook_func(lambda t: t == table, structure)
+    converter.register_unstructure_hook_func(
+        lambda t: t == table, lambda lines: converter.unstructure(row.pack(lines), rows_type)
+    )
 
 
 CONVERTER = _converter()

@@ -13,10 +13,10 @@ from typing import Any
 import attrs
 
 from capture_planner import codec
-from capture_planner.codec.entry_rows import EntryRow
+from capture_planner.codec.converter import ROWS
 from capture_planner.records._base import BYTES, constraints, default_of, key_of
-from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
 
@@ -34,7 +34,7 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    kind.__name__.lower(): partial(json_schema, kind) for kind in (Spec, Plan, Environment)
+    kind.__name__.lower(): partial(json_schema, kind) for kind in (Spec, Plan, Environment, Observation)
 }
 """The kinds of file, each with its schema."""
 
@@ -45,7 +45,7 @@ def fields_of(kind: type) -> Iterator[tuple[attrs.Attribute[Any], Any]]:
     for attribute in attrs.fields(kind):
         if attribute.init:
             hint = hints[attribute.name]
-            yield attribute, tuple[EntryRow, ...] if hint == tuple[Entry, ...] else hint
+            yield attribute, types.GenericAlias(tuple, (ROWS[hint], ...)) if hint in ROWS else hint
 
 
 def _record_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from capture_planner.codec.converter import label
 from capture_planner.codec.writing import to_data
 from capture_planner.records._base import key_of
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
 
@@ -69,4 +70,4 @@ _CONVERTER.register_unstructure_hook_func(_is(tuple, list), lambda items: [plain
 _CONVERTER.register_unstructure_hook_func(
     _is(Mapping), lambda items: {str(plain(key)): plain(item) for key, item in items.items()}
 )
-json_of(Plan, Spec, Environment)(to_data)
+json_of(Plan, Spec, Environment, Observation)(to_data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -13,10 +13,13 @@ from capture_planner.codec.converter import CONVERTER, problems_of
 from capture_planner.codec.documents import MAX_BYTES, Node, parse
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
 
 T = TypeVar("T")
+
+_CALLED: Mapping[type, str] = {Spec: "a spec", Plan: "a plan", Observation: "an observation"}
 
 
 def structure(data: Any, kind: type[T]) -> T:
@@ -48,20 +51,33 @@ class Document:
     @property
     def is_plan(self) -> bool:
         """Whether it is a plan: its roles are a list, and a spec's are a mapping."""
-        roles = self.node.value.get("roles") if isinstance(self.node.value, dict) else None
-        return roles is not None and isinstance(roles.value, list)
+        roles = self._top.get("roles")
+        return roles is not None and isinstance(roles.value, list) and not self.is_observation
+
+    @property
+    def is_observation(self) -> bool:
+        """Whether it is an observation: it names an engine, and no other kind of file does."""
+        return "engine" in self._top
+
+    @property
+    def kind(self) -> type[Spec] | type[Plan] | type[Observation]:
+        """What it looks like, by its keys alone: a spec, unless it is a plan or an observation."""
+        return Observation if self.is_observation else Plan if self.is_plan else Spec
+
+    @property
+    def _top(self) -> dict[str, Node]:
+        return self.node.value if isinstance(self.node.value, dict) else {}
 
     def load(self, kind: type[T]) -> T:
         """Return the record of ``kind`` in the file; raises ``InvalidDocument`` with every problem in it."""
-        top = self.node.value if isinstance(self.node.value, dict) else {}
-        version = top.get("version")
+        version = self._top.get("version")
         if version is not None and type(version.value) is int and version.value > SCHEMA_VERSION:
             message = f"schema version {version.value}, but this capture-planner reads {SCHEMA_VERSION}"
             problem = Problem(path=("version",), message=message, remedy="upgrade capture-planner")
             raise InvalidDocument(self.place([problem]))
-        other = {Spec: "a plan, not a spec", Plan: "a spec, not a plan"}.get(kind)
-        if other is not None and "model" in top and self.is_plan is not (kind is Plan):
-            raise InvalidDocument(self.place([Problem(message=f"this is {other}")]))
+        if kind in _CALLED and self.kind is not kind and "model" in self._top:
+            message = f"this is {_CALLED[self.kind]}, not {_CALLED[kind]}"
+            raise InvalidDocument(self.place([Problem(message=message)]))
         try:
             return structure(self.node.plain(), kind)
         except InvalidValue as error:
@@ -114,6 +130,11 @@ def load_environment(path: str | Path) -> Environment:
 def load_plan(path: str | Path) -> Plan:
     """Read a plan file; raises ``InvalidDocument`` with every problem in it."""
     return Document.read(path).load(Plan)
+
+
+def load_observation(path: str | Path) -> Observation:
+    """Read an observation file; raises ``InvalidDocument`` with every problem in it."""
+    return Document.read(path).load(Observation)
 
 
 def loads(text: str, kind: type[T], name: str = "<text>") -> T:

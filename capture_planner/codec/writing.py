@@ -16,9 +16,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
+from capture_planner.codec.compact import compact_yaml
 from capture_planner.codec.converter import CONVERTER, label
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
 
@@ -43,8 +45,10 @@ def _listed(data: Any) -> Any:
     return label(data) if isinstance(data, enum.Enum) else data
 
 
-def dumps(value: Spec | Environment | Plan) -> str:
+def dumps(value: Spec | Environment | Plan | Observation) -> str:
     """Return a record as YAML text; the same record gives the same bytes."""
+    if isinstance(value, Observation):
+        return compact_yaml(to_data(value))
     yaml = YAML()
     yaml.width = 110
     yaml.indent(mapping=2, sequence=4, offset=2)

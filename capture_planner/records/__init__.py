@@ -21,6 +21,15 @@ from capture_planner.records.backend import (
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.observation import (
+    BatchCount,
+    DispatchRun,
+    DraftPass,
+    EagerCost,
+    Observation,
+    ObservedGraph,
+    ObservedRole,
+)
 from capture_planner.records.plan import Decision, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.records.spec import (
     Budget,
@@ -42,13 +51,17 @@ __all__ = [
     "Axis",
     "Backend",
     "Batch",
+    "BatchCount",
     "Bound",
     "Budget",
     "DataType",
     "Decision",
     "Device",
     "DeviceKind",
+    "DispatchRun",
     "DraftModel",
+    "DraftPass",
+    "EagerCost",
     "Entry",
     "Environment",
     "Fill",
@@ -62,6 +75,9 @@ __all__ = [
     "MetadataField",
     "Method",
     "Model",
+    "Observation",
+    "ObservedGraph",
+    "ObservedRole",
     "PaddingContract",
     "Parallel",
     "Piecewise",

@@ -59,6 +59,21 @@ class Gt:
 
 
 @attrs.frozen
+class AtLeast:
+    """A finite number, whole or not, that is ``ge`` or more."""
+
+    ge: float
+
+    def problem(self, value: Any) -> str | None:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return f"expected a number, got {value!r}"
+        return None if value >= self.ge else f"must be at least {self.ge:g}, got {value}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"minimum": self.ge}
+
+
+@attrs.frozen
 class Pattern:
     """A string that matches ``regex`` as a whole; ``meaning`` is the rule in words, after "must be"."""
 
@@ -74,7 +89,7 @@ class Pattern:
         return {"pattern": f"^(?:{self.regex})$"}
 
 
-Constraint = Interval | Gt | Pattern
+Constraint = Interval | Gt | AtLeast | Pattern
 """A rule for one field: ``problem`` returns what is wrong with a value, ``schema`` the rule in JSON Schema keywords."""
 
 

@@ -23,6 +23,7 @@ from capture_planner.testing.strategies.machines import (
     padding_contracts,
     registries,
 )
+from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
 from capture_planner.testing.strategies.ranks import submissions, vectors
 from capture_planner.testing.strategies.specs import specs
@@ -39,6 +40,7 @@ __all__ = [
     "deployments",
     "documents",
     "environments",
+    "observations",
     "padding_contracts",
     "plans",
     "registries",

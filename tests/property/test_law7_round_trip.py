@@ -22,11 +22,12 @@ from capture_planner.testing import (
     deployments,
     documents,
     environments,
+    observations,
     plans,
     specs,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans()
+ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations()
 
 
 @given(ANY_RECORD)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from capture_planner.records.backend import Backend
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
 from capture_planner.testing import (
@@ -18,6 +19,7 @@ from capture_planner.testing import (
     deployments,
     documents,
     environments,
+    observations,
     plans,
     specs,
 )
@@ -92,6 +94,11 @@ def test_every_field_of_a_plan_takes_part():
     assert not _unseen(arbitrary_plans(), Plan, examples=60)
 
 
+def test_every_field_of_an_observation_takes_part():
+    """The same for observations."""
+    assert not _unseen(observations(), Observation, examples=60)
+
+
 @given(backends())
 def test_a_fake_backend_is_a_backend(backend):
     """What the strategy gives meets the contract's protocol."""
@@ -126,4 +133,4 @@ def test_documents_are_damaged_and_whole():
         seen.add((document.kind, document.mutated))
 
     collect()
-    assert seen == {(kind, damaged) for kind in (Spec, Environment, Plan) for damaged in (True, False)}
+    assert seen == {(kind, damaged) for kind in (Spec, Environment, Plan, Observation) for damaged in (True, False)}

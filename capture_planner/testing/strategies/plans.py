@@ -40,7 +40,7 @@ def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096) -> Plan:
 
 
 @functools.cache
-def _entries(lora: bool) -> SearchStrategy[Entry]:
+def entries(lora: bool) -> SearchStrategy[Entry]:
     """Return graphs as no planner would make them: any extents together."""
     shapes = {
         "num_tokens": counts(),
@@ -86,7 +86,7 @@ def _groups() -> SearchStrategy[GroupPlan]:
 
 
 @functools.cache
-def _decisions() -> SearchStrategy[Decision]:
+def decisions() -> SearchStrategy[Decision]:
     return st.builds(
         Decision,
         rule=st.from_regex(r"[a-z][a-z0-9-]{0,9}", fullmatch=True),
@@ -99,7 +99,7 @@ def _decisions() -> SearchStrategy[Decision]:
     )
 
 
-_list_of = functools.cache(st.lists)
+list_of = functools.cache(st.lists)
 
 
 @composite
@@ -108,10 +108,10 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
         role=role,
         requested=draw(one_of(GraphMode)),
         mode=draw(one_of(GraphMode)),
-        groups=tuple(draw(_list_of(_groups(), max_size=2))),
-        decisions=tuple(draw(_list_of(_decisions(), max_size=2))),
-        entries=tuple(draw(_list_of(_entries(lora), max_size=12))),
-        waivers=tuple(draw(_list_of(_waivers(), max_size=2))),
+        groups=tuple(draw(list_of(_groups(), max_size=2))),
+        decisions=tuple(draw(list_of(decisions(), max_size=2))),
+        entries=tuple(draw(list_of(entries(lora), max_size=12))),
+        waivers=tuple(draw(list_of(_waivers(), max_size=2))),
         inputs=draw(padding_contracts()).fields,
     )
 
@@ -120,7 +120,7 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
 def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
-    roles = draw(_list_of(one_of(Role), min_size=1, unique=True))
+    roles = draw(list_of(one_of(Role), min_size=1, unique=True))
     return Plan(
         spec_digest=digest(spec),
         environment=draw(environments()),

@@ -1,0 +1,1 @@
+"""What engines really run: recorded while they serve."""

@@ -1,0 +1,241 @@
+"""Recorder: counts what an engine dispatches, and writes an observation file of it, now and then and at exit.
+
+It runs inside a serving engine, so it never raises into it, and counting takes less than half a microsecond: a
+batch is queued where it is dispatched, and counted once a second by a thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+import attrs
+
+from capture_planner import codec
+from capture_planner.errors import CapturePlannerError
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.observation import MAX_BATCHES, BatchCount, Observation, ObservedRole
+
+LOGGER = logging.getLogger("capture_planner")
+
+MAX_SHAPES = 1 << 14
+"""Most batch shapes that are counted apart; beyond it the rarest are forgotten at the next write."""
+
+MAX_SAMPLES = 63
+"""Most timed steps of a shape that are kept: the latest."""
+
+_Shape = tuple[Role, int, int, int | None, bool, int]
+"""Role, requests, tokens, query length, whether past the prompt, adapters."""
+
+_Outcome = tuple[Role, int, int, int | None, bool, int, int | None, Reason | None]
+"""A shape with its graph, or with the reason for none."""
+
+
+@attrs.define
+class _Samples:
+    """Timed steps of one shape: how many there were, and the latest, in milliseconds."""
+
+    count: int = 0
+    latest: deque[float] = attrs.field(factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+
+class Recorder:
+    """Counts the batches of one process, and writes them as ``FOLDER/NAME.yaml``, whole or not at all.
+
+    The file is written by ``begin``, then every ``every`` seconds if something changed, by a daemon thread, and by
+    ``close``, which runs at exit. A process that is killed loses at most ``every`` seconds. An error of writing is
+    logged once, with the path and the reason. All methods may be called from any thread; a fork of the process
+    writes nothing.
+    """
+
+    def __init__(self, folder: Path, name: str, every: float = 30.0) -> None:
+        """:param every: seconds between two writes."""
+        self.path = folder / f"{name}.yaml"
+        self._every = every
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._queue: deque[_Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
+        self._steps: Counter[_Outcome] = Counter()
+        self._samples: dict[_Shape, _Samples] = {}
+        self._forgotten: Counter[Role] = Counter()
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+        self._base: Observation | None = None
+        self._since = time.monotonic()
+        self._changed = False
+        self._failed = False
+        self._closed = threading.Event()
+        self._process: int | None = None
+
+    def begin(self, base: Observation) -> None:
+        """Set the part that counting does not change, and write the file.
+
+        Call it once graphs are captured. Called again, it replaces that part: the counts go on where every role
+        has the same graphs as before, and start anew where not, since they name graphs by index.
+
+        :param base: its ``batches``, ``other_batches``, ``drafted``, ``accepted`` and ``seconds`` are replaced.
+        """
+        with self._lock:
+            if self._base is None or _graphs(self._base) != _graphs(base):
+                for counts in (self._queue, self._steps, self._samples, self._forgotten, self._drafted, self._accepted):
+                    counts.clear()
+                self._since = time.monotonic()
+            self._base, self._changed = base, True
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            threading.Thread(target=self._run, name="capture-planner-recorder", daemon=True).start()
+            atexit.register(self.close)
+        self._write()
+
+    def count(
+        self,
+        role: Role,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        past_prompt: bool,
+        active_loras: int,
+        graph: int | None,
+        reason: Reason | None,
+    ) -> None:
+        """Count one step of a batch, whose numbers are as in ``Batch``.
+
+        :param graph: index into the graphs of that role in ``begin``; None: eager, for a ``reason``.
+        """
+        self._queue.append((role, num_reqs, num_tokens, query_len, past_prompt, active_loras, graph, reason))
+
+    def sample(
+        self,
+        role: Role,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        past_prompt: bool,
+        active_loras: int,
+        milliseconds: float,
+    ) -> None:
+        """Add the time of one step of a batch that is also counted."""
+        key = (role, num_reqs, num_tokens, query_len, past_prompt, active_loras)
+        with self._lock:
+            samples = self._samples.get(key)
+            if samples is None:
+                samples = self._samples[key] = _Samples()
+            samples.count += 1
+            samples.latest.append(milliseconds)
+            self._changed = True
+
+    def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
+        with self._lock:
+            for totals, more in ((self._drafted, drafted), (self._accepted, accepted)):
+                totals[:] = [a + b for a, b in zip_longest(totals, more, fillvalue=0)]
+            self._changed = True
+
+    def observation(self) -> Observation:
+        """Return what was observed so far; raises ``CapturePlannerError`` before ``begin``."""
+        with self._lock:
+            self._take()
+            base, seconds = self._base, time.monotonic() - self._since
+            steps, forgotten = self._steps.copy(), self._forgotten.copy()
+            drafted, accepted = tuple(self._drafted), tuple(self._accepted)
+        if base is None:
+            raise CapturePlannerError("nothing was observed: the recorder has not begun")
+        known = {role.role: role for role in base.roles}
+        met = {outcome[0] for outcome in steps} | {role for role, count in forgotten.items() if count}
+        roles = (known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE) for role in Role)
+        return replace(
+            base,
+            seconds=round(seconds, 3),
+            roles=tuple(
+                self._with_counts(role, steps, forgotten[role.role])
+                for role in roles
+                if role.role in known or role.role in met
+            ),
+            drafted=drafted,
+            accepted=accepted,
+        )
+
+    def _with_counts(self, role: ObservedRole, steps: Counter[_Outcome], forgotten: int) -> ObservedRole:
+        """Return the role with its most frequent batches, and the number of its other steps."""
+        own = [(outcome, count) for outcome, count in steps.items() if outcome[0] is role.role]
+        own.sort(key=lambda item: -item[1])
+        listed, others = own[:MAX_BATCHES], own[MAX_BATCHES:]
+        with self._lock:
+            timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
+            samples = [(each.count, tuple(each.latest)) for each in timed]
+        batches = [
+            BatchCount(
+                num_reqs=outcome[1],
+                num_tokens=outcome[2],
+                query_len=outcome[3],
+                past_prompt=outcome[4],
+                active_loras=outcome[5],
+                steps=count,
+                graph=outcome[6],
+                reason=outcome[7],
+                milliseconds=round(statistics.median(latest), 5) if latest else None,
+                samples=times,
+            )
+            for (outcome, count), (times, latest) in zip(listed, samples, strict=True)
+        ]
+        other_batches = forgotten + sum(count for _, count in others)
+        return replace(role, batches=tuple(batches), other_batches=other_batches)
+
+    def close(self) -> None:
+        """Write the file a last time, and stop; again, or in a fork, it does nothing."""
+        if self._process == os.getpid() and not self._closed.is_set():
+            self._closed.set()
+            atexit.unregister(self.close)
+            self._write()
+
+    def _run(self) -> None:
+        written = time.monotonic()
+        while not self._closed.wait(min(self._every, 1.0)):
+            with self._lock:
+                self._take()
+            if time.monotonic() >= written + self._every:
+                self._write()
+                written = time.monotonic()
+
+    def _write(self) -> None:
+        """Write the file if something changed since it was written."""
+        with self._writing:
+            with self._lock:
+                self._take()
+                changed, self._changed = self._changed, False
+            if not changed:
+                return
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                codec.write(self.path, codec.dumps(self.observation()))
+            except Exception as error:  # The engine goes on, whatever is wrong with its observation.
+                if not self._failed:
+                    LOGGER.error("%s: the observation is not written: %s", self.path, error)
+                self._failed = True
+
+    def _take(self) -> None:
+        """Count what is queued, and bound the memory: the rarest shapes become a number of steps by role."""
+        if not self._queue:
+            return
+        self._changed = True
+        self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
+        if len(self._steps) > MAX_SHAPES:
+            for outcome, steps in self._steps.most_common()[MAX_SHAPES // 2 :]:
+                self._forgotten[outcome[0]] += steps
+                del self._steps[outcome]
+            for shape in self._samples.keys() - {outcome[:6] for outcome in self._steps}:
+                del self._samples[shape]
+
+
+def _graphs(base: Observation) -> dict[Role, list[object]]:
+    """Return what indices into the graphs of each role mean."""
+    return {role.role: [graph.entry for graph in role.graphs] for role in base.roles}

@@ -1,0 +1,236 @@
+"""Observation: what an engine really captured, dispatched and took, as one process saw it.
+
+Written while the engine serves (``capture_planner.measuring.recorder``), and read wherever a plan is. Its four
+tables, of graphs, answers, batches and costs, are compact in files: rows of columns (``codec.observation_rows``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import attrs
+
+from capture_planner.errors import Problem
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import (
+    AtLeast,
+    Count,
+    Interval,
+    Name,
+    NonNegative,
+    Pattern,
+    field,
+    raise_any,
+    record,
+    refuse_duplicates,
+)
+from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.model import Speculative
+from capture_planner.records.plan import Decision, Digest
+from capture_planner.records.spec import SCHEMA_VERSION, Limits, Lora, Parallel, QueryLength, SchemaVersion
+
+MAX_BATCHES = 512
+"""Most batch shapes of one role in an observation; steps of others are only counted."""
+
+Amount = Annotated[float, AtLeast(0)]
+Tally = Annotated[int, Interval(0)]
+Moment = Annotated[
+    str,
+    Pattern(
+        r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(Z|\+00:00)",
+        "a time in UTC such as 2026-11-22T13:00:00Z",
+    ),
+]
+
+
+@attrs.frozen(kw_only=True)
+class ObservedGraph:
+    """One graph that the engine captured."""
+
+    entry: Entry
+    max_query_len: int | None = None
+    """Set where it serves any mix of decodes up to so many tokens each: vLLM's varlen graphs."""
+    prompts_only: bool = False
+    """Whether decodes never run on it: SGLang's graphs of prefills."""
+    seconds: float | None = None
+    """Time of its capture."""
+    mib: float | None = None
+    """Memory that its capture took."""
+    milliseconds: float | None = None
+    """Median time of a replay right after capture, where the engine was profiled."""
+
+
+@attrs.frozen(kw_only=True)
+class DispatchRun:
+    """The answer of the engine's own dispatcher to a range of batches, asked after capture.
+
+    With a ``query_len`` it is about batches in which every request has that many tokens, ``first`` to ``last``
+    requests. Without one, about batches whose requests differ, ``first`` to ``last`` tokens, and ``min_reqs`` to
+    ``max_reqs`` requests.
+    """
+
+    query_len: int | None = None
+    past_prompt: bool = True
+    """Whether every request is past its prompt; False: some are not."""
+    min_reqs: int = 1
+    max_reqs: int | None = None
+    """None: any number of requests."""
+    min_loras: int = 0
+    max_loras: int = 0
+    first: int
+    last: int
+    graph: int | None = None
+    """Index into the role's graphs; None: eager."""
+    reason: Reason | None = None
+    """Why there is no graph; None with one."""
+
+    @property
+    def kind(self) -> Kind:
+        """DECODE, counted in requests, or MIXED, counted in tokens."""
+        return Kind.MIXED if self.query_len is None else Kind.DECODE
+
+
+@attrs.frozen(kw_only=True)
+class BatchCount:
+    """How often one batch shape ran, and on which graph; the counts of the batch are as in ``Batch``."""
+
+    num_reqs: int
+    num_tokens: int
+    query_len: int | None = None
+    past_prompt: bool = True
+    active_loras: int = 0
+    steps: int
+    """How often it ran."""
+    graph: int | None = None
+    """Index into the role's graphs; None: eager."""
+    reason: Reason | None = None
+    """Why there was no graph; None with one."""
+    milliseconds: float | None = None
+    """Median of the sampled steps."""
+    samples: int = 0
+    """How many steps were timed."""
+
+    def batch(self, role: Role) -> Batch:
+        """Return the batch that was counted."""
+        return Batch(
+            role=role,
+            num_reqs=self.num_reqs,
+            num_tokens=self.num_tokens,
+            query_len=self.query_len,
+            past_prompt=self.past_prompt,
+            active_loras=self.active_loras,
+        )
+
+
+def _most_frequent_first(counts: tuple[BatchCount, ...]) -> tuple[BatchCount, ...]:
+    def place(count: BatchCount) -> tuple[object, ...]:
+        numbers = (count.query_len, count.graph, count.milliseconds)
+        return (
+            *(-count.steps, count.num_reqs, count.num_tokens, count.past_prompt, count.active_loras, count.samples),
+            *(-1 if number is None else number for number in numbers),
+            count.reason or "",
+        )
+
+    return tuple(sorted(counts, key=place))
+
+
+@record
+class EagerCost:
+    """The time of one eager step, measured right after capture."""
+
+    num_reqs: Count = field("requests in the batch")
+    num_tokens: Count = field("tokens in the batch")
+    query_len: NonNegative | None = field("tokens of each request, if all have the same number", default=None)
+    milliseconds: Amount = field("median time of a step")
+
+
+@record
+class DraftPass:
+    """Draft decodes that the engine runs at some batch sizes."""
+
+    query_len: QueryLength = field("tokens of each request in a pass")
+    draft_steps: Count | None = field("passes in one graph, if a graph has all of a step", default=None)
+    first: Count = field("fewest requests")
+    last: Count = field("most requests")
+
+
+@record
+class ObservedRole:
+    """What was observed of one role."""
+
+    role: Role = field("the role")
+    mode: GraphMode = field("the mode that the engine resolved")
+    graphs: tuple[ObservedGraph, ...] = field("graphs, in capture order", default=())
+    answers: tuple[DispatchRun, ...] = field(
+        "what the engine's dispatcher answers, for every batch that it was asked about after capture", default=()
+    )
+    batches: tuple[BatchCount, ...] = field(
+        "batch shapes that ran, the most frequent first", default=(), converter=_most_frequent_first
+    )
+    other_batches: Tally = field("steps of batch shapes that are not listed", default=0)
+    eager: tuple[EagerCost, ...] = field("what eager steps take, where the engine was profiled", default=())
+
+    def __attrs_post_init__(self) -> None:
+        raise_any(self._dangling())
+
+    def _dangling(self) -> Iterator[Problem]:
+        """Yield each answer and each batch that names no graph of the role, or not exactly one of graph and reason."""
+        for key, items in (("answers", self.answers), ("batches", self.batches)):
+            for item in items:
+                if item.graph is not None and not 0 <= item.graph < len(self.graphs):
+                    message = f"graph {item.graph}, and the role has {len(self.graphs)}"
+                    yield Problem(path=(key,), message=message, remedy="graphs count from 0, in capture order")
+                elif (item.graph is None) is (item.reason is None):
+                    yield Problem(path=(key,), message="needs either a graph or a reason for none")
+
+    @property
+    def steps(self) -> int:
+        """How many steps ran, of all shapes."""
+        return sum(count.steps for count in self.batches) + self.other_batches
+
+
+@record
+class Observation:
+    """What one process of an engine captured, dispatched and took."""
+
+    version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
+    engine: Name = field("the engine's name")
+    engine_version: str = field("the engine's version")
+    device: str | None = field("the device's own name", default=None)
+    driver: str | None = field("version of the device driver", default=None)
+    torch: str | None = field("version of torch", default=None)
+    rank: NonNegative = field("the rank of the process", default=0)
+    world_size: Count = field("how many ranks there are", default=1)
+    started: Moment = field("when counting began, in UTC")
+    seconds: Amount = field("time that the counts cover", default=0.0)
+    plan: Digest | None = field("digest of the plan that was applied; None: the engine by itself", default=None)
+    model: str = field("the served model's name")
+    limits: Limits = field("the scheduler's limits")
+    whole_prompts: bool = field(
+        "whether one prompt by itself may be longer than max_num_tokens (SGLang without chunks)", default=False
+    )
+    speculative: Speculative | None = field("speculative decoding; None: off", default=None)
+    drafts: tuple[DraftPass, ...] | None = field(
+        "passes of draft decodes, where they are not one token of each request, k - 1 times", default=None
+    )
+    lora: Lora | None = field("LoRA adapters; None: off", default=None)
+    parallel: Parallel = field("how the model is spread over devices", factory=Parallel)
+    sizes: tuple[Count, ...] = field("the engine's list of capture sizes, in its own unit", default=())
+    settings: tuple[tuple[str, str], ...] = field("resolved facts that matter for graphs: [name, value]", default=())
+    decisions: tuple[Decision, ...] = field("what the engine's rules changed, in order", default=())
+    kv_blocks: Tally | None = field("KV-cache blocks that were left", default=None)
+    capture_seconds: Amount | None = field("time of the whole capture", default=None)
+    graph_mib: Amount | None = field("memory of all graphs, in MiB", default=None)
+    roles: tuple[ObservedRole, ...] = field("the roles, target first")
+    drafted: tuple[Tally, ...] = field("drafts proposed, by position", default=())
+    accepted: tuple[Tally, ...] = field("drafts accepted, by position", default=())
+    notes: tuple[str, ...] = field("what else matters, in sentences", default=())
+
+    def __attrs_post_init__(self) -> None:
+        refuse_duplicates([role.role for role in self.roles], "the role {} is listed twice", "roles", "role")
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs were captured, over all roles."""
+        return sum(len(role.graphs) for role in self.roles)

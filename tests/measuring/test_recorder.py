@@ -1,0 +1,261 @@
+"""The recorder: counts exactly, writes whole files now and then, and never disturbs the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import timeit
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from attrs import astuple, evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capture_planner import codec
+from capture_planner.errors import CapturePlannerError
+from capture_planner.measuring import recorder as module
+from capture_planner.measuring.recorder import Recorder
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Entry
+from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole
+from capture_planner.records.spec import Limits
+
+GRAPHS = tuple(
+    ObservedGraph(entry=Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)) for size in (8, 4, 1)
+)
+BASE = Observation(
+    engine="vllm",
+    engine_version="0.33.0",
+    started="2026-11-22T13:00:00Z",
+    model="tiny",
+    limits=Limits(max_num_reqs=8, max_num_tokens=64),
+    roles=(ObservedRole(role=Role.TARGET, mode=GraphMode.FULL, graphs=GRAPHS),),
+)
+
+outcomes = st.tuples(
+    st.sampled_from(Role),
+    st.integers(1, 3),
+    st.integers(3, 5),
+    st.none() | st.integers(1, 2),
+    st.booleans(),
+    st.integers(0, 1),
+).flatmap(
+    lambda shape: st.sampled_from(
+        [(*shape, None, Reason.MODE), (*shape, None, Reason.SIZES)]
+        + ([(*shape, 0, None), (*shape, 2, None)] if shape[0] is Role.TARGET else [])
+    )
+)
+
+
+def recorder_in(folder: Path, every: float = 60.0) -> Recorder:
+    recorder = Recorder(folder, "rank0", every)
+    recorder.begin(BASE)
+    return recorder
+
+
+def counted(observation: Observation) -> Counter[tuple[object, ...]]:
+    """The counts of an observation, by what was given to the recorder."""
+    return Counter(
+        {
+            (role.role, *astuple(count)[:5], count.graph, count.reason): count.steps
+            for role in observation.roles
+            for count in role.batches
+        }
+    )
+
+
+@settings(max_examples=50)
+@given(given=st.lists(outcomes, max_size=200), threads=st.integers(1, 4))
+def test_counts_equal_those_of_a_plain_counter(
+    tmp_path_factory: pytest.TempPathFactory, given: list[tuple[Role, ...]], threads: int
+) -> None:
+    """Whatever is counted, by several threads at a time, while others read."""
+    recorder = recorder_in(tmp_path_factory.mktemp("observed"), every=0.001)
+
+    def work(part: list[tuple[Role, ...]]) -> None:
+        for outcome in part:
+            recorder.count(*outcome)  # type: ignore[arg-type]
+            recorder.draft([1, 1], [1, 0])
+
+    workers = [threading.Thread(target=work, args=(given[start::threads],)) for start in range(threads)]
+    for worker in workers:
+        worker.start()
+    recorder.observation()
+    for worker in workers:
+        worker.join()
+    recorder.close()
+    observed = codec.load_observation(recorder.path)
+    assert counted(observed) == Counter(given)
+    assert observed.drafted == ((len(given),) * 2 if given else ())
+    assert observed.accepted == ((len(given), 0) if given else ())
+
+
+@settings(max_examples=50)
+@given(given=st.lists(outcomes, max_size=200), most=st.integers(2, 8))
+def test_memory_is_bounded_and_every_step_is_counted(
+    tmp_path_factory: pytest.TempPathFactory, given: list[tuple[Role, ...]], most: int
+) -> None:
+    """Rare shapes are forgotten, and their steps are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_SHAPES", most)
+        recorder = recorder_in(tmp_path_factory.mktemp("observed"))
+        for outcome in given:
+            recorder.count(*outcome)  # type: ignore[arg-type]
+            recorder.sample(*outcome[:6], 1.0)  # type: ignore[arg-type]
+            listed = recorder.observation()
+        recorder.close()
+    observed = codec.load_observation(recorder.path)
+    assert len(counted(observed)) <= most
+    steps = Counter(outcome[0] for outcome in given)
+    assert {role.role: role.steps for role in observed.roles if role.steps} == dict(steps)
+    assert not given or listed.roles == observed.roles
+
+
+@given(times=st.lists(st.floats(0, 1e6), min_size=1, max_size=100))
+@settings(max_examples=20)
+def test_time_of_a_shape_is_the_median_of_its_latest_samples(
+    tmp_path_factory: pytest.TempPathFactory, times: list[float]
+) -> None:
+    recorder = recorder_in(tmp_path_factory.mktemp("observed"))
+    recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)
+    for milliseconds in times:
+        recorder.sample(Role.TARGET, 3, 3, 1, True, 0, milliseconds)
+    (batch,) = recorder.observation().roles[0].batches
+    latest = sorted(times[-module.MAX_SAMPLES :])
+    assert batch.samples == len(times)
+    assert batch.milliseconds is not None
+    assert latest[0] - 1e-4 <= batch.milliseconds <= latest[-1] + 1e-4
+    below = sum(value < batch.milliseconds - 1e-4 for value in latest)
+    above = sum(value > batch.milliseconds + 1e-4 for value in latest)
+    assert max(below, above) <= len(latest) / 2
+    recorder.close()
+
+
+def test_new_graphs_start_the_counts_anew(tmp_path: Path) -> None:
+    """Counts name graphs by index, so they end with the graphs; costs that join them later end nothing."""
+    recorder = recorder_in(tmp_path)
+    recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)
+    with_costs = tuple(evolve(graph, milliseconds=1.5) for graph in GRAPHS)
+    recorder.begin(replace(BASE, roles=(evolve(BASE.roles[0], graphs=with_costs),)))
+    assert recorder.observation().roles[0].steps == 1
+    assert recorder.observation().roles[0].graphs[1].milliseconds == 1.5
+    recorder.begin(replace(BASE, roles=(evolve(BASE.roles[0], graphs=GRAPHS[:1]),)))
+    assert recorder.observation().roles[0].steps == 0
+    recorder.close()
+
+
+def test_file_is_written_now_and_then(tmp_path: Path) -> None:
+    """Right after ``begin``, then within the interval, then no more where nothing changed."""
+    recorder = recorder_in(tmp_path, every=0.05)
+    assert codec.load_observation(recorder.path).roles[0].steps == 0
+    recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)
+    deadline = time.monotonic() + 20
+    while codec.load_observation(recorder.path).roles[0].steps == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert codec.load_observation(recorder.path).roles[0].steps == 1
+    unchanged = recorder.path.stat().st_mtime_ns
+    time.sleep(0.2)
+    assert recorder.path.stat().st_mtime_ns == unchanged
+    recorder.close()
+
+
+def test_observation_before_begin_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CapturePlannerError, match="has not begun"):
+        Recorder(tmp_path, "rank0").observation()
+
+
+def test_write_error_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the path and the reason; counting goes on."""
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.ERROR, "capture_planner"):
+        recorder = recorder_in(tmp_path / "file")
+        recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)
+        recorder.close()
+    (logged,) = caplog.records
+    assert str(recorder.path) in logged.getMessage()
+    assert "File exists" in logged.getMessage()
+    assert recorder.observation().roles[0].steps == 1
+
+
+SERVER = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from measuring.test_recorder import BASE, Reason, Recorder, Role
+recorder = Recorder(Path(sys.argv[1]), "rank0", {every})
+recorder.begin(BASE)
+print("ready", flush=True)
+{then}
+"""
+
+
+def serve(folder: Path, every: float, then: str) -> subprocess.Popen[str]:
+    code = SERVER.format(every=every, then=then)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(folder), str(Path(__file__).parent.parent)], stdout=subprocess.PIPE, text=True
+    )
+
+
+COUNT_ON = """
+step = 0
+while True:
+    recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)
+    recorder.count(Role.TARGET, 1 + step % 8, 8 + step % 57, None, False, 0, None, Reason.MODE)
+    step += 1
+    if step % 100 == 0:
+        print(step, time.monotonic(), flush=True)
+    time.sleep(0.0005)
+"""
+
+
+def test_killed_process_loses_at_most_one_interval(tmp_path: Path) -> None:
+    """SIGKILL at any moment: the file is whole, and has every step that is older than the interval and one write."""
+    every, grace = 0.2, 2.0
+    process = serve(tmp_path, every, COUNT_ON)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    steps = [(0, time.monotonic())]
+    while steps[-1][1] - steps[0][1] < every + grace + 1:
+        number, moment = process.stdout.readline().split()
+        steps.append((int(number), float(moment)))
+    process.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    process.wait(30)
+    process.stdout.close()
+    observed = codec.load_observation(tmp_path / "rank0.yaml")
+    due = max(number for number, moment in steps if moment < killed - every - grace)
+    assert due > 0
+    assert observed.roles[0].steps >= 2 * due
+
+
+def test_process_that_ends_writes_everything(tmp_path: Path) -> None:
+    """By ``atexit``, without a call of ``close``."""
+    process = serve(tmp_path, 60.0, "for _ in range(1000): recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert codec.load_observation(tmp_path / "rank0.yaml").roles[0].steps == 1000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_fork_writes_nothing(tmp_path: Path) -> None:
+    """A worker that a process forks must not replace the file of its parent."""
+    fork = "recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)\nimport os\nif os.fork(): os.wait(); os._exit(0)"
+    process = serve(tmp_path, 60.0, fork)
+    process.communicate(timeout=60)
+    assert codec.load_observation(tmp_path / "rank0.yaml").roles[0].steps == 0
+
+
+def test_counting_takes_less_than_half_a_microsecond(tmp_path: Path) -> None:
+    recorder = recorder_in(tmp_path)
+    count, role = recorder.count, Role.TARGET
+    best = min(timeit.repeat(lambda: count(role, 17, 68, 4, True, 0, 1, None), number=10_000, repeat=20)) / 10_000
+    recorder.close()
+    assert best < 0.5e-6
