@@ -109,8 +109,7 @@ class Launch:
         if self.m.setup.check_cuda_graph_backend("prefill", "breakable"):
             capture = setup.capture_prefill_graph(model_runner=draft, eager_runner=eager, force_for_draft_worker=True)
             found[Role.DRAFT_PREFILL, "prefill"] = _runner(capture, eager)
-        worker.EAGLEDraftCudaGraphRunner = lambda w: self._draft_runner(w, self.m.draft, "draft_decode")
-        worker.EAGLEDraftExtendCudaGraphRunner = lambda w: self._draft_runner(w, self.m.extend, "draft_extend")
+        self._name_draft_classes()
         backend = object.__new__(self.m.attention.FlashAttentionBackend)
         drafter = object.__new__(worker.EagleDraftWorker)
         vars(drafter).update(
@@ -132,6 +131,12 @@ class Launch:
         found[Role.DRAFT_PREFILL, "decode"] = drafter.cuda_graph_runner_for_draft_extend
         return found
 
+    def _name_draft_classes(self) -> None:
+        """Let the worker make runners that write shapes down."""
+        worker = self.m.worker
+        worker.EAGLEDraftCudaGraphRunner = lambda w: self._draft_runner(w, self.m.draft, "draft_decode")
+        worker.EAGLEDraftExtendCudaGraphRunner = lambda w: self._draft_runner(w, self.m.extend, "draft_extend")
+
     def _backend(self, name: str) -> Any:
         kind = self.m.breakable.BreakableCudaGraphBackend if name == "breakable" else self.m.full.FullCudaGraphBackend
         backend = object.__new__(kind)
@@ -139,8 +144,11 @@ class Launch:
         return backend
 
     def _decode_runner(self, model_runner: Any) -> Any:
+        return self.fill_decode_runner(object.__new__(self.m.decode.DecodeCudaGraphRunner), model_runner)
+
+    def fill_decode_runner(self, runner: Any, model_runner: Any) -> Any:
+        """Set the fields of the target's runner, which its constructor reads from the same functions."""
         m = self.m
-        runner = object.__new__(m.decode.DecodeCudaGraphRunner)
         width = model_runner.decode_num_tokens_per_req()
         mlp, attention = type(runner).decode_graph_gather_requirements(model_runner)
         gathered = mlp or attention
@@ -172,7 +180,10 @@ class Launch:
             if phase == "draft_extend"
             else self.m.draft.EAGLEDraftCudaGraphRunner
         )
-        runner = object.__new__(kind)
+        return self.fill_draft_runner(object.__new__(kind), worker, module, phase)
+
+    def fill_draft_runner(self, runner: Any, worker: Any, module: Any, phase: str) -> Any:
+        """Set the fields of a drafter's runner."""
         capture_bs, _ = module.get_batch_sizes_to_capture(worker.draft_runner)
         vars(runner).update(
             model_runner=worker.draft_runner,

@@ -30,6 +30,7 @@ from capture_planner_sglang import capture, graph_rules, rules
 from capture_planner_sglang.export import export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, name_of, parse
+from capture_planner_sglang.launch import launch
 from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Launch, read_model
 from capture_planner_sglang.rules import EAGLE_FAMILY
 
@@ -149,6 +150,7 @@ ENGINE = Engine(
     version=VERSION,
     emulate=emulate,
     export=export_sglang,
+    launch=launch,
     flags=FLAGS,
     programs=("sglang serve", "serve", "python -m sglang.launch_server"),
     limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),

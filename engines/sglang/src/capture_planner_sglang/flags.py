@@ -144,9 +144,7 @@ def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     Raises ``FlagError`` where SGLang's parser would stop, and ``NotEmulated`` for flags that can change graphs
     in ways that are not emulated.
     """
-    rest, path = split_config(command, "SGLang")
-    from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
-    args = PARSER.parse_args([*from_file, *rest])
+    args, sources = parse_any(command)
     given = (name.partition(":") for name, value in vars(args).items() if value is not None)
     strays = [flag for group, _, flag in given if group == "not_emulated"]
     if strays:
@@ -158,6 +156,14 @@ def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
             )
             for flag in strays
         )
+    return args, sources
+
+
+def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Parse as ``parse``, with flags that are not emulated too: their names begin with ``not_emulated:``."""
+    rest, path = split_config(command, "SGLang")
+    from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
+    args = PARSER.parse_args([*from_file, *rest])
     sources = {name_of(word): "file" for word in from_file if word.startswith("--")}
     sources |= {name_of(word): "flag" for word in rest if word.startswith("--")}
     return args, sources

@@ -1,0 +1,321 @@
+"""The real SGLang on a GPU: does it run, and what does a plan change? JSON lines, written as they come.
+
+    python benchmarks/sglang_in_process.py --steps try --output FOLDER
+    python benchmarks/sglang_in_process.py --steps compare --attention fa3 --output FOLDER
+
+``try`` starts SGLang step by step: eager, with graphs, with FlashAttention 3, with an EAGLE-3 drafter (K = 3), then
+under a plan. ``compare`` takes SGLang by itself and under a plan in turns, without and with speculation, and measures
+tokens/s, time per output token, graphs, seconds and memory of the capture at 8, 64, 128 and 256 requests. The model
+has the shape of Qwen3-0.6B and random weights; acceptance is simulated. Each start is a process of its own with a time
+limit; where one fails, the last lines of its log are in its result, and the next one runs.
+
+SGLang 0.5.23 is importable, and the plugin is *installed*, as SGLang's scheduler finds it by its entry point. On a host
+without network, bring the wheels of ``python tools/build.py`` (the core, ``engines/sglang``, ``backends/triton`` and
+``backends/flash_attention``) with those of cattrs, ruamel.yaml, attrs and pluggy, then::
+
+    python -m pip install --no-deps --no-index --target /tmp/plugin wheels/*.whl
+    export PYTHONPATH=/tmp/plugin:$PYTHONPATH
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LOADS = (8, 64, 128, 256)
+MOST = max(LOADS)
+PROMPT, OUTPUT = 128, 128
+BACKENDS = {"triton": "triton", "fa3": "flash_attention"}
+"""Our name of each of SGLang's attention backends."""
+
+_SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "target": {
+        **_SHAPE,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "drafter": {
+        **_SHAPE,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+_CAPTURE = r"Capture (?P<name>[\w ]+?) \w+ graph "
+_CAPTURED = re.compile(_CAPTURE + r"end\..*?elapsed=(?P<seconds>[\d.]+) s, mem usage=(?P<gib>-?[\d.]+) GB")
+_SIZES = re.compile(_CAPTURE + r"(?:begin|end)\..*?\bbs=\[(?P<sizes>[\d, ]*)\]")
+
+
+def spec_text(drafts: int, attention: str, graphs: int) -> str:
+    """Return the spec of the plan: decodes alone have graphs, ``graphs`` sizes for each role, half for draft decodes."""
+    lines = [
+        "version: 1",
+        "model: {name: Qwen3-0.6B-shape, num_layers: 28, num_heads: 16, num_kv_heads: 8, head_dim: 128,",
+        "        hidden_size: 1024, vocab_size: 151936, max_model_len: 40960}",
+        f"limits: {{max_num_reqs: {MOST}, max_num_tokens: 8192}}",
+        "mode: FULL_DECODE_ONLY",
+        f"backend: {BACKENDS[attention]}",
+        f"sizes: {{policy: minimax, graphs: {graphs}}}",
+    ]
+    if drafts:
+        lines.append(f"speculative: {{method: eagle3, num_tokens: {drafts}, model: {{vocab_size: 32000}}}}")
+        lines.append(f"roles: {{draft_decode: {{sizes: {{policy: minimax, graphs: {max(graphs // 2, 1)}}}}}}}")
+    return "\n".join(lines) + "\n"
+
+
+def write_plan(folder: Path, drafts: int, attention: str, graphs: int, environment: str) -> Path:
+    """Plan, and return the file."""
+    from capture_planner import codec, load_backends, load_environment, plan
+
+    spec, path = folder / f"spec-{drafts}-{attention}.yaml", folder / f"plan-{drafts}-{attention}.yaml"
+    spec.write_text(spec_text(drafts, attention, graphs), encoding="utf-8")
+    machine = load_environment(ROOT / "plans" / "environments" / f"{environment}.yaml")
+    path.write_text(codec.dumps(plan(codec.load_spec(spec), machine, load_backends())), encoding="utf-8")
+    return path
+
+
+def command(folder: Path, drafts: int, attention: str, *, eager: bool) -> list[str]:
+    """Return SGLang's own words, the same with a plan and without."""
+    words = {
+        "model-path": folder / "target",
+        "load-format": "dummy",
+        "random-seed": 0,
+        "attention-backend": attention,
+        "sampling-backend": "pytorch",
+        "context-length": 4096,
+        "max-running-requests": MOST,
+        "chunked-prefill-size": 8192,
+        "max-prefill-tokens": 8192,
+        "mem-fraction-static": 0.6,
+        "log-level": "info",
+        "cuda-graph-backend-prefill": "disabled",
+    }
+    if drafts:
+        words |= {
+            "speculative-algorithm": "EAGLE3",
+            "speculative-draft-model-path": folder / "drafter",
+            "speculative-num-steps": drafts,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": drafts + 1,
+        }
+    if eager:
+        words["cuda-graph-backend-decode"] = "disabled"
+    listed = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    return [*listed, "--skip-tokenizer-init", "--disable-radix-cache"]
+
+
+def generate(engine: Any, prompts: list[list[int]], output: int) -> tuple[float, int]:
+    """Return the seconds and the generated tokens of all prompts together."""
+    started = time.perf_counter()
+    parameters = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
+    answers = engine.generate(input_ids=prompts, sampling_params=parameters)
+    return time.perf_counter() - started, sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+
+
+def measure(options: Mapping[str, Any], result: Path) -> None:
+    """Start SGLang in this process and its children, and write what was measured after each load."""
+    import sglang
+    from sglang.srt.server_args import prepare_server_args
+
+    words = list(options["command"])
+    if options["plan"]:
+        from capture_planner import load_plan
+        from capture_planner_sglang.launch import launch
+
+        words += launch(load_plan(options["plan"]), words).arguments
+    started = time.perf_counter()
+    engine = sglang.Engine(server_args=prepare_server_args(words))
+    measured: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 1), "words": words, "loads": {}}
+    result.write_text(json.dumps(measured), encoding="utf-8")
+    draw = random.Random(1)
+    prompts = [[draw.randrange(1000) for _ in range(PROMPT)] for _ in range(max(options["loads"]))]
+    generate(engine, prompts[:2], 16)  # the first steps compile kernels
+    for load in options["loads"]:
+        generate(engine, prompts[:load], 16)
+        rounds = [generate(engine, prompts[:load], options["output"]) for _ in range(options["rounds"])]
+        per_s = [tokens / seconds for seconds, tokens in rounds]
+        measured["loads"][load] = {
+            "tokens_per_s": [round(each) for each in per_s],
+            "median_tokens_per_s": round(statistics.median(per_s)),
+            "ms_per_output_token": round(load / statistics.median(per_s) * 1e3, 3),
+        }
+        result.write_text(json.dumps(measured), encoding="utf-8")
+    engine.shutdown()
+
+
+def captures(log: str) -> dict[str, Any]:
+    """Return what SGLang's own log says of each capture: sizes, seconds, GiB."""
+    found: dict[str, Any] = {}
+    for match in _SIZES.finditer(log):
+        sizes = [int(size) for size in match["sizes"].split(",") if size.strip()]
+        found.setdefault(match["name"], {})["sizes"] = sizes
+    for match in _CAPTURED.finditer(log):
+        row = found.setdefault(match["name"], {})
+        row |= {"seconds": float(match["seconds"]), "gib": float(match["gib"])}
+    return found
+
+
+def run(name: str, options: Mapping[str, Any], folder: Path, limit: float) -> dict[str, Any]:
+    """Run one start in a process group of its own, and return its JSON line."""
+    log_path, result = folder / f"{name}.log", folder / f"{name}.result.json"
+    result.unlink(missing_ok=True)
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("CAPTURE_PLANNER_")}
+    if options["drafts"]:
+        variables["SGLANG_SIMULATE_ACC_LEN"] = str(1 + options["drafts"] / 2)
+    if options["plan"]:
+        variables |= {"CAPTURE_PLANNER_PLAN": str(options["plan"]), "CAPTURE_PLANNER_STRICT": "1"}
+    if options["observe"]:
+        variables |= {"CAPTURE_PLANNER_OBSERVE": str(folder / name), "CAPTURE_PLANNER_OBSERVE_SECONDS": "5"}
+    child = [sys.executable, __file__, "--child", json.dumps(options, default=str), "--result", str(result)]
+    started = time.perf_counter()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(child, stdout=log, stderr=log, env=variables, start_new_session=True)
+        try:
+            code: int | str = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {limit:.0f} s"
+        # SGLang's processes outlive a parent that fails.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    text = log_path.read_text("utf-8", errors="replace")
+    line: dict[str, Any] = {"step": name, "ok": code == 0, "wall_s": round(time.perf_counter() - started, 1)}
+    line |= {key: options[key] for key in ("drafts", "attention", "observe")} | {"plan": bool(options["plan"])}
+    if result.exists():
+        line |= json.loads(result.read_text("utf-8"))
+    line["captures"] = captures(text)
+    line["plugin"] = [each[-300:] for each in text.splitlines() if "capture_planner" in each][:20]
+    if code != 0:
+        line |= {"error": code, "log": text.splitlines()[-30:]}
+    return line
+
+
+def trials(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """Yield the steps of ``try``: name, options, time limit; the first of a kind may compile kernels."""
+    small = {"loads": (1, 16), "rounds": 1, "output": 32}
+    for name, drafts, attention, eager, planned, limit in (
+        ("eager-triton", 0, "triton", True, False, 200),
+        ("graphs-triton", 0, "triton", False, False, 120),
+        ("graphs-fa3", 0, "fa3", False, False, 120),
+        ("eagle3-triton", 3, "triton", False, False, 200),
+        ("eagle3-fa3", 3, "fa3", False, False, 120),
+        ("plan-triton", 0, "triton", False, True, 120),
+        ("plan-eagle3-triton", 3, "triton", False, True, 120),
+        ("plan-eagle3-fa3", 3, "fa3", False, True, 120),
+    ):
+        yield name, start(folder, arguments, drafts, attention, eager=eager, planned=planned, **small), limit
+
+
+def comparisons(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """Yield the starts of ``compare``: SGLang by itself and under a plan in turns, then observed."""
+    loads = {"loads": LOADS, "rounds": arguments.rounds, "output": OUTPUT}
+    for turn in range(arguments.turns):
+        for drafts in arguments.drafts:
+            for planned in (False, True):
+                name = f"{'plan' if planned else 'default'}-K{drafts}-{arguments.attention}-{turn}"
+                yield name, start(folder, arguments, drafts, arguments.attention, planned=planned, **loads), 120
+    for drafts in arguments.drafts:
+        options = start(folder, arguments, drafts, arguments.attention, planned=True, observe=True, **loads)
+        yield f"observed-K{drafts}-{arguments.attention}", options, 120
+
+
+def start(
+    folder: Path,
+    arguments: argparse.Namespace,
+    drafts: int,
+    attention: str,
+    *,
+    eager: bool = False,
+    planned: bool = False,
+    observe: bool = False,
+    **measures: Any,
+) -> dict[str, Any]:
+    """Return the options of one start."""
+    plan = write_plan(folder, drafts, attention, arguments.graphs, arguments.environment) if planned else None
+    words = command(folder, drafts, attention, eager=eager)
+    return {"drafts": drafts, "attention": attention, "plan": plan, "observe": observe, "command": words, **measures}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", choices=("try", "compare"), default="try")
+    parser.add_argument("--only", help="run only the steps whose name contains this")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "/tmp/sglang-bench")))
+    parser.add_argument("--attention", choices=tuple(BACKENDS), default="triton", help="compare: attention backend")
+    parser.add_argument("--drafts", type=int, nargs="*", default=[0, 3], help="compare: K of each comparison")
+    parser.add_argument("--turns", type=int, default=1, help="compare: how often both are started")
+    parser.add_argument("--rounds", type=int, default=3, help="compare: how often each load is run")
+    parser.add_argument("--graphs", type=int, default=16, help="sizes of the plan for each role")
+    parser.add_argument("--environment", default="h200", help="the plan's machine, of plans/environments")
+    parser.add_argument("--seconds", type=float, default=570, help="no step starts that could end later than this")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        measure(arguments.child, arguments.result)
+        return
+    folder: Path = arguments.output / "files"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, config in MODELS.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    end = time.monotonic() + arguments.seconds
+    plugins = [point.value for point in metadata.entry_points(group="sglang.srt.plugins")]
+    lines: list[dict[str, Any]] = [{"step": "installed", "ok": bool(plugins), "plugins": plugins}]
+    steps = trials if arguments.steps == "try" else comparisons
+    with (arguments.output / f"{arguments.steps}.jsonl").open("a", encoding="utf-8") as written:
+        for name, options, limit in steps(folder, arguments):
+            if arguments.only and arguments.only not in name:
+                continue
+            left = end - time.monotonic()
+            if left < limit / 2:
+                lines.append({"step": name, "ok": False, "error": f"not started: {left:.0f} s are left"})
+            else:
+                lines.append(run(name, options, folder, min(limit, left)))
+            for line in lines:
+                written.write(json.dumps(line, default=str) + "\n")
+                written.flush()
+                sys.stdout.write(f"{json.dumps({k: v for k, v in line.items() if k != 'words'}, default=str)}\n")
+                sys.stdout.flush()
+            lines.clear()
+
+
+if __name__ == "__main__":
+    main()

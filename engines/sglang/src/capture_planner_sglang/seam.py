@@ -1,0 +1,118 @@
+"""The places of SGLang 0.5.23 that the plugin hooks, and the check that they are what it knows."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import attrs
+
+from capture_planner.modes import Role
+
+VERSIONS = ("0.5.23",)
+
+_RUNNER = "sglang.srt.model_executor.runner"
+RUNNERS: Mapping[Role, str] = {
+    Role.TARGET: f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+    Role.DRAFT_PREFILL: ("sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"),
+    Role.DRAFT_DECODE: "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
+}
+"""The class of each role's decode graphs."""
+
+CONTEXT = "sglang.srt.runtime_context"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+SIZES = f"{_RUNNER}.base_cuda_graph_runner.get_batch_sizes_to_capture"
+CAPTURE = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
+DRAFT_CLASS = "sglang.srt.speculative.eagle_worker_v2._select_spec_graph_runner_cls"
+
+
+@attrs.frozen
+class HookedFunction:
+    """A function of SGLang: its path, its parameters, and attributes that its code must name."""
+
+    path: str
+    parameters: tuple[str, ...]
+    names: frozenset[str] = frozenset()
+
+
+_BUILT = frozenset({"capture_bs", "captured_req_width", "max_bs", "capture"})
+_EAGLE = ("self", "eagle_worker")
+
+APPLY = (
+    HookedFunction(SCHEDULER, ("self", "server_args", "port_args")),
+    HookedFunction(
+        SIZES,
+        ("model_runner", "captured_req_width", "gathered_buffer_required"),
+        frozenset({"cuda_graph_config", "decode", "bs", "req_to_token_pool", "size"}),
+    ),
+    HookedFunction(CAPTURE, ("model_runner",), frozenset({"GraphCapture", "is_draft_worker"})),
+    HookedFunction(DRAFT_CLASS, ("builtin_runner_cls", "oot_runner_cls")),
+    HookedFunction(
+        f"{RUNNERS[Role.TARGET]}.__init__",
+        (
+            *("self", "model_runner", "attn_backend", "speculative_num_steps", "speculative_num_draft_tokens"),
+            "record_nolora_graph",
+        ),
+        _BUILT,
+    ),
+    HookedFunction(
+        f"{RUNNERS[Role.DRAFT_PREFILL]}.__init__",
+        (*_EAGLE, "draft_extend_attn_backend", "speculative_num_steps"),
+        _BUILT,
+    ),
+    HookedFunction(
+        f"{RUNNERS[Role.DRAFT_DECODE]}.__init__", (*_EAGLE, "draft_attn_backend", "speculative_num_steps"), _BUILT
+    ),
+)
+"""What applying a plan hooks."""
+
+
+def resolve(path: str) -> Any:
+    """Return the module, class or function at a dotted path; raises ``ImportError`` or ``AttributeError``."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            value: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+            continue
+        for part in parts[count:]:
+            value = getattr(value, part)
+        return value
+    raise ModuleNotFoundError(path)
+
+
+def context() -> ModuleType:
+    """Return SGLang's module of resolved values."""
+    return importlib.import_module(CONTEXT)
+
+
+def unknown(seams: tuple[HookedFunction, ...], find: Callable[[str], Any] = resolve) -> Iterator[str]:
+    """Yield what differs from the SGLang that the plugin knows: the version first, then each function."""
+    version = find("sglang.version").__version__
+    if version not in VERSIONS:
+        yield f"SGLang is {version}, the plugin knows {', '.join(VERSIONS)}"
+        return
+    for seam in seams:
+        try:
+            function = inspect.unwrap(find(seam.path))
+        except (ImportError, AttributeError) as error:
+            yield f"{seam.path}: {error}"
+            continue
+        parameters = tuple(inspect.signature(function).parameters)
+        if parameters != seam.parameters:
+            yield f"{seam.path} takes {', '.join(parameters)}, not {', '.join(seam.parameters)}"
+        missing = seam.names - _names(function.__code__)
+        if missing:
+            yield f"{seam.path} does not use {', '.join(sorted(missing))}"
+
+
+def _names(code: Any) -> set[str]:
+    """All names in a function's code, those of the functions in it included."""
+    inner = (each for each in code.co_consts if inspect.iscode(each))
+    return {*code.co_names, *(name for each in inner for name in _names(each))}
