@@ -8,8 +8,6 @@ the engine is (``facts``), then one answer for each line of stdin:
 - ``{"tokens": true, ...}``: the same, with the tokens of each request in order;
 - ``{"dispatch": [[1, 4], ...]}``: nanoseconds that the target's manager takes to dispatch decodes of so many requests
   and tokens each, median of 9 rounds.
-
-It leaves without destructors: an engine with workers may not return from them.
 """
 
 from __future__ import annotations
@@ -152,22 +150,32 @@ def serve(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
     return result
 
 
+RECORDERS: list[Any] = []
+"""The recorder of this process, if it observes itself."""
+
+
+def find_recorder() -> None:
+    """Remember the recorder when it begins, to read its counts after each load."""
+    from capture_planner.measuring.recorder import Recorder
+
+    begin = Recorder.begin
+
+    def remembered(self: Recorder, *args: Any) -> None:
+        RECORDERS[:] = [self]
+        begin(self, *args)
+
+    Recorder.begin = remembered  # type: ignore[method-assign]
+
+
 def observed_batches() -> dict[str, dict[str, int]]:
     """Return the steps so far by role and mode (``NONE`` is eager), if this process observes itself."""
-    if not os.environ.get("CAPTURE_PLANNER_OBSERVE"):
-        return {}
-    from capture_planner_vllm.observe import current
-
-    observation = current()
-    if observation is None:
-        return {}
     steps: dict[str, dict[str, int]] = {}
-    for role in observation.roles:
-        counts = steps.setdefault(role.role.value, {})
-        for batch in role.batches:
-            mode = "NONE" if batch.graph is None else role.graphs[batch.graph].entry.mode.value
-            counts[mode] = counts.get(mode, 0) + batch.steps
-        counts["other"] = role.other_batches
+    for recorder in RECORDERS:
+        for role in recorder.observation().roles:
+            counts = steps.setdefault(role.role.value, {"other": role.other_batches})
+            for batch in role.batches:
+                mode = "NONE" if batch.graph is None else role.graphs[batch.graph].entry.mode.value
+                counts[mode] = counts.get(mode, 0) + batch.steps
     return steps
 
 
@@ -193,6 +201,8 @@ def main() -> None:
     """Start the engine and answer lines until stdin ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM prints to stdout, too
+    if os.environ.get("CAPTURE_PLANNER_OBSERVE"):
+        find_recorder()
     start = time.perf_counter()
     engine = engine_of(sys.argv[sys.argv.index("--") + 1 :])
     print(json.dumps({"facts": facts_of(engine, time.perf_counter() - start)}), file=out)
@@ -204,12 +214,7 @@ def main() -> None:
             else serve(engine, request, f"r{number}")
         )
         print(json.dumps(answer), file=out)
-    if os.environ.get("CAPTURE_PLANNER_OBSERVE"):
-        from capture_planner_vllm.observe import close
-
-        close()
-    sys.stderr.flush()
-    os._exit(0)
+    engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

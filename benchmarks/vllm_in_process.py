@@ -48,8 +48,7 @@ class Engine:
             file = folder / f"{slug}.yaml"
             file.write_text(dumps(case.plan), encoding="utf-8")
             launch = find_engine("vllm").launch
-            assert launch is not None
-            arguments += launch(case.plan, case.words).arguments
+            arguments += () if launch is None else launch(case.plan, case.words).arguments
             environment |= {"CAPTURE_PLANNER_PLAN": str(file), "CAPTURE_PLANNER_STRICT": "1"}
         if case.observed:
             environment["CAPTURE_PLANNER_OBSERVE"] = str(folder / f"observations-{slug}")
