@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner_vllm import profile
+from capture_planner_vllm import device, profile
 
 MIB = 1 << 20
 
@@ -27,13 +27,6 @@ class Capture:
     """Device memory that was free before its warm-up and not after its capture; at least 0."""
 
 
-def free_memory() -> int:
-    """Return the free memory of the device, in bytes."""
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0])
-
-
 class CaptureLog:
     """Follows one manager's capture through the function that it calls for each graph.
 
@@ -41,8 +34,8 @@ class CaptureLog:
     between two graphs is that of graphs; of PIECEWISE graphs it includes what the warm-up leaves cached.
     """
 
-    def __init__(self, create_forward: CreateForward, free: Callable[[], int] = free_memory) -> None:
-        self._create, self._free = create_forward, free
+    def __init__(self, create_forward: CreateForward) -> None:
+        self._create = create_forward
         self._open: tuple[Any, float, int] | None = None
         self.graphs: list[Capture] = []
         """In capture order."""
@@ -55,7 +48,7 @@ class CaptureLog:
 
     def end(self, following: Any = None) -> None:
         """End the open graph, and begin the one that follows."""
-        now, free = time.perf_counter(), self._free()
+        now, free = time.perf_counter(), device.free_memory()
         if self._open is not None:
             descriptor, start, before = self._open
             self.graphs.append(Capture(descriptor, now - start, max(before - free, 0) / MIB))

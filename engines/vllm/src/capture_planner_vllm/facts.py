@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
-
-import attrs
-
 
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import Chain, GraphMode, Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.observation import DraftPass, EagerCost, ObservedGraph, ObservedRole, Observation
+from capture_planner.records.observation import DraftPass, EagerCost, Observation, ObservedGraph, ObservedRole
 from capture_planner.records.plan import Decision, Plan
 from capture_planner.records.spec import Limits, Lora, Parallel
+from capture_planner_vllm import device
 from capture_planner_vllm.captures import MIB, Captures
 from capture_planner_vllm.watch import Track
 
@@ -99,7 +98,8 @@ def tracks(runner: Any, captures: Captures | None) -> tuple[Track, ...]:
 def _track(role: Role, manager: Any, runner: Any, captures: Captures | None) -> Track:
     specialized = role is Role.DRAFT_DECODE and hasattr(manager, "specialize_spec_tokens")
     fused = specialized and bool(runner.speculator.supports_decode_metadata_update)
-    graphs, keys = [], {}
+    graphs: list[ObservedGraph] = []
+    keys: dict[Any, int] = {}
     for capture, milliseconds in captures.graphs(manager) if captures is not None else ():
         desc = capture.descriptor
         if getattr(desc, "num_ubatches", 1) > 1:
@@ -114,9 +114,7 @@ def _track(role: Role, manager: Any, runner: Any, captures: Captures | None) -> 
             milliseconds=milliseconds,
         )
         graphs.append(graph)
-    return Track(
-        role=role, manager=manager, graphs=tuple(graphs), keys=keys, specialized=specialized, fused=fused
-    )
+    return Track(role=role, manager=manager, graphs=tuple(graphs), keys=keys, specialized=specialized, fused=fused)
 
 
 def entry(desc: Any, draft_steps: int | None = None) -> Entry:
@@ -198,7 +196,7 @@ def observation(
         roles=tuple(_role(track, tracks[0], speculative, eager.get(track.role, ())) for track in tracks),
     )
     blocks = getattr(getattr(runner, "kv_cache_config", None), "num_blocks", None)
-    return replace(base, kv_blocks=blocks, notes=tuple(notes), **_device())
+    return replace(base, kv_blocks=blocks, notes=tuple(notes), **device.description())
 
 
 def with_capture(base: Observation, seconds: float, size: int) -> Observation:
@@ -207,28 +205,10 @@ def with_capture(base: Observation, seconds: float, size: int) -> Observation:
 
 
 def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
+    return str(getattr(sys.modules["vllm"], "__version__", "unknown"))
 
 
-def event() -> Any:
-    """Return a CUDA event with timing."""
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)
-
-
-def _device() -> dict[str, str | None]:
-    import torch
-
-    cuda = torch.cuda.is_available()
-    return {"device": torch.cuda.get_device_name() if cuda else None, "torch": str(torch.__version__)}
-
-
-def _role(
-    track: Track, target: Track, speculative: Speculative | None, eager: tuple[EagerCost, ...]
-) -> ObservedRole:
+def _role(track: Track, target: Track, speculative: Speculative | None, eager: tuple[EagerCost, ...]) -> ObservedRole:
     mode = GraphMode[track.manager.cudagraph_mode.name]
     return ObservedRole(role=track.role, mode=mode, graphs=track.graphs, eager=eager)
 

@@ -11,6 +11,7 @@ Follows vLLM 0.33, model runner V2.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import logging
@@ -22,15 +23,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import attrs
 
 if TYPE_CHECKING:
     from capture_planner.measuring.recorder import Recorder
+    from capture_planner.modes import Role
+    from capture_planner.records.observation import EagerCost
     from capture_planner.records.plan import Plan
     from capture_planner_vllm.captures import Captures
-    from capture_planner_vllm.watch import Watch
+    from capture_planner_vllm.watch import Drafts, Watch
 
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
@@ -43,6 +45,9 @@ RUNNER = f"{GPU}.model_runner"
 RANKS = f"{GPU}.dp_utils"
 OUTPUTS = f"{GPU}.async_utils"
 DRAFTERS = f"{GPU}.spec_decode.target_dependent_ar.cudagraph_utils"
+
+MOST_OUTPUTS = 256
+"""Most steps whose output is on the way to the host."""
 
 _LOG = logging.getLogger("capture_planner.vllm")
 _MARK = "_capture_planner_observes"
@@ -104,20 +109,7 @@ SPECIALIZE = Seam(
     "counts of draft decodes",
 )
 
-SEAMS = (
-    INIT,
-    CAPTURE,
-    DISPATCH,
-    CAPTURE_MODEL,
-    DUMMY,
-    EXECUTE,
-    STEP,
-    SAMPLE,
-    SHUTDOWN,
-    FORWARD,
-    OUTPUT,
-    SPECIALIZE,
-)
+SEAMS = (INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE)
 
 
 def attach(module: ModuleType, plan: Plan | None = None) -> None:
@@ -144,8 +136,9 @@ class Observer:
         self._recorder: Recorder | None = None
         self._runners = 0
         self._attached = False
+        self._asks = True
         self._drafts: Mapping[str, list[int]] = {}
-        self._outputs: WeakKeyDictionary[Any, Mapping[str, list[int]]] = WeakKeyDictionary()
+        self._outputs: dict[int, Drafts] = {}
         self._notes: list[str] = []
 
     # Attaching.
@@ -154,6 +147,7 @@ class Observer:
         """Wrap the managers, and wait for the first to be made."""
         if self._wrap(INIT, self._init, module):
             self._wrap(CAPTURE, self._capture, module)
+            self._asks = self._fits(DISPATCH, module)
 
     def _watch_runner(self) -> None:
         """Wrap what has been imported by the time that a manager is made."""
@@ -175,22 +169,26 @@ class Observer:
             self._wrap(SPECIALIZE, self._specialize)
 
     def _wrap(
-        self,
-        seam: Seam,
-        make: Callable[[Callable[..., Any]], Callable[..., Any]],
-        module: ModuleType | None = None,
+        self, seam: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]], module: ModuleType | None = None
     ) -> bool:
         """Wrap one function; return whether it is wrapped, now or before."""
-        try:
-            owner, name = seam.owner(module)
-        except LookupError as error:
-            self._note(f"not observed: {seam.part}, as {error}")
+        if not self._fits(seam, module):
             return False
+        owner, name = seam.owner(module)
         original = getattr(owner, name)
         if not hasattr(original, _MARK):
             wrapper = functools.wraps(original)(make(original))
             setattr(wrapper, _MARK, True)
             setattr(owner, name, wrapper)
+        return True
+
+    def _fits(self, seam: Seam, module: ModuleType | None = None) -> bool:
+        """Return whether a function is as the wrapper needs it; note where not."""
+        try:
+            seam.owner(module)
+        except LookupError as error:
+            self._note(f"not observed: {seam.part}, as {error}")
+            return False
         return True
 
     def _wrap_step(self) -> None:
@@ -223,11 +221,11 @@ class Observer:
     # Capture.
 
     def _init(self, original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
+        def init(manager: Any, *args: Any, **kwargs: Any) -> None:
             self._watch_runner()
             original(manager, *args, **kwargs)
 
-        return __init__
+        return init
 
     def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -270,24 +268,25 @@ class Observer:
         from capture_planner.measuring.recorder import Recorder
 
         try:
-            from capture_planner_vllm import facts, profile
+            from capture_planner_vllm import device, facts, profile
             from capture_planner_vllm.watch import Watch
 
             tracks = facts.tracks(runner, captures)
-            eager = {}
+            eager: Mapping[Role, tuple[EagerCost, ...]] = {}
             if self._profile and captures is not None:
                 eager = profile.eager_costs(runner, tracks, self._watching)
             base = facts.observation(runner, tracks, eager, self._plan, self._note, self._notes)
             if captures is not None and seconds is not None and size is not None:
                 base = facts.with_capture(base, max(seconds - captures.replaying, 0), size)
-            if self._recorder is not None:
-                self._recorder.close()
+            self._finish()
             self._runners += 1
             again = "" if self._runners == 1 else f".{self._runners}"
             name = f"vllm.rank{base.rank}.{os.getpid()}{again}"
             recorder = self._recorder = Recorder(self._folder, name, self._seconds)
             recorder.begin(base)
-            self._active = Watch(tracks, recorder, facts.event, bonus=facts.bonus_tokens(runner))
+            if self._runners == 1:
+                atexit.register(self._finish)  # before the recorder's own, which was registered earlier
+            self._active = Watch(tracks, recorder, device.event, bonus=facts.bonus_tokens(runner))
             _LOG.info("observing: %s", recorder.path)
         except CapturePlannerError as error:
             if os.environ.get(STRICT) == "1":
@@ -310,6 +309,18 @@ class Observer:
             yield
         finally:
             self._active = None
+
+    def _finish(self) -> None:
+        """Write the last observation."""
+        watch, self._active = self._active, None
+        try:
+            if watch is not None:
+                watch.read()
+                watch.flush()
+            if self._recorder is not None:
+                self._recorder.close()
+        except Exception as error:
+            self._failed("ending the observation", error)
 
     # Steps: the hot path. Each wrapper is written out, without a layer in between.
 
@@ -394,8 +405,11 @@ class Observer:
             if watch is not None:
                 try:
                     watch.end()
-                    if self._drafts and hasattr(output, "get_output"):
-                        self._outputs[output], self._drafts = self._drafts, {}
+                    drafts, self._drafts = watch.drafts(self._drafts), {}
+                    if drafts is not None:
+                        if len(self._outputs) > MOST_OUTPUTS:  # outputs that never came to the host
+                            self._outputs.clear()
+                        self._outputs[id(output)] = drafts
                 except Exception as error:
                     self._failed("ending a step", error)
             return output
@@ -405,9 +419,9 @@ class Observer:
     def _get_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_output(output: Any) -> Any:
             result = original(output)
-            drafts = self._outputs.pop(output, None)
+            drafts = self._outputs.pop(id(output), None)
             watch = self._active
-            if drafts and watch is not None:
+            if drafts is not None and watch is not None:
                 try:
                     watch.accepted(drafts, result.req_ids, result.sampled_token_ids)
                 except Exception as error:
@@ -418,9 +432,7 @@ class Observer:
 
     def _shutdown(self, original: Callable[..., None]) -> Callable[..., None]:
         def shutdown(runner: Any) -> None:
-            self._active = None
-            if self._recorder is not None:
-                self._recorder.close()
+            self._finish()
             original(runner)
 
         return shutdown

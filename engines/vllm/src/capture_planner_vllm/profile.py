@@ -14,19 +14,13 @@ from typing import Any
 
 from capture_planner.modes import Reason, Role
 from capture_planner.records.observation import EagerCost
+from capture_planner_vllm import device
 from capture_planner_vllm.watch import Shape, Track, Watch
 
 REPLAYS = 5
 
 MOST_SIZES = 4
 """Most eager sizes of mixed batches."""
-
-
-def event() -> Any:
-    """Return a CUDA event with timing."""
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)
 
 
 def replays(manager: Any, descriptors: Sequence[Any], create_forward: Callable[..., Any]) -> list[float | None]:
@@ -45,7 +39,7 @@ def replays(manager: Any, descriptors: Sequence[Any], create_forward: Callable[.
                 continue
             forward = create_forward(descriptor, warmup=False)
             for _ in range(REPLAYS):
-                start, end = event(), event()
+                start, end = device.event(), device.event()
                 start.record()
                 if descriptor.cg_mode.name == "FULL":
                     manager.run_fullgraph(descriptor)
@@ -53,9 +47,7 @@ def replays(manager: Any, descriptors: Sequence[Any], create_forward: Callable[.
                     forward(descriptor.cg_mode)
                 end.record()
                 runs.append((start, end))
-        torch.cuda.synchronize()
-        # What PIECEWISE replays allocate would count as memory of graphs.
-        torch.cuda.empty_cache()
+        device.settle()
     return [
         round(statistics.median(start.elapsed_time(end) for start, end in runs), 5) if runs else None for runs in timed
     ]
@@ -138,10 +130,8 @@ def eager_costs(
 
     :param watching: lets a watch follow the steps for a while.
     """
-    import torch
-
     steps = EagerSteps()
-    watch = Watch(tracks, steps, event, every=1, dummies=True)
+    watch = Watch(tracks, steps, device.event, every=1, dummies=True)
     sizes = eager_sizes(
         tracks,
         query_len=runner.decode_query_len,
@@ -153,7 +143,6 @@ def eager_costs(
             for _ in range(REPLAYS):
                 runner._dummy_run(num_tokens, uniform_decode=uniform, skip_eplb=True)
                 watch.end()
-            torch.cuda.synchronize()
+            device.settle()
             watch.read()
-    torch.cuda.empty_cache()
     return steps.costs()

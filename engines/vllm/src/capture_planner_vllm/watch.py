@@ -24,6 +24,9 @@ EVERY = 64
 Shape = tuple[int, int, int | None, bool, int]
 """num_reqs, num_tokens, query_len, past_prompt, active_loras: as in ``Batch``."""
 
+Drafts = int | Mapping[str, Sequence[int]]
+"""The drafts that a step verifies: the same number for every request, or those of each."""
+
 
 class Sink(Protocol):
     """Takes what is observed: ``capture_planner.measuring.recorder.Recorder`` while the engine serves."""
@@ -105,8 +108,7 @@ class Track:
             active_loras=active_loras,
         )
         captured = [
-            CapturedGraph(role=self.role, entry=graph.entry, max_query_len=graph.max_query_len)
-            for graph in self.graphs
+            CapturedGraph(role=self.role, entry=graph.entry, max_query_len=graph.max_query_len) for graph in self.graphs
         ]
         if any(graph.rejection(batch, graph.entry.draft_steps) is None for graph in captured):
             uniform = query_len if past_prompt else None
@@ -183,7 +185,9 @@ class Watch:
         self.sink, self.dummies = sink, dummies
         self._tracks = {id(track.manager): track for track in tracks}
         self._clock, self._every, self._bonus = Clock(event), every, bonus
-        self._step = 0
+        self._step = self._verified = 0
+        self._pairs: Counter[tuple[int, int]] = Counter()
+        self._uniform: dict[int, Counter[int]] = {}
         self._timing = False
         self._target: tuple[Any, ...] | None = None
         self._decode: tuple[Track, Shape] | None = None
@@ -258,18 +262,41 @@ class Watch:
     def read(self) -> None:
         """Pass on the times that are there."""
         for (key, parts), milliseconds in self._clock.passed():
-            self.sink.sample(*key[:6], milliseconds / parts)
+            role, num_reqs, num_tokens, query_len, past_prompt, active_loras = key[:6]
+            time = milliseconds / parts
+            self.sink.sample(role, num_reqs, num_tokens, query_len, past_prompt, active_loras, time)
 
-    def accepted(
-        self, drafts: Mapping[str, Sequence[int]], requests: Iterable[str], tokens: Iterable[Sequence[int]]
-    ) -> None:
-        """Count the drafts of a step by position.
+    def drafts(self, scheduled: Mapping[str, Sequence[int]]) -> Drafts | None:
+        """Return the drafts that this step verifies, for ``accepted``; None if there are none.
 
-        :param drafts: the drafts that were verified, by request.
+        :param scheduled: the drafts by request.
+        """
+        if not scheduled:
+            return None
+        query_len = None if self._target is None else self._target[3]
+        return scheduled if query_len is None else query_len - 1
+
+    def accepted(self, drafts: Drafts, requests: Iterable[str], tokens: Iterable[Sequence[int]]) -> None:
+        """Count the drafts of a step.
+
         :param requests: the requests of the step.
         :param tokens: the tokens that each of them got.
         """
-        pairs = Counter(zip(map(len, map(drafts.get, requests, repeat(()))), map(len, tokens), strict=False))
+        if isinstance(drafts, int):
+            self._uniform.setdefault(drafts, Counter()).update(map(len, tokens))
+        else:
+            proposed = map(len, map(drafts.get, requests, repeat(())))
+            self._pairs.update(zip(proposed, map(len, tokens), strict=False))
+        self._verified += 1
+        if self._verified % EVERY == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on the drafts that were counted, by position."""
+        pairs, self._pairs = self._pairs, Counter()
+        uniform, self._uniform = self._uniform, {}
+        for proposed, counts in uniform.items():
+            pairs.update({(proposed, sampled): count for sampled, count in counts.items()})
         most = max((proposed for proposed, _ in pairs), default=0)
         drafted, accepted = [0] * most, [0] * most
         for (proposed, sampled), count in pairs.items():

@@ -73,9 +73,7 @@ class CudaGraphManager:
                 self.graphs[desc] = object()
         self._graphs_captured = True
 
-    def dispatch(
-        self, num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len=None, num_ubatches=1
-    ):
+    def dispatch(self, num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len=None, num_ubatches=1):
         if self._graphs_captured:
             for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
                 for desc in reversed(self._capture_descs.get(mode, ())):

@@ -98,9 +98,7 @@ class GPUModelRunner:
             answers |= self.speculator.propose(num_reqs, desc.num_tokens, output.uniform, output.drafts)
         if not dummy_run:
             self.answers.append((output, answers))
-        return AsyncOutput(
-            SimpleNamespace(req_ids=list(output.num_scheduled_tokens), sampled_token_ids=output.sampled)
-        )
+        return AsyncOutput(SimpleNamespace(req_ids=list(output.num_scheduled_tokens), sampled_token_ids=output.sampled))
 
     def shutdown(self):
         self.cudagraph_manager = None

@@ -1,0 +1,302 @@
+"""Observing vLLM, by a stand-in: what is counted is what ran, the file says it, and vLLM never notices."""
+
+import importlib
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner import codec
+from capture_planner.errors import RunError
+from capture_planner_vllm import device, observe
+
+STANDIN = Path(__file__).parent / "standin"
+
+
+class Event:
+    """A CUDA event whose time is the count of events before it; it has passed once ``ready`` says so."""
+
+    clock = 0
+    ready = True
+
+    def record(self):
+        Event.clock += 1
+        self.at = Event.clock
+
+    def query(self):
+        return Event.ready
+
+    def elapsed_time(self, other):
+        return float(other.at - self.at)
+
+
+def forget_vllm():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@contextmanager
+def process(**environment):
+    """A process that can import the stand-in as vLLM, and observes into the folder that it gives."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    forget_vllm()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.syspath_prepend(str(STANDIN))
+        for name in (observe.STRICT, observe.PROFILE, observe.SECONDS):
+            patch.delenv(name, raising=False)
+        for name, value in ({observe.OBSERVE: folder} | environment).items():
+            patch.setenv(name, value)
+        patch.setattr(device, "event", Event)
+        patch.setattr(device, "free_memory", lambda: 0)
+        patch.setattr(device, "settle", lambda: None)
+        patch.setattr(device, "description", lambda: {"device": "NVIDIA H200", "torch": "2.13.0"})
+        yield Path(folder)
+    forget_vllm()
+    sys.modules.update(before)
+
+
+def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(3, 2)):
+    """What of vLLM's configuration is read."""
+    module = importlib.import_module(observe.MANAGERS)
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=256, async_scheduling=True),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=list(sizes),
+            max_cudagraph_capture_size=max(sizes, default=0),
+            cudagraph_mode=module.CUDAGraphMode[mode],
+            mode=0,
+        ),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=ranks,
+            data_parallel_rank=0,
+            rank=0,
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(model="some/model", max_model_len=4096, dtype="bfloat16", enforce_eager=False),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, gpu_memory_utilization=0.9),
+        speculative_config=SimpleNamespace(
+            method="eagle3",
+            num_speculative_tokens=k,
+            num_speculative_tokens_per_batch_size=None,
+            rejection_sample_method="standard",
+        )
+        if k
+        else None,
+        lora_config=None,
+        num_speculative_tokens=k,
+        chain_lengths=lengths,
+        log=[],
+    )
+
+
+def started(fused=False, **changes):
+    """A model runner of the stand-in, observed, as far as its capture."""
+    observe.attach(importlib.import_module(observe.MANAGERS))
+    runner_module = importlib.import_module(observe.RUNNER)
+    runner = runner_module.GPUModelRunner(config(**changes), fused)
+    runner.initialize_kv_cache()
+    runner.capture_model(profile_only=True)
+    runner.initialize_kv_cache()
+    runner.capture_model()
+    return runner
+
+
+def step(num_reqs, query_len, prompts=0, k=3, sampled=None):
+    """What vLLM's scheduler gives for a step: decodes of ``query_len``, and ``prompts`` of 20 tokens."""
+    names = [f"r{index}" for index in range(num_reqs + prompts)]
+    tokens = [query_len] * num_reqs + [20] * prompts
+    accepted = sampled or [1] * (num_reqs + prompts)
+    return SimpleNamespace(
+        num_scheduled_tokens=dict(zip(names, tokens, strict=True)),
+        total_num_scheduled_tokens=sum(tokens),
+        scheduled_spec_decode_tokens={name: [-1] * (query_len - 1) for name in names[:num_reqs] if query_len > 1},
+        uniform=None if prompts else query_len,
+        drafts=k,
+        sampled=[[0] * count for count in accepted],
+    )
+
+
+def run(runner, output):
+    """One step, as vLLM's worker runs it."""
+    runner.execute_model(output)
+    return runner.sample_tokens(None).get_output()
+
+
+def observed(folder):
+    """The only observation in a folder, written after ``shutdown``."""
+    (path,) = folder.glob("vllm.rank0.*.yaml")
+    return codec.load_observation(path)
+
+
+def summary(role):
+    """Steps by requests, query length, and mode and tokens of the graph."""
+    found = Counter()
+    for batch in role.batches:
+        entry = None if batch.graph is None else role.graphs[batch.graph].entry
+        graph = ("NONE", None) if entry is None else (entry.mode.value, entry.num_tokens)
+        found[batch.num_reqs, batch.query_len, *graph] += batch.steps
+    return found
+
+
+def counted(runner, role):
+    """The same from the stand-in's own log."""
+    found = Counter()
+    for output, answers in runner.answers:
+        if role in answers:
+            desc = answers[role]
+            graph = (desc.cg_mode.name, desc.num_tokens) if desc.cg_mode else ("NONE", None)
+            width = 1 if role == "draft_decode" else output.uniform
+            found[len(output.num_scheduled_tokens), width, *graph] += 1
+    return found
+
+
+MODES = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "NONE")
+STEPS = st.lists(
+    st.tuples(st.integers(1, 14), st.sampled_from((1, 2, 4)), st.integers(0, 2), st.integers(1, 3)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(steps=STEPS, fused=st.booleans(), ranks=st.sampled_from((1, 2)), mode=st.sampled_from(MODES))
+def test_counts_are_what_the_engine_ran(steps, fused, ranks, mode):
+    """By role, batch and graph, against a log of the engine's own; profiling and dummy runs count as nothing."""
+    with process() as folder:
+        runner = started(fused, ranks=ranks, mode=mode)
+        for num_reqs, query_len, prompts, k in steps:
+            run(runner, step(num_reqs, query_len, prompts, k))
+            runner._dummy_run(8)
+        runner.shutdown()
+        seen = observed(folder)
+    for role in ("target", "draft_prefill", "draft_decode"):
+        (mine,) = (each for each in seen.roles if each.role == role)
+        assert summary(mine) == counted(runner, role)
+        assert mine.steps == sum(role in answers for _, answers in runner.answers)
+        assert all(batch.num_tokens == batch.num_reqs * batch.query_len for batch in mine.batches if batch.query_len)
+
+
+@given(steps=STEPS, data=st.data())
+def test_drafts_are_counted_by_position(steps, data):
+    """Those of every request that sampled, against a loop over requests."""
+    drafted, accepted = Counter(), Counter()
+    with process() as folder:
+        runner = started()
+        for num_reqs, query_len, prompts, k in steps:
+            counts = [data.draw(st.integers(0, query_len)) for _ in range(num_reqs)] + [0] * prompts
+            run(runner, step(num_reqs, query_len, prompts, k, sampled=counts))
+            for count in counts[:num_reqs]:
+                for position in range(query_len - 1 if count else 0):
+                    drafted[position] += 1
+                    accepted[position] += position < count - 1
+        runner.shutdown()
+        seen = observed(folder)
+    most = max(drafted, default=-1) + 1
+    assert seen.drafted == tuple(drafted[position] for position in range(most))
+    assert seen.accepted == tuple(accepted[position] for position in range(most))
+
+
+@pytest.mark.parametrize("environment", [{}, {observe.PROFILE: "1"}], ids=["plain", "profiled"])
+def test_graphs_are_the_captured_ones(environment):
+    """In capture order, of the real capture only, with the chain's length where a graph has a chain."""
+    with process(**environment) as folder:
+        runner = started(fused=True)
+        drafter = runner.speculator
+        managers = (runner.cudagraph_manager, drafter.prefill_cudagraph_manager, drafter.decode_cudagraph_manager)
+        captured = [list(manager.graphs) for manager in managers]
+        runner.shutdown()
+        seen = observed(folder)
+    for role, descs in zip(seen.roles, captured, strict=True):
+        entries = [graph.entry for graph in role.graphs]
+        assert [(e.mode.value, e.num_tokens, e.num_reqs, e.query_len) for e in entries] == [
+            (d.cg_mode.name, d.num_tokens, d.num_reqs, d.uniform_token_count) for d in descs
+        ]
+        assert all((graph.milliseconds is not None) is bool(environment) for graph in role.graphs)
+    assert bool(seen.roles[0].eager) is bool(environment)
+    assert [graph.entry.draft_steps for graph in seen.roles[2].graphs] == [2, 1, 2, 1]
+    assert (seen.graph_mib, seen.kv_blocks) == (3.0, 1000)
+
+
+def test_nothing_is_wrapped_without_a_folder():
+    """Not one function differs."""
+    with process(**{observe.OBSERVE: ""}) as folder:
+        before = functions()
+        runner = started()
+        run(runner, step(4, 4))
+        runner.shutdown()
+        assert functions() == before
+        assert list(folder.iterdir()) == []
+
+
+def functions():
+    """The functions of all seams, as they are now."""
+    for seam in observe.SEAMS:
+        importlib.import_module(seam.module)
+    return [getattr(*seam.owner()) for seam in observe.SEAMS]
+
+
+def test_engine_gets_what_it_gets_unobserved():
+    """Outputs and answers of the same steps."""
+    steps = [step(1 + index % 9, 4, index % 3, 1 + index % 3) for index in range(40)]
+
+    def results(**environment):
+        with process(**environment):
+            runner = started(fused=True)
+            outputs = [run(runner, each).sampled_token_ids for each in steps]
+            runner.shutdown()
+            answers = [{role: str(desc) for role, desc in answer.items()} for _, answer in runner.answers]
+            return outputs, answers
+
+    assert results() == results(**{observe.OBSERVE: ""}) == results(**{observe.PROFILE: "1"})
+
+
+@pytest.mark.parametrize("seam", observe.SEAMS, ids=lambda seam: seam.name)
+@pytest.mark.parametrize("damage", ["missing", "other parameters"])
+def test_unknown_function_turns_one_part_off(seam, damage, caplog):
+    """With one line and a note in the file; the engine runs, and the rest is observed."""
+    with process() as folder:
+        break_seam(seam, damage)
+        runner = started()
+        if damage != "missing":
+            run(runner, step(4, 4, sampled=[3] * 4))
+            runner.shutdown()
+        files = list(folder.glob("*.yaml"))
+        lines = [record.message for record in caplog.records if record.name == "capture_planner.vllm"]
+        (line,) = (line for line in lines if seam.part in line and seam.name in line)
+        if files:
+            assert line in observed(folder).notes
+
+
+@pytest.mark.parametrize("seam", observe.SEAMS, ids=lambda seam: seam.name)
+def test_unknown_function_is_an_error_in_strict_mode(seam):
+    """Before the first step, with the name of the function."""
+    with process(**{observe.STRICT: "1"}):
+        break_seam(seam, "other parameters")
+        with pytest.raises(RunError, match=seam.name):
+            started()
+
+
+def break_seam(seam, damage):
+    """Make a function of the stand-in one that the wrapper does not know."""
+    for each in observe.SEAMS:
+        importlib.import_module(each.module)
+    owner, name = seam.owner()
+    if damage == "missing":
+        wanted = {observe.INIT, observe.CAPTURE_MODEL, observe.CAPTURE, observe.SPECIALIZE}
+        if seam in wanted:
+            pytest.skip("the stand-in itself needs it")
+        delattr(owner, name)
+        return
+    original = getattr(owner, name)
+
+    def changed(*arguments, **named):
+        return original(*arguments, **named)
+
+    setattr(owner, name, changed)
