@@ -1,7 +1,8 @@
 """One vLLM engine in a process of its own, driven by JSON lines: the child of vllm_in_process.py.
 
-The words after ``--`` are those of ``vllm serve``. The process writes one JSON object a line to stdout: first what
-the engine is (``facts``), then one answer for each line of stdin:
+The words after ``--`` are those of ``vllm serve``. The process imports vLLM and starts the engine at the first line of
+stdin, so that several can import at once and start in turn. It writes one JSON object a line to stdout: first what the
+engine is (``facts``), then one answer for each further line of stdin:
 
 - ``{"requests": 8, "prompt": 128, "output": 192, "seed": 1}``: serve so many requests that arrive together, and
   answer with tokens per second, times per output token, inter-token latencies, and the observed batches;
@@ -12,6 +13,8 @@ the engine is (``facts``), then one answer for each line of stdin:
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import random
@@ -45,6 +48,7 @@ def time_capture() -> None:
 
     capture = GPUModelRunner.capture_model
 
+    @functools.wraps(capture)
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         size = capture(self, *args, **kwargs)
@@ -203,6 +207,8 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM prints to stdout, too
     if os.environ.get("CAPTURE_PLANNER_OBSERVE"):
         find_recorder()
+    importlib.import_module("vllm.v1.engine.llm_engine")
+    sys.stdin.readline()
     start = time.perf_counter()
     engine = engine_of(sys.argv[sys.argv.index("--") + 1 :])
     print(json.dumps({"facts": facts_of(engine, time.perf_counter() - start)}), file=out)

@@ -39,8 +39,8 @@ WORKER = Path(__file__).with_name("_vllm_worker.py")
 class Engine:
     """The process of one case; a context manager that ends it."""
 
-    def __init__(self, case: Case, folder: Path, limit: float) -> None:
-        self.case, self._limit = case, limit
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
         slug = case.name.replace(",", "").replace(" ", "-")
         environment = dict(os.environ)
         arguments = list(case.words)
@@ -87,26 +87,30 @@ class Engine:
         return answer
 
 
-def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], limit: float) -> dict[str, Any]:
+def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], *, keep_going: bool) -> dict[str, Any]:
     """Start the engines of a group one after another, let them serve by turns, and return all answers."""
     place = folder / group.name
     place.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     with ExitStack() as stack:
+        # They import vLLM at once and start in turn: vLLM's memory profile needs the GPU for itself.
+        started = [stack.enter_context(Engine(case, place)) for case in group.cases]
         engines = []
-        for case in group.cases:
-            engine = stack.enter_context(Engine(case, place, limit))
+        for engine, case in zip(started, group.cases, strict=True):
             try:
-                facts = engine.answer()["facts"]
+                facts = engine.answer({})["facts"]
             except RuntimeError as error:
                 CONSOLE.print(f"{group.name}: {error}", markup=False)
+                if not keep_going:
+                    raise
                 results[case.name] = {"error": str(error)}
                 continue
             CONSOLE.print(f"{group.name}: {case.name}: {facts}", markup=False)
             command = shlex.join([Path(word).name if "/" in word and word[0] == "/" else word for word in case.words])
             results[case.name] = {"facts": facts, "words": command, "rounds": []}
             engines.append(engine)
-            engine.answer(_load(group, 2, 16))  # the first steps compile kernels
+            for load in loads:
+                engine.answer(_load(group, load, 8))  # the first steps of a size compile kernels
         for turn in range(rounds):
             for load in loads:
                 for engine in engines[turn % len(engines) :] + engines[: turn % len(engines)]:
@@ -209,7 +213,7 @@ def main() -> int:
     options.add_argument("--cases", nargs="*", help="names of cases; default: all of a group")
     options.add_argument("--utilization", type=float, default=0.14, help="of the GPU's memory, for each engine")
     options.add_argument("--folder", type=Path, help="for logs, plans and observations; default: a temporary one")
-    options.add_argument("--limit", type=float, default=300, help="seconds for the start of an engine")
+    options.add_argument("--keep-going", action="store_true", help="measure the other cases if an engine breaks")
     arguments = options.parse_args()
     results: dict[str, Any] = {}
     targets: dict[str, bool] = {}
@@ -224,7 +228,9 @@ def main() -> int:
             chosen = attrs.evolve(
                 group, cases=tuple(each for each in group.cases if not arguments.cases or each.name in arguments.cases)
             )
-            measured = measure(chosen, folder, arguments.rounds, arguments.loads or group.loads, arguments.limit)
+            measured = measure(
+                chosen, folder, arguments.rounds, arguments.loads or group.loads, keep_going=arguments.keep_going
+            )
             short = summary(measured)
             try:
                 targets |= targets_of(group.name, measured, short)
