@@ -138,7 +138,8 @@ class _Probe:
             yield from (attrs.evolve(run, min_loras=first, max_loras=last) for run in runs)
 
     def _lora_points(self) -> list[int]:
-        most = min(most_loras(self.role, self.deployment), self.deployment.limits.max_num_reqs)
+        limits = self.deployment.limits
+        most = min(most_loras(self.role, self.deployment), limits.max_num_reqs, limits.max_num_tokens)
         cases = {graph.entry.active_loras + more for graph in self.graphs for more in (0, 1)}
         return sorted({0, min(1, most), most} | {case for case in cases if case <= most})
 
