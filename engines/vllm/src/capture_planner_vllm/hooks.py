@@ -137,7 +137,7 @@ def _set_sizes(plan: Plan, config: Any) -> None:
     if model is None or model.enforce_eager or compilation.cudagraph_mode.name == GraphMode.NONE.name:
         return
     if not getattr(config, "use_v2_model_runner", True):
-        unsupported = getattr(config, "_get_v2_model_runner_unsupported_features", list)()
+        unsupported = _asked(config, "_get_v2_model_runner_unsupported_features")
         why = f"it does so for {', '.join(unsupported)}" if unsupported else "leave VLLM_USE_V2_MODEL_RUNNER=0 out"
         report(logging.ERROR, [f"no plan is applied: model runner V1 has one list of sizes for all roles; {why}"])
         return
