@@ -18,9 +18,9 @@ import torch
 
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import batches, decode_tiers
-from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner_vllm import hooks
 from capture_planner_vllm.agreement import plan_sizes

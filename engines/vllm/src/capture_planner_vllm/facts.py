@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import Chain, GraphMode, Role
-from capture_planner.records._base import digest, replace
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.observation import DraftPass, EagerCost, Observation, ObservedGraph, ObservedRole
-from capture_planner.records.plan import Decision, Plan
+from capture_planner.records.observation import DraftPass, Observation, ObservedGraph, ObservedRole
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm import device
 from capture_planner_vllm.captures import MIB, Captures
@@ -153,36 +152,26 @@ def dispatcher(track: Track, target: Track, speculative: Speculative | None) -> 
     return answer
 
 
-def observation(
-    runner: Any,
-    tracks: Sequence[Track],
-    eager: Mapping[Role, tuple[EagerCost, ...]],
-    plan: Plan | None,
-    note: Note,
-    notes: Sequence[str],
-) -> Observation:
-    """Return the observation of a model runner before its first step.
+def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation:
+    """Return the observation of a model runner before its first step, without the dispatcher's answers.
 
-    :param note: takes a sentence about what vLLM does not have.
-    :param notes: all such sentences, to which ``note`` adds.
+    :param note: takes a sentence about each setting that vLLM does not have.
     """
     config = runner.vllm_config
-    speculative = _speculative(runner, note)
     parallel = config.parallel_config
     replicas = parallel.data_parallel_size
-    base = Observation(
+    return Observation(
         engine="vllm",
         engine_version=_version(),
         rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
         world_size=parallel.world_size * replicas,
         started=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        plan=None if plan is None else digest(plan),
         model=str(config.model_config.model),
         limits=Limits(
             max_num_reqs=config.scheduler_config.max_num_seqs,
             max_num_tokens=config.scheduler_config.max_num_batched_tokens,
         ),
-        speculative=speculative,
+        speculative=_speculative(runner, note),
         drafts=_passes(runner, tracks),
         lora=_lora(runner),
         parallel=Parallel(
@@ -192,25 +181,35 @@ def observation(
         ),
         sizes=tuple(sorted(config.compilation_config.cudagraph_capture_sizes or ())),
         settings=tuple(_settings(runner, note)),
-        decisions=_decisions(tracks, plan),
-        roles=tuple(_role(track, tracks[0], speculative, eager.get(track.role, ())) for track in tracks),
+        roles=tuple(
+            ObservedRole(role=track.role, mode=GraphMode[track.manager.cudagraph_mode.name], graphs=track.graphs)
+            for track in tracks
+        ),
+        kv_blocks=getattr(getattr(runner, "kv_cache_config", None), "num_blocks", None),
+        **device.description(),
     )
-    blocks = getattr(getattr(runner, "kv_cache_config", None), "num_blocks", None)
-    return replace(base, kv_blocks=blocks, notes=tuple(notes), **device.description())
 
 
-def with_capture(base: Observation, seconds: float, size: int) -> Observation:
-    """Add what the whole capture took: seconds, and bytes of memory."""
-    return replace(base, capture_seconds=round(seconds, 3), graph_mib=round(max(size, 0) / MIB, 2))
+def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
+    """Add what vLLM's dispatchers answer for every batch."""
+    return base
+
+
+def with_capture(base: Observation, capture: tuple[float, int] | None, replaying: float) -> Observation:
+    """Add what the whole capture took.
+
+    :param capture: seconds and bytes; None: nothing was captured.
+    :param replaying: seconds of it that were ours.
+    """
+    if capture is None:
+        return base
+    seconds, size = capture
+    mib = round(max(size, 0) / MIB, 2)
+    return replace(base, capture_seconds=round(max(seconds - replaying, 0), 3), graph_mib=mib)
 
 
 def _version() -> str:
     return str(getattr(sys.modules["vllm"], "__version__", "unknown"))
-
-
-def _role(track: Track, target: Track, speculative: Speculative | None, eager: tuple[EagerCost, ...]) -> ObservedRole:
-    mode = GraphMode[track.manager.cudagraph_mode.name]
-    return ObservedRole(role=track.role, mode=mode, graphs=track.graphs, eager=eager)
 
 
 def _settings(runner: Any, note: Note) -> Iterator[tuple[str, str]]:
@@ -258,22 +257,3 @@ def _passes(runner: Any, tracks: Sequence[Track]) -> tuple[DraftPass, ...] | Non
 def _lora(runner: Any) -> Lora | None:
     config = runner.vllm_config.lora_config
     return None if config is None else Lora(max_active=config.max_loras, specialize=config.specialize_active_lora)
-
-
-def _decisions(tracks: Sequence[Track], plan: Plan | None) -> tuple[Decision, ...]:
-    """Return where vLLM's mode of a role is not the plan's."""
-    found = []
-    for track in tracks if plan is not None else ():
-        mode = track.manager.cudagraph_mode.name
-        planned = next((role.mode.value for role in plan.roles if role.role is track.role), None) if plan else None
-        if planned is not None and planned != mode:
-            found.append(
-                Decision(
-                    rule="vllm-mode",
-                    role=track.role,
-                    before=planned,
-                    after=mode,
-                    message=f"vLLM resolved {mode} where the plan has {planned}",
-                )
-            )
-    return tuple(found)
