@@ -56,7 +56,7 @@ def process(**environment):
         patch.setattr(device, "event", Event)
         patch.setattr(device, "free_memory", lambda: 0)
         patch.setattr(device, "settle", lambda: None)
-        patch.setattr(device, "description", lambda: {"device": "NVIDIA H200", "torch": "2.13.0"})
+        patch.setattr(device, "machine", lambda: device.Machine("NVIDIA H200", None, "2.13.0"))
         patch.setattr(seam, "_logged", set())
         yield Path(folder)
     forget_vllm()

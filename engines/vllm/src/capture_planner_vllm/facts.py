@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from capture_planner.engines import probe
+from capture_planner.engines.observed import emulation_of
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import Chain, GraphMode, Role
 from capture_planner.records._base import replace
@@ -82,19 +84,20 @@ def bonus_tokens(runner: Any) -> int:
     return int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1))
 
 
-def tracks(runner: Any, captures: Captures | None) -> tuple[Track, ...]:
+def tracks(runner: Any, captures: Captures | None, note: Note) -> tuple[Track, ...]:
     """Return the roles of a model runner with the graphs that were captured for them, target first."""
-    found = [_track(Role.TARGET, runner.cudagraph_manager, runner, captures)]
+    speculative = _speculative(runner, note)
+    managers = [(Role.TARGET, runner.cudagraph_manager)]
     for name, value in vars(runner.speculator).items() if runner.speculator is not None else ():
-        role = DRAFTERS.get(name)
         # With one draft no decode follows the draft prefill, and its manager captures and answers nothing.
         idle = name == "decode_cudagraph_manager" and runner.num_speculative_steps < 2
-        if role is not None and value is not None and not idle:
-            found.append(_track(role, value, runner, captures))
+        if name in DRAFTERS and value is not None and not idle:
+            managers.append((DRAFTERS[name], value))
+    found = [_track(role, manager, runner, captures, speculative) for role, manager in managers]
     return tuple(sorted(found, key=lambda track: list(Role).index(track.role)))
 
 
-def _track(role: Role, manager: Any, runner: Any, captures: Captures | None) -> Track:
+def _track(role: Role, manager: Any, runner: Any, captures: Captures | None, speculative: Speculative | None) -> Track:
     specialized = role is Role.DRAFT_DECODE and hasattr(manager, "specialize_spec_tokens")
     fused = specialized and bool(runner.speculator.supports_decode_metadata_update)
     graphs: list[ObservedGraph] = []
@@ -113,7 +116,17 @@ def _track(role: Role, manager: Any, runner: Any, captures: Captures | None) -> 
             milliseconds=milliseconds,
         )
         graphs.append(graph)
-    return Track(role=role, manager=manager, graphs=tuple(graphs), keys=keys, specialized=specialized, fused=fused)
+    return Track(
+        role=role,
+        mode=GraphMode[manager.cudagraph_mode.name],
+        manager=manager,
+        graphs=tuple(graphs),
+        keys=keys,
+        specialized=specialized,
+        fused=fused,
+        speculative=speculative,
+        ranks=runner.vllm_config.parallel_config.data_parallel_size,
+    )
 
 
 def entry(desc: Any, draft_steps: int | None = None) -> Entry:
@@ -128,26 +141,27 @@ def entry(desc: Any, draft_steps: int | None = None) -> Entry:
     )
 
 
-def dispatcher(track: Track, target: Track, speculative: Speculative | None) -> Callable[[Batch], int | None]:
-    """Return what answers a batch of a role as vLLM does: with the index of a graph, or None.
+def dispatcher(track: Track, target: Track) -> probe.Asked:
+    """Return what answers a batch of a role as vLLM does: with the index of a graph, or the reason for none.
 
     A draft prefill runs the target's padded tokens. Draft decodes look for the chain of the scheduled length.
     """
+    manager, speculative = track.manager, track.speculative
 
-    def answer(batch: Batch) -> int | None:
-        uniform = batch.uniform_query_len
-        tokens, loras = batch.num_tokens, batch.active_loras
-        longest = None
+    def answer(batch: Batch) -> probe.Answer:
+        uniform, tokens, loras = batch.uniform_query_len, batch.num_tokens, batch.active_loras
+        longest = (batch.query_len or target.manager.decode_query_len) if batch.past_prompt else None
         if track.role is Role.TARGET:
-            longest = (batch.query_len or track.manager.decode_query_len) if batch.past_prompt else None
+            desc = manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
         else:
-            loras = 0
-        if track.role is Role.DRAFT_PREFILL:
-            tokens = target.manager.dispatch(batch.num_reqs, tokens, uniform, batch.active_loras).num_tokens
-        desc = track.manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
+            if track.role is Role.DRAFT_PREFILL:
+                padded = target.manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
+                tokens = padded.num_tokens
+            desc = manager.dispatch(batch.num_reqs, tokens, uniform, 0)
         if track.specialized and speculative is not None:
-            desc = track.manager.specialize_spec_tokens(desc, speculative.draft_tokens(batch.num_reqs))
-        return track.graph(desc)
+            desc = manager.specialize_spec_tokens(desc, speculative.draft_tokens(batch.num_reqs))
+        graph = track.graph(desc)
+        return graph, (track.why_eager(batch) if graph is None else None)
 
     return answer
 
@@ -160,6 +174,7 @@ def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation
     config = runner.vllm_config
     parallel = config.parallel_config
     replicas = parallel.data_parallel_size
+    machine = device.machine()
     return Observation(
         engine="vllm",
         engine_version=_version(),
@@ -171,7 +186,7 @@ def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation
             max_num_reqs=config.scheduler_config.max_num_seqs,
             max_num_tokens=config.scheduler_config.max_num_batched_tokens,
         ),
-        speculative=_speculative(runner, note),
+        speculative=tracks[0].speculative,
         drafts=_passes(runner, tracks),
         lora=_lora(runner),
         parallel=Parallel(
@@ -181,18 +196,35 @@ def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation
         ),
         sizes=tuple(sorted(config.compilation_config.cudagraph_capture_sizes or ())),
         settings=tuple(_settings(runner, note)),
-        roles=tuple(
-            ObservedRole(role=track.role, mode=GraphMode[track.manager.cudagraph_mode.name], graphs=track.graphs)
-            for track in tracks
-        ),
+        roles=tuple(ObservedRole(role=track.role, mode=track.mode, graphs=track.graphs) for track in tracks),
         kv_blocks=getattr(getattr(runner, "kv_cache_config", None), "num_blocks", None),
-        **device.description(),
+        device=machine.device,
+        driver=machine.driver,
+        torch=machine.torch,
     )
 
 
 def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
     """Add what vLLM's dispatchers answer for every batch."""
-    return base
+    families = emulation_of(base).families
+    target = tracks[0]
+    # Answers to draft prefills change where the target's padding does.
+    counts = {graph.entry.num_reqs for graph in target.graphs if graph.entry.num_reqs is not None}
+    roles = (
+        replace(
+            role,
+            answers=probe.answers(
+                role.role,
+                base,
+                track.graphs,
+                dispatcher(track, target),
+                families=families(role.role),
+                request_counts=counts,
+            ),
+        )
+        for role, track in zip(base.roles, tracks, strict=True)
+    )
+    return replace(base, roles=tuple(roles))
 
 
 def with_capture(base: Observation, capture: tuple[float, int] | None, replaying: float) -> Observation:

@@ -57,8 +57,9 @@ def attach(
     :raises RunError: with ``CAPTURE_PLANNER_STRICT=1``, where a function of vLLM is not as expected.
     """
     folder = os.environ.get(OBSERVE)
-    if not folder:
+    if not folder and os.environ.get(PROFILE) == "1":
         report(logging.WARNING, [f"nothing is profiled: {PROFILE} needs a folder, give one with {OBSERVE}"])
+    if not folder:
         return
     try:
         seconds = float(os.environ.get(SECONDS) or EVERY)
@@ -234,7 +235,7 @@ class Observer:
         LOG.info("observing: %s", recorder.path)
 
     def _described(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> Observation:
-        self._tracks = facts.tracks(runner, captures)
+        self._tracks = facts.tracks(runner, captures, self._note)
         eager: Mapping[Role, tuple[EagerCost, ...]] = {}
         if self._profile:
             try:
