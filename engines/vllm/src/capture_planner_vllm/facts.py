@@ -32,6 +32,12 @@ DRAFTERS = {
 """Attributes of vLLM's speculators that have a graph manager, and its role: chains of decodes (EAGLE, MTP, draft
 models), several MTP modules in one pass, and parallel drafts (DFlash)."""
 
+RUNNER = (
+    *("cudagraph_manager", "speculator", "vllm_config", "model_state", "num_speculative_steps", "decode_query_len"),
+    *("max_num_reqs", "max_num_tokens", "kv_cache_config", "attn_groups"),
+)
+"""Attributes of vLLM's model runner that are read."""
+
 SETTINGS = (
     ("cudagraph_mode", "compilation_config.cudagraph_mode"),
     ("compilation_mode", "compilation_config.mode"),
