@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.errors import RunError
-from capture_planner_vllm import device, observe
+from capture_planner_vllm import device, observe, seam
+from capture_planner_vllm import observe_seams as seams
 
 STANDIN = Path(__file__).parent / "standin"
 
@@ -48,14 +49,15 @@ def process(**environment):
     forget_vllm()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.syspath_prepend(str(STANDIN))
-        for name in (observe.STRICT, observe.PROFILE, observe.SECONDS):
+        for name in (seam.STRICT, observe.PROFILE, observe.SECONDS):
             patch.delenv(name, raising=False)
         for name, value in ({observe.OBSERVE: folder} | environment).items():
             patch.setenv(name, value)
         patch.setattr(device, "event", Event)
         patch.setattr(device, "free_memory", lambda: 0)
         patch.setattr(device, "settle", lambda: None)
-        patch.setattr(device, "description", lambda: {"device": "NVIDIA H200", "torch": "2.13.0"})
+        patch.setattr(device, "machine", lambda: device.Machine("NVIDIA H200", None, "2.13.0"))
+        patch.setattr(seam, "_logged", set())
         yield Path(folder)
     forget_vllm()
     sys.modules.update(before)
@@ -63,7 +65,7 @@ def process(**environment):
 
 def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(3, 2)):
     """What of vLLM's configuration is read."""
-    module = importlib.import_module(observe.MANAGERS)
+    module = importlib.import_module(seams.MANAGERS)
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=256, async_scheduling=True),
         compilation_config=SimpleNamespace(
@@ -99,8 +101,8 @@ def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(
 
 def started(fused=False, **changes):
     """A model runner of the stand-in, observed, as far as its capture."""
-    observe.attach(importlib.import_module(observe.MANAGERS))
-    runner_module = importlib.import_module(observe.RUNNER)
+    observe.attach(importlib.import_module(seams.MANAGERS))
+    runner_module = importlib.import_module(seams.RUNNER)
     runner = runner_module.GPUModelRunner(config(**changes), fused)
     runner.initialize_kv_cache()
     runner.capture_model(profile_only=True)
@@ -237,9 +239,9 @@ def test_nothing_is_wrapped_without_a_folder():
 
 def functions():
     """The functions of all seams, as they are now."""
-    for seam in observe.SEAMS:
-        importlib.import_module(seam.module)
-    return [getattr(*seam.owner()) for seam in observe.SEAMS]
+    for function in seams.SEAMS:
+        importlib.import_module(function.module)
+    return [getattr(*function.owner()) for function in seams.SEAMS]
 
 
 def test_engine_gets_what_it_gets_unobserved():
@@ -257,40 +259,40 @@ def test_engine_gets_what_it_gets_unobserved():
     assert results() == results(**{observe.OBSERVE: ""}) == results(**{observe.PROFILE: "1"})
 
 
-@pytest.mark.parametrize("seam", observe.SEAMS, ids=lambda seam: seam.name)
+@pytest.mark.parametrize("function", seams.SEAMS, ids=lambda function: function.name)
 @pytest.mark.parametrize("damage", ["missing", "other parameters"])
-def test_unknown_function_turns_one_part_off(seam, damage, caplog):
+def test_unknown_function_turns_one_part_off(function, damage, caplog):
     """With one line and a note in the file; the engine runs, and the rest is observed."""
     with process() as folder:
-        break_seam(seam, damage)
+        break_seam(function, damage)
         runner = started()
         if damage != "missing":
             run(runner, step(4, 4, sampled=[3] * 4))
             runner.shutdown()
         files = list(folder.glob("*.yaml"))
         lines = [record.message for record in caplog.records if record.name == "capture_planner.vllm"]
-        (line,) = (line for line in lines if seam.part in line and seam.name in line)
+        (line,) = (line for line in lines if function.part in line and function.name in line)
         if files:
             assert line in observed(folder).notes
 
 
-@pytest.mark.parametrize("seam", observe.SEAMS, ids=lambda seam: seam.name)
-def test_unknown_function_is_an_error_in_strict_mode(seam):
+@pytest.mark.parametrize("function", seams.SEAMS, ids=lambda function: function.name)
+def test_unknown_function_is_an_error_in_strict_mode(function):
     """Before the first step, with the name of the function."""
-    with process(**{observe.STRICT: "1"}):
-        break_seam(seam, "other parameters")
-        with pytest.raises(RunError, match=seam.name):
+    with process(**{seam.STRICT: "1"}):
+        break_seam(function, "other parameters")
+        with pytest.raises(RunError, match=function.name):
             started()
 
 
-def break_seam(seam, damage):
+def break_seam(function, damage):
     """Make a function of the stand-in one that the wrapper does not know."""
-    for each in observe.SEAMS:
+    for each in seams.SEAMS:
         importlib.import_module(each.module)
-    owner, name = seam.owner()
+    owner, name = function.owner()
     if damage == "missing":
-        wanted = {observe.INIT, observe.CAPTURE_MODEL, observe.CAPTURE, observe.SPECIALIZE}
-        if seam in wanted:
+        wanted = {seams.INIT, seams.CAPTURE_MODEL, seams.CAPTURE, seams.SPECIALIZE}
+        if function in wanted:
             pytest.skip("the stand-in itself needs it")
         delattr(owner, name)
         return

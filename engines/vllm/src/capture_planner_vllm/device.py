@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 
 def event() -> Any:
     """Return a CUDA event with timing."""
@@ -29,12 +31,21 @@ def settle() -> None:
     torch.cuda.empty_cache()
 
 
-def description() -> dict[str, str | None]:
-    """Return the names of the device and of what runs it, as an ``Observation`` has them."""
+@attrs.frozen
+class Machine:
+    """The names of the device and of what runs it, as an ``Observation`` has them."""
+
+    device: str | None
+    driver: str | None
+    torch: str
+
+
+def machine() -> Machine:
+    """Return what this process runs on."""
     import torch
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"device": name, "driver": _driver(), "torch": str(torch.__version__)}
+    return Machine(device=name, driver=_driver(), torch=str(torch.__version__))
 
 
 def _driver() -> str | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from capture_planner.engines import probe
+from capture_planner.engines.observed import emulation_of
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import Chain, GraphMode, Role
-from capture_planner.records._base import digest, replace
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.observation import DraftPass, EagerCost, Observation, ObservedGraph, ObservedRole
-from capture_planner.records.plan import Decision, Plan
+from capture_planner.records.observation import DraftPass, Observation, ObservedGraph, ObservedRole
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm import device
 from capture_planner_vllm.captures import MIB, Captures
@@ -30,6 +31,12 @@ DRAFTERS = {
 }
 """Attributes of vLLM's speculators that have a graph manager, and its role: chains of decodes (EAGLE, MTP, draft
 models), several MTP modules in one pass, and parallel drafts (DFlash)."""
+
+RUNNER = (
+    *("cudagraph_manager", "speculator", "vllm_config", "model_state", "num_speculative_steps", "decode_query_len"),
+    *("max_num_reqs", "max_num_tokens", "kv_cache_config", "attn_groups"),
+)
+"""Attributes of vLLM's model runner that are read."""
 
 SETTINGS = (
     ("cudagraph_mode", "compilation_config.cudagraph_mode"),
@@ -83,19 +90,20 @@ def bonus_tokens(runner: Any) -> int:
     return int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1))
 
 
-def tracks(runner: Any, captures: Captures | None) -> tuple[Track, ...]:
+def tracks(runner: Any, captures: Captures | None, note: Note) -> tuple[Track, ...]:
     """Return the roles of a model runner with the graphs that were captured for them, target first."""
-    found = [_track(Role.TARGET, runner.cudagraph_manager, runner, captures)]
+    speculative = _speculative(runner, note)
+    managers = [(Role.TARGET, runner.cudagraph_manager)]
     for name, value in vars(runner.speculator).items() if runner.speculator is not None else ():
-        role = DRAFTERS.get(name)
         # With one draft no decode follows the draft prefill, and its manager captures and answers nothing.
         idle = name == "decode_cudagraph_manager" and runner.num_speculative_steps < 2
-        if role is not None and value is not None and not idle:
-            found.append(_track(role, value, runner, captures))
+        if name in DRAFTERS and value is not None and not idle:
+            managers.append((DRAFTERS[name], value))
+    found = [_track(role, manager, runner, captures, speculative) for role, manager in managers]
     return tuple(sorted(found, key=lambda track: list(Role).index(track.role)))
 
 
-def _track(role: Role, manager: Any, runner: Any, captures: Captures | None) -> Track:
+def _track(role: Role, manager: Any, runner: Any, captures: Captures | None, speculative: Speculative | None) -> Track:
     specialized = role is Role.DRAFT_DECODE and hasattr(manager, "specialize_spec_tokens")
     fused = specialized and bool(runner.speculator.supports_decode_metadata_update)
     graphs: list[ObservedGraph] = []
@@ -114,7 +122,17 @@ def _track(role: Role, manager: Any, runner: Any, captures: Captures | None) -> 
             milliseconds=milliseconds,
         )
         graphs.append(graph)
-    return Track(role=role, manager=manager, graphs=tuple(graphs), keys=keys, specialized=specialized, fused=fused)
+    return Track(
+        role=role,
+        mode=GraphMode[manager.cudagraph_mode.name],
+        manager=manager,
+        graphs=tuple(graphs),
+        keys=keys,
+        specialized=specialized,
+        fused=fused,
+        speculative=speculative,
+        ranks=runner.vllm_config.parallel_config.data_parallel_size,
+    )
 
 
 def entry(desc: Any, draft_steps: int | None = None) -> Entry:
@@ -129,60 +147,52 @@ def entry(desc: Any, draft_steps: int | None = None) -> Entry:
     )
 
 
-def dispatcher(track: Track, target: Track, speculative: Speculative | None) -> Callable[[Batch], int | None]:
-    """Return what answers a batch of a role as vLLM does: with the index of a graph, or None.
+def dispatcher(track: Track, target: Track) -> probe.Asked:
+    """Return what answers a batch of a role as vLLM does: with the index of a graph, or the reason for none.
 
     A draft prefill runs the target's padded tokens. Draft decodes look for the chain of the scheduled length.
     """
+    manager, speculative = track.manager, track.speculative
 
-    def answer(batch: Batch) -> int | None:
-        uniform = batch.uniform_query_len
-        tokens, loras = batch.num_tokens, batch.active_loras
-        longest = None
+    def answer(batch: Batch) -> probe.Answer:
+        uniform, tokens, loras = batch.uniform_query_len, batch.num_tokens, batch.active_loras
+        longest = (batch.query_len or target.manager.decode_query_len) if batch.past_prompt else None
         if track.role is Role.TARGET:
-            longest = (batch.query_len or track.manager.decode_query_len) if batch.past_prompt else None
+            desc = manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
         else:
-            loras = 0
-        if track.role is Role.DRAFT_PREFILL:
-            tokens = target.manager.dispatch(batch.num_reqs, tokens, uniform, batch.active_loras).num_tokens
-        desc = track.manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
+            if track.role is Role.DRAFT_PREFILL:
+                padded = target.manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
+                tokens = padded.num_tokens
+            desc = manager.dispatch(batch.num_reqs, tokens, uniform, 0)
         if track.specialized and speculative is not None:
-            desc = track.manager.specialize_spec_tokens(desc, speculative.draft_tokens(batch.num_reqs))
-        return track.graph(desc)
+            desc = manager.specialize_spec_tokens(desc, speculative.draft_tokens(batch.num_reqs))
+        graph = track.graph(desc)
+        return graph, (track.why_eager(batch) if graph is None else None)
 
     return answer
 
 
-def observation(
-    runner: Any,
-    tracks: Sequence[Track],
-    eager: Mapping[Role, tuple[EagerCost, ...]],
-    plan: Plan | None,
-    note: Note,
-    notes: Sequence[str],
-) -> Observation:
-    """Return the observation of a model runner before its first step.
+def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation:
+    """Return the observation of a model runner before its first step, without the dispatcher's answers.
 
-    :param note: takes a sentence about what vLLM does not have.
-    :param notes: all such sentences, to which ``note`` adds.
+    :param note: takes a sentence about each setting that vLLM does not have.
     """
     config = runner.vllm_config
-    speculative = _speculative(runner, note)
     parallel = config.parallel_config
     replicas = parallel.data_parallel_size
-    base = Observation(
+    machine = device.machine()
+    return Observation(
         engine="vllm",
         engine_version=_version(),
         rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
         world_size=parallel.world_size * replicas,
         started=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        plan=None if plan is None else digest(plan),
         model=str(config.model_config.model),
         limits=Limits(
             max_num_reqs=config.scheduler_config.max_num_seqs,
             max_num_tokens=config.scheduler_config.max_num_batched_tokens,
         ),
-        speculative=speculative,
+        speculative=tracks[0].speculative,
         drafts=_passes(runner, tracks),
         lora=_lora(runner),
         parallel=Parallel(
@@ -192,25 +202,52 @@ def observation(
         ),
         sizes=tuple(sorted(config.compilation_config.cudagraph_capture_sizes or ())),
         settings=tuple(_settings(runner, note)),
-        decisions=_decisions(tracks, plan),
-        roles=tuple(_role(track, tracks[0], speculative, eager.get(track.role, ())) for track in tracks),
+        roles=tuple(ObservedRole(role=track.role, mode=track.mode, graphs=track.graphs) for track in tracks),
+        kv_blocks=getattr(getattr(runner, "kv_cache_config", None), "num_blocks", None),
+        device=machine.device,
+        driver=machine.driver,
+        torch=machine.torch,
     )
-    blocks = getattr(getattr(runner, "kv_cache_config", None), "num_blocks", None)
-    return replace(base, kv_blocks=blocks, notes=tuple(notes), **device.description())
 
 
-def with_capture(base: Observation, seconds: float, size: int) -> Observation:
-    """Add what the whole capture took: seconds, and bytes of memory."""
-    return replace(base, capture_seconds=round(seconds, 3), graph_mib=round(max(size, 0) / MIB, 2))
+def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
+    """Add what vLLM's dispatchers answer for every batch."""
+    families = emulation_of(base).families
+    target = tracks[0]
+    # Answers to draft prefills change where the target's padding does.
+    counts = {graph.entry.num_reqs for graph in target.graphs if graph.entry.num_reqs is not None}
+    roles = (
+        replace(
+            role,
+            answers=probe.answers(
+                role.role,
+                base,
+                track.graphs,
+                dispatcher(track, target),
+                families=families(role.role),
+                request_counts=counts,
+            ),
+        )
+        for role, track in zip(base.roles, tracks, strict=True)
+    )
+    return replace(base, roles=tuple(roles))
+
+
+def with_capture(base: Observation, capture: tuple[float, int] | None, replaying: float) -> Observation:
+    """Add what the whole capture took.
+
+    :param capture: seconds and bytes; None: nothing was captured.
+    :param replaying: seconds of it that were ours.
+    """
+    if capture is None:
+        return base
+    seconds, size = capture
+    mib = round(max(size, 0) / MIB, 2)
+    return replace(base, capture_seconds=round(max(seconds - replaying, 0), 3), graph_mib=mib)
 
 
 def _version() -> str:
     return str(getattr(sys.modules["vllm"], "__version__", "unknown"))
-
-
-def _role(track: Track, target: Track, speculative: Speculative | None, eager: tuple[EagerCost, ...]) -> ObservedRole:
-    mode = GraphMode[track.manager.cudagraph_mode.name]
-    return ObservedRole(role=track.role, mode=mode, graphs=track.graphs, eager=eager)
 
 
 def _settings(runner: Any, note: Note) -> Iterator[tuple[str, str]]:
@@ -258,22 +295,3 @@ def _passes(runner: Any, tracks: Sequence[Track]) -> tuple[DraftPass, ...] | Non
 def _lora(runner: Any) -> Lora | None:
     config = runner.vllm_config.lora_config
     return None if config is None else Lora(max_active=config.max_loras, specialize=config.specialize_active_lora)
-
-
-def _decisions(tracks: Sequence[Track], plan: Plan | None) -> tuple[Decision, ...]:
-    """Return where vLLM's mode of a role is not the plan's."""
-    found = []
-    for track in tracks if plan is not None else ():
-        mode = track.manager.cudagraph_mode.name
-        planned = next((role.mode.value for role in plan.roles if role.role is track.role), None) if plan else None
-        if planned is not None and planned != mode:
-            found.append(
-                Decision(
-                    rule="vllm-mode",
-                    role=track.role,
-                    before=planned,
-                    after=mode,
-                    message=f"vLLM resolved {mode} where the plan has {planned}",
-                )
-            )
-    return tuple(found)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import logging
 import os
 import sys
@@ -22,121 +21,73 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import attrs
-
-if TYPE_CHECKING:
-    from capture_planner.measuring.recorder import Recorder
-    from capture_planner.modes import Role
-    from capture_planner.records.observation import EagerCost
-    from capture_planner.records.plan import Plan
-    from capture_planner_vllm.captures import Captures
-    from capture_planner_vllm.watch import Drafts, Watch
+from capture_planner.measuring.recorder import Recorder
+from capture_planner.modes import Role
+from capture_planner.records._base import digest, replace
+from capture_planner.records.observation import EagerCost, Observation
+from capture_planner.records.plan import Decision, Plan
+from capture_planner_vllm import device, facts, profile
+from capture_planner_vllm import observe_seams as seams
+from capture_planner_vllm.captures import Captures
+from capture_planner_vllm.observe_seams import Seam
+from capture_planner_vllm.seam import LOG, report, wrap
+from capture_planner_vllm.watch import Drafts, Track, Watch
 
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
 PROFILE = "CAPTURE_PLANNER_PROFILE"
-STRICT = "CAPTURE_PLANNER_STRICT"
 
-GPU = "vllm.v1.worker.gpu"
-MANAGERS = f"{GPU}.cudagraph_utils"
-RUNNER = f"{GPU}.model_runner"
-RANKS = f"{GPU}.dp_utils"
-OUTPUTS = f"{GPU}.async_utils"
-DRAFTERS = f"{GPU}.spec_decode.target_dependent_ar.cudagraph_utils"
+EVERY = 30.0
+"""Seconds between two writes, unless ``CAPTURE_PLANNER_OBSERVE_SECONDS`` says otherwise."""
 
 MOST_OUTPUTS = 256
 """Most steps whose output is on the way to the host."""
 
-_LOG = logging.getLogger("capture_planner.vllm")
-_MARK = "_capture_planner_observes"
 
-
-@attrs.frozen
-class Seam:
-    """One function of vLLM that is wrapped, and the parameters that the wrapper relies on."""
-
-    module: str
-    name: str
-    """``function`` or ``Class.method``."""
-    parameters: tuple[str, ...]
-    part: str
-    """What is not observed without it."""
-
-    def owner(self, module: ModuleType | None = None) -> tuple[Any, str]:
-        """Return what has the function as an attribute, and the attribute's name.
-
-        :param module: the module, if it is not the imported one of that name.
-        :raises LookupError: it is not as the wrapper needs it; the text says what is wrong.
-        """
-        owner: Any = module or sys.modules.get(self.module)
-        *path, name = self.name.split(".")
-        for part in path:
-            owner = getattr(owner, part, None)
-        function = getattr(owner, name, None)
-        if function is None:
-            raise LookupError(f"{self.module} has no {self.name}")
-        has = tuple(inspect.signature(function).parameters)
-        if has[: len(self.parameters)] != self.parameters:
-            expected = ", ".join(self.parameters)
-            raise LookupError(f"{self.module}.{self.name} takes ({', '.join(has)}), expected ({expected}, ...)")
-        return owner, name
-
-
-_BATCH = ("cudagraph_manager", "num_reqs", "num_tokens", "uniform_token_count")
-
-INIT = Seam(MANAGERS, "CudaGraphManager.__init__", ("self", "vllm_config"), "everything")
-CAPTURE = Seam(MANAGERS, "CudaGraphManager.capture", ("self", "create_forward_fn"), "seconds and memory of graphs")
-DISPATCH = Seam(
-    MANAGERS,
-    "CudaGraphManager.dispatch",
-    ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len"),
-    "answers of the dispatcher",
-)
-CAPTURE_MODEL = Seam(RUNNER, "GPUModelRunner.capture_model", ("self", "profile_only"), "everything")
-DUMMY = Seam(RUNNER, "GPUModelRunner._dummy_run", ("self", "num_tokens"), "counts, times and drafts")
-EXECUTE = Seam(RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output"), "counts, times and drafts")
-STEP = Seam(RANKS, "dispatch_cg_and_sync_dp", _BATCH, "counts and times")
-SAMPLE = Seam(RUNNER, "GPUModelRunner.sample_tokens", ("self",), "drafts, and times of drafters")
-SHUTDOWN = Seam(RUNNER, "GPUModelRunner.shutdown", ("self",), "the last counts before a shutdown")
-FORWARD = Seam(OUTPUTS, "StepTimingCollector.forward_start", ("self",), "times of the target")
-OUTPUT = Seam(OUTPUTS, "AsyncOutput.get_output", ("self",), "drafts")
-SPECIALIZE = Seam(
-    DRAFTERS,
-    "SpeculatorCudaGraphManager.specialize_spec_tokens",
-    ("self", "desc", "num_speculative_tokens"),
-    "counts of draft decodes",
-)
-
-SEAMS = (INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE)
-
-
-def attach(module: ModuleType, plan: Plan | None = None) -> None:
+def attach(
+    module: ModuleType, plan: Plan | None = None, decisions: Mapping[Role, tuple[Decision, ...]] | None = None
+) -> None:
     """Observe the graph managers of a module where ``CAPTURE_PLANNER_OBSERVE`` names a folder; again, do nothing.
 
     :param module: ``vllm.v1.worker.gpu.cudagraph_utils``, executed.
-    :param plan: the plan that is applied in this process.
+    :param plan: the plan of this process.
+    :param decisions: has a key for each role to which the plan was applied, by the time of the capture.
     :raises RunError: with ``CAPTURE_PLANNER_STRICT=1``, where a function of vLLM is not as expected.
     """
     folder = os.environ.get(OBSERVE)
-    if folder:
-        seconds = float(os.environ.get(SECONDS) or 30)
-        observer = Observer(Path(folder), seconds, profile=os.environ.get(PROFILE) == "1", plan=plan)
-        observer.watch_managers(module)
+    if not folder and os.environ.get(PROFILE) == "1":
+        report(logging.WARNING, [f"nothing is profiled: {PROFILE} needs a folder, give one with {OBSERVE}"])
+    if not folder:
+        return
+    try:
+        seconds = float(os.environ.get(SECONDS) or EVERY)
+    except ValueError:
+        seconds = EVERY
+        report(
+            logging.WARNING, [f"{SECONDS} is no number: {os.environ[SECONDS]!r}; observations are written every 30 s"]
+        )
+    observer = Observer(Path(folder), seconds, plan, decisions or {})
+    observer.watch_managers(module)
 
 
 class Observer:
     """Observes the model runner of one process."""
 
-    def __init__(self, folder: Path, seconds: float, *, profile: bool, plan: Plan | None) -> None:
-        self._folder, self._seconds, self._profile, self._plan = folder, seconds, profile, plan
+    def __init__(
+        self, folder: Path, seconds: float, plan: Plan | None, decisions: Mapping[Role, tuple[Decision, ...]]
+    ) -> None:
+        self._folder, self._seconds, self._plan, self._decisions = folder, seconds, plan, decisions
+        self._profile = os.environ.get(PROFILE) == "1"
+        self._base: Observation | None = None
         self._active: Watch | None = None
         self._captures: Captures | None = None
         self._recorder: Recorder | None = None
         self._runners = 0
         self._attached = False
         self._asks = True
+        self._tracks: tuple[Track, ...] = ()
         self._drafts: Mapping[str, list[int]] = {}
         self._outputs: dict[int, Drafts] = {}
         self._notes: list[str] = []
@@ -145,28 +96,28 @@ class Observer:
 
     def watch_managers(self, module: ModuleType) -> None:
         """Wrap the managers, and wait for the first to be made."""
-        if self._wrap(INIT, self._init, module):
-            self._wrap(CAPTURE, self._capture, module)
-            self._asks = self._fits(DISPATCH, module)
+        if self._wrap(seams.INIT, self._init, module):
+            self._wrap(seams.CAPTURE, self._capture, module)
+            self._asks = self._fits(seams.DISPATCH, module)
 
     def _watch_runner(self) -> None:
         """Wrap what has been imported by the time that a manager is made."""
         if self._attached:
             return
         self._attached = True
-        if not self._wrap(CAPTURE_MODEL, self._capture_model):
+        if not self._wrap(seams.CAPTURE_MODEL, self._capture_model):
             return
-        if not self._wrap(DUMMY, self._dummy_run):
+        if not self._wrap(seams.DUMMY, self._dummy_run):
             # Without it, dummy runs would count as steps.
             return
-        self._wrap(EXECUTE, self._execute_model)
+        self._wrap(seams.EXECUTE, self._execute_model)
         self._wrap_step()
-        self._wrap(FORWARD, self._forward_start)
-        self._wrap(SAMPLE, self._sample_tokens)
-        self._wrap(OUTPUT, self._get_output)
-        self._wrap(SHUTDOWN, self._shutdown)
-        if DRAFTERS in sys.modules:
-            self._wrap(SPECIALIZE, self._specialize)
+        self._wrap(seams.FORWARD, self._forward_start)
+        self._wrap(seams.SAMPLE, self._sample_tokens)
+        self._wrap(seams.OUTPUT, self._get_output)
+        self._wrap(seams.SHUTDOWN, self._shutdown)
+        if seams.DRAFTERS in sys.modules:
+            self._wrap(seams.SPECIALIZE, self._specialize)
 
     def _wrap(
         self, seam: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]], module: ModuleType | None = None
@@ -174,12 +125,7 @@ class Observer:
         """Wrap one function; return whether it is wrapped, now or before."""
         if not self._fits(seam, module):
             return False
-        owner, name = seam.owner(module)
-        original = getattr(owner, name)
-        if not hasattr(original, _MARK):
-            wrapper = functools.wraps(original)(make(original))
-            setattr(wrapper, _MARK, True)
-            setattr(owner, name, wrapper)
+        wrap(*seam.owner(module), make)
         return True
 
     def _fits(self, seam: Seam, module: ModuleType | None = None) -> bool:
@@ -193,34 +139,39 @@ class Observer:
 
     def _wrap_step(self) -> None:
         """Wrap the function that dispatches, in its module and where it was imported by name."""
-        module = sys.modules.get(RANKS)
-        original = getattr(module, STEP.name, None)
-        if self._wrap(STEP, self._dispatch_step):
-            wrapper = getattr(module, STEP.name)
+        module = sys.modules.get(seams.RANKS)
+        original = getattr(module, seams.STEP.name, None)
+        if self._wrap(seams.STEP, self._dispatch_step):
+            wrapper = getattr(module, seams.STEP.name)
             for name, other in list(sys.modules.items()):
-                if name.startswith(GPU) and getattr(other, STEP.name, None) is original:
-                    setattr(other, STEP.name, wrapper)
+                if name.startswith(seams.GPU) and getattr(other, seams.STEP.name, None) is original:
+                    setattr(other, seams.STEP.name, wrapper)
 
-    def _note(self, text: str, error: Exception | None = None) -> None:
-        """Keep a note for the file and log it, once; in strict mode, raise it where vLLM is not as expected."""
-        if text in self._notes:
-            return
-        self._notes.append(text)
-        _LOG.warning("%s", text)
-        if error is None and os.environ.get(STRICT) == "1":
-            from capture_planner.errors import RunError
-
-            raise RunError(text)
+    def _note(self, text: str) -> None:
+        """Keep a note for the file and log it, once; an error in strict mode."""
+        if text not in self._notes:
+            self._notes.append(text)
+            report(logging.WARNING, [text])
 
     def _failed(self, doing: str, error: Exception) -> None:
-        """Stop observing steps after an error of ours; vLLM goes on."""
+        """Stop observing after an error of ours, and say so in the log and in the file; vLLM goes on."""
         self._active = None
+        LOG.error("%s", self._end(doing, error))
+        try:
+            if self._recorder is not None and self._base is not None:
+                self._recorder.begin(replace(self._base, notes=tuple(self._notes)))
+        except Exception as second:
+            LOG.error("the file of the observation does not say so: %s", second)
+
+    def _end(self, doing: str, error: Exception) -> str:
         reason = " ".join(str(error).split())
-        self._note(f"an error while {doing} ended the observation: {type(error).__name__}: {reason}", error)
+        self._notes.append(f"an error while {doing} ended the observation: {type(error).__name__}: {reason}")
+        return self._notes[-1]
 
     # Capture.
 
     def _init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
         def init(manager: Any, *args: Any, **kwargs: Any) -> None:
             self._watch_runner()
             original(manager, *args, **kwargs)
@@ -228,6 +179,7 @@ class Observer:
         return init
 
     def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
             captures = self._captures
             if captures is None:  # memory profiling, whose graphs are thrown away
@@ -245,11 +197,10 @@ class Observer:
         return capture
 
     def _capture_model(self, original: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(original)
         def capture_model(runner: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
             if profile_only:
                 return original(runner, *args, profile_only=True, **kwargs)
-            from capture_planner_vllm.captures import Captures
-
             self._active = None
             captures = self._captures = Captures()
             start = time.perf_counter()
@@ -257,48 +208,57 @@ class Observer:
                 size = original(runner, *args, **kwargs)
             finally:
                 self._captures = None
-            self._begin(runner, captures, time.perf_counter() - start, size)
+            self._begin(runner, captures, (time.perf_counter() - start, size))
             return size
 
         return capture_model
 
-    def _begin(self, runner: Any, captures: Captures | None, seconds: float | None, size: int | None) -> None:
-        """Write the first observation, and count from now on."""
-        from capture_planner.errors import CapturePlannerError
-        from capture_planner.measuring.recorder import Recorder
+    def _begin(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> None:
+        """Write the first observation, and count from now on.
 
+        :param capture: seconds and bytes of the whole capture.
+        """
         try:
-            from capture_planner_vllm import device, facts, profile
-            from capture_planner_vllm.watch import Watch
-
-            tracks = facts.tracks(runner, captures)
-            eager: Mapping[Role, tuple[EagerCost, ...]] = {}
-            if self._profile and captures is not None:
-                eager = profile.eager_costs(runner, tracks, self._watching)
-            base = facts.observation(runner, tracks, eager, self._plan, self._note, self._notes)
-            if captures is not None and seconds is not None and size is not None:
-                base = facts.with_capture(base, max(seconds - captures.replaying, 0), size)
-            self._finish()
-            self._runners += 1
-            again = "" if self._runners == 1 else f".{self._runners}"
-            name = f"vllm.rank{base.rank}.{os.getpid()}{again}"
-            recorder = self._recorder = Recorder(self._folder, name, self._seconds)
-            recorder.begin(base)
-            if self._runners == 1:
-                atexit.register(self._finish)  # before the recorder's own, which was registered earlier
-            self._active = Watch(tracks, recorder, device.event, bonus=facts.bonus_tokens(runner))
-            _LOG.info("observing: %s", recorder.path)
-        except CapturePlannerError as error:
-            if os.environ.get(STRICT) == "1":
-                raise
-            self._failed("describing what was captured", error)
+            base = self._base = self._described(runner, captures, capture)
         except Exception as error:
-            self._failed("describing what was captured", error)
+            report(logging.ERROR, [self._end("describing what was captured", error)], error)
+            return
+        self._finish()
+        self._runners += 1
+        again = "" if self._runners == 1 else f".{self._runners}"
+        recorder = Recorder(self._folder, f"vllm.rank{base.rank}.{os.getpid()}{again}", self._seconds)
+        recorder.begin(base)
+        if self._runners == 1:
+            atexit.register(self._finish)  # before the recorder's own, which was registered earlier
+        self._recorder = recorder
+        self._active = Watch(self._tracks, recorder, device.event, bonus=facts.bonus_tokens(runner))
+        LOG.info("observing: %s", recorder.path)
+
+    def _described(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> Observation:
+        self._tracks = facts.tracks(runner, captures, self._note)
+        eager: Mapping[Role, tuple[EagerCost, ...]] = {}
+        if self._profile:
+            try:
+                eager = profile.eager_costs(runner, self._tracks, self._watching)
+            except Exception as error:
+                profile.restore(runner)
+                LOG.error("%s", self._end("profiling eager steps", error))
+        applied = self._plan if self._decisions else None
+        base = facts.observation(runner, self._tracks, self._note)
+        if self._asks:
+            base = facts.with_answers(base, self._tracks)
+        return replace(
+            facts.with_capture(base, capture, 0 if captures is None else captures.replaying),
+            plan=None if applied is None else digest(applied),
+            decisions=tuple(each for found in self._decisions.values() for each in found),
+            roles=tuple(replace(role, eager=eager.get(role.role, ())) for role in base.roles),
+            notes=tuple(self._notes),
+        )
 
     def _begin_eager(self, runner: Any, kwargs: Mapping[str, Any]) -> None:
         """Begin at the first real step where vLLM captures nothing."""
         if not kwargs.get("dummy_run") and runner.vllm_config.model_config.enforce_eager:
-            self._begin(runner, None, None, None)
+            self._begin(runner, None, None)
             self._runners = self._runners or 1
 
     @contextmanager
@@ -325,6 +285,7 @@ class Observer:
     # Steps: the hot path. Each wrapper is written out, without a layer in between.
 
     def _dummy_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def _dummy_run(runner: Any, *args: Any, **kwargs: Any) -> Any:
             active = self._active
             if active is None or active.dummies:
@@ -338,6 +299,7 @@ class Observer:
         return _dummy_run
 
     def _execute_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def execute_model(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if self._active is None and self._runners == 0:
                 self._begin_eager(runner, kwargs)
@@ -359,6 +321,7 @@ class Observer:
         return execute_model
 
     def _dispatch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def dispatch_cg_and_sync_dp(
             cudagraph_manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *a: Any, **k: Any
         ) -> Any:
@@ -374,6 +337,7 @@ class Observer:
         return dispatch_cg_and_sync_dp
 
     def _specialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def specialize_spec_tokens(manager: Any, desc: Any, num_speculative_tokens: int) -> Any:
             answer = original(manager, desc, num_speculative_tokens)
             watch = self._active
@@ -387,6 +351,7 @@ class Observer:
         return specialize_spec_tokens
 
     def _forward_start(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
         def forward_start(collector: Any) -> None:
             original(collector)
             watch = self._active
@@ -399,6 +364,7 @@ class Observer:
         return forward_start
 
     def _sample_tokens(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
             output = original(runner, *args, **kwargs)
             watch = self._active
@@ -417,6 +383,7 @@ class Observer:
         return sample_tokens
 
     def _get_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def get_output(output: Any) -> Any:
             result = original(output)
             drafts = self._outputs.pop(id(output), None)
@@ -431,6 +398,7 @@ class Observer:
         return get_output
 
     def _shutdown(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
         def shutdown(runner: Any) -> None:
             self._finish()
             original(runner)

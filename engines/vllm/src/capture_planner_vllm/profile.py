@@ -146,3 +146,9 @@ def eager_costs(
             device.settle()
             watch.read()
     return steps.costs()
+
+
+def restore(runner: Any) -> None:
+    """Bring back what a dummy run that failed may have left, as its end does."""
+    runner.kv_connector.set_disabled(False)
+    runner.execute_model_state = None

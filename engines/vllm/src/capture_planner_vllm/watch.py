@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 import attrs
 
-from capture_planner.engines.emulation import CapturedGraph
-from capture_planner.modes import Reason, Role
+from capture_planner.engines.probe import why_eager
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.model import Speculative
 from capture_planner.records.observation import ObservedGraph
 
 EVERY = 64
@@ -65,6 +67,8 @@ class Track:
     """One role's manager, and which of its graphs a descriptor means."""
 
     role: Role
+    mode: GraphMode
+    """As resolved."""
     manager: Any
     """The engine's ``CudaGraphManager``."""
     graphs: tuple[ObservedGraph, ...] = ()
@@ -74,6 +78,11 @@ class Track:
     """Whether ``specialize_spec_tokens`` has the last word on its answers: draft decodes of a chain."""
     fused: bool = False
     """Whether one replay runs all draft decodes of a step."""
+    speculative: Speculative | None = None
+    ranks: int = 1
+    """Data-parallel ranks."""
+    _kinds: dict[int | None, list[ObservedGraph]] = attrs.field(init=False, factory=dict)
+    """The graphs for decodes of a query length; None: for other batches."""
     _ids: dict[int, int] = attrs.field(init=False)
     _reasons: dict[Shape, Reason] = attrs.field(init=False, factory=dict)
 
@@ -107,17 +116,21 @@ class Track:
             past_prompt=past_prompt,
             active_loras=active_loras,
         )
-        captured = [
-            CapturedGraph(role=self.role, entry=graph.entry, max_query_len=graph.max_query_len) for graph in self.graphs
-        ]
-        if any(graph.rejection(batch, graph.entry.draft_steps) is None for graph in captured):
-            uniform = query_len if past_prompt else None
-            answer = self.manager.dispatch(num_reqs, num_tokens, uniform, active_loras)
-            # The dispatcher has a graph, and the step ran eager: another rank of the step did not have one.
-            return Reason.RANK if answer.cg_mode else Reason.SHADOWED
-        kinds = (query_len, None) if past_prompt else (None,)
-        same_kind = any(graph.entry.query_len in kinds for graph in self.graphs)
-        return Reason.SIZES if same_kind else Reason.MODE
+        reason = self.why_eager(batch)
+        if reason is Reason.SHADOWED:
+            answer = self.manager.dispatch(num_reqs, num_tokens, batch.uniform_query_len, active_loras)
+            if answer.cg_mode:
+                # The dispatcher has a graph, and the step ran eager: so did another rank, or the engine wanted it.
+                return Reason.RANK if self.ranks > 1 else Reason.UNKNOWN
+        return reason
+
+    def why_eager(self, batch: Batch) -> Reason:
+        """Return why a batch has no graph, as far as the captured graphs and the mode say."""
+        uniform = batch.uniform_query_len
+        if uniform not in self._kinds:
+            self._kinds[uniform] = [graph for graph in self.graphs if graph.entry.query_len in (None, uniform)]
+        steps = draft_steps(self.role, batch.num_reqs, self.speculative)
+        return why_eager(batch, self.mode, self._kinds[uniform], steps)
 
 
 class Clock:

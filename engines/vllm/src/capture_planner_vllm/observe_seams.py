@@ -1,0 +1,79 @@
+"""The functions of vLLM 0.33 that observing wraps, and the parameters that each wrapper relies on."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+import attrs
+
+GPU = "vllm.v1.worker.gpu"
+MANAGERS = f"{GPU}.cudagraph_utils"
+RUNNER = f"{GPU}.model_runner"
+RANKS = f"{GPU}.dp_utils"
+OUTPUTS = f"{GPU}.async_utils"
+DRAFTERS = f"{GPU}.spec_decode.target_dependent_ar.cudagraph_utils"
+
+
+@attrs.frozen
+class Seam:
+    """One function of vLLM that is wrapped, and the parameters that the wrapper relies on."""
+
+    module: str
+    name: str
+    """``function`` or ``Class.method``."""
+    parameters: tuple[str, ...]
+    part: str
+    """What is not observed without it."""
+
+    def owner(self, module: ModuleType | None = None) -> tuple[Any, str]:
+        """Return what has the function as an attribute, and the attribute's name.
+
+        :param module: the module, if it is not the imported one of that name.
+        :raises LookupError: it is not as the wrapper needs it; the text says what is wrong.
+        """
+        owner: Any = module or sys.modules.get(self.module)
+        *path, name = self.name.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        function = getattr(owner, name, None)
+        if function is None:
+            raise LookupError(f"{self.module} has no {self.name}")
+        try:
+            has = tuple(inspect.signature(function).parameters)
+        except (TypeError, ValueError) as error:
+            raise LookupError(f"{self.module}.{self.name} shows no parameters: {error}") from error
+        if has[: len(self.parameters)] != self.parameters:
+            expected = ", ".join(self.parameters)
+            raise LookupError(f"{self.module}.{self.name} takes ({', '.join(has)}), expected ({expected}, ...)")
+        return owner, name
+
+
+_BATCH = ("cudagraph_manager", "num_reqs", "num_tokens", "uniform_token_count")
+
+INIT = Seam(MANAGERS, "CudaGraphManager.__init__", ("self", "vllm_config"), "everything")
+CAPTURE = Seam(MANAGERS, "CudaGraphManager.capture", ("self", "create_forward_fn"), "seconds and memory of graphs")
+DISPATCH = Seam(
+    MANAGERS,
+    "CudaGraphManager.dispatch",
+    ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len"),
+    "answers of the dispatcher",
+)
+CAPTURE_MODEL = Seam(RUNNER, "GPUModelRunner.capture_model", ("self", "profile_only"), "everything")
+DUMMY = Seam(RUNNER, "GPUModelRunner._dummy_run", ("self", "num_tokens"), "counts, times and drafts")
+EXECUTE = Seam(RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output"), "counts, times and drafts")
+STEP = Seam(RANKS, "dispatch_cg_and_sync_dp", _BATCH, "counts and times")
+SAMPLE = Seam(RUNNER, "GPUModelRunner.sample_tokens", ("self",), "drafts, and times of drafters")
+SHUTDOWN = Seam(RUNNER, "GPUModelRunner.shutdown", ("self",), "the last counts before a shutdown")
+FORWARD = Seam(OUTPUTS, "StepTimingCollector.forward_start", ("self",), "times of the target")
+OUTPUT = Seam(OUTPUTS, "AsyncOutput.get_output", ("self",), "drafts")
+SPECIALIZE = Seam(
+    DRAFTERS,
+    "SpeculatorCudaGraphManager.specialize_spec_tokens",
+    ("self", "desc", "num_speculative_tokens"),
+    "counts of draft decodes",
+)
+
+SEAMS = (INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE)

@@ -1,0 +1,239 @@
+"""Observing vLLM's own graph managers, on a machine without the engine.
+
+The managers, the drafters and the dispatch over ranks are the wheel's; what the observer counts is compared with what
+they answer. What of vLLM cannot be loaded there, the model runner, is read: its functions and attributes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch, Entry
+from capture_planner_vllm import device, facts
+from capture_planner_vllm import observe_seams as seams
+from capture_planner_vllm.captures import Captures
+from capture_planner_vllm.watch import Watch
+from engines.generators.vllm_managers import Case, Rows
+from support.files import module_at
+
+HERE = Path(__file__).parent
+managers = module_at(HERE / "vllm_managers.py")
+STANDIN = HERE.parent / "standin"
+
+CONFIGURATIONS = {
+    "compilation_config": ("config/compilation.py", "CompilationConfig"),
+    "scheduler_config": ("config/scheduler.py", "SchedulerConfig"),
+    "model_config": ("config/model.py", "ModelConfig"),
+    "cache_config": ("config/cache.py", "CacheConfig"),
+    "parallel_config": ("config/parallel.py", "ParallelConfig"),
+    "speculative_config": ("config/speculative.py", "SpeculativeConfig"),
+    "lora_config": ("config/lora.py", "LoRAConfig"),
+}
+
+OTHERS = (
+    ("v1/worker/gpu/model_runner.py", "GPUModelRunner", facts.RUNNER),
+    ("v1/core/sched/output.py", "SchedulerOutput", ("scheduled_spec_decode_tokens",)),
+    ("v1/outputs.py", "ModelRunnerOutput", ("req_ids", "sampled_token_ids")),
+    ("config/lora.py", "LoRAConfig", ("max_loras", "specialize_active_lora")),
+    ("config/parallel.py", "ParallelConfig", ("data_parallel_rank", "rank", "world_size")),
+)
+"""Files, classes and the attributes that are read of them, besides settings."""
+
+
+def problems(folder: Path) -> Iterator[str]:
+    """Yield what of a wheel is not as the observer and the stand-in have it."""
+    for seam in seams.SEAMS:
+        theirs, own = (parameters(root, seam.module, seam.name) for root in (folder, STANDIN))
+        if theirs is None or theirs[: len(seam.parameters)] != seam.parameters:
+            yield f"{seam.module}.{seam.name}: {theirs}, expected {seam.parameters}"
+        if own != theirs and seam not in (seams.SAMPLE, seams.SHUTDOWN, seams.FORWARD, seams.OUTPUT):
+            yield f"{seam.module}.{seam.name}: the stand-in has {own}, the wheel {theirs}"
+    settings = [path.split(".") for _, path in (*facts.SETTINGS, *facts.SPECULATIVE)]
+    read = [(*CONFIGURATIONS[owner], (name,)) for owner, name in settings]
+    for file, owner, names in (*read, *OTHERS):
+        missing = set(names) - attributes(folder / "vllm" / file, owner)
+        if missing:
+            yield f"{file}: {owner} has no {', '.join(sorted(missing))}"
+    text = "".join(path.read_text() for path in (folder / "vllm/v1/worker/gpu/spec_decode").rglob("*.py"))
+    for name in facts.DRAFTERS:
+        if f"self.{name}" not in text:
+            yield f"no drafter has a {name}"
+
+
+def _class(path: Path, name: str) -> ast.ClassDef:
+    body = ast.parse(path.read_text()).body
+    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def parameters(folder: Path, module: str, name: str) -> tuple[str, ...] | None:
+    """Return the names of a function's parameters, from its source; None where there is no such function."""
+    path = folder / (module.replace(".", "/") + ".py")
+    *owner, function = name.split(".")
+    body = _class(path, owner[0]).body if owner else ast.parse(path.read_text()).body
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            every = node.args
+            return tuple(each.arg for each in (*every.posonlyargs, *every.args, *every.kwonlyargs))
+    return None
+
+
+def attributes(path: Path, owner: str) -> set[str]:
+    """Return the fields, methods and ``self`` attributes of a class."""
+    found = set()
+    for node in ast.walk(_class(path, owner)):
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.FunctionDef(name=name):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+@attrs.define
+class Counts:
+    """Takes what a watch counts, in order."""
+
+    steps: list[tuple[Any, ...]] = attrs.field(factory=list)
+
+    def count(self, *key: Any) -> None:
+        self.steps.append(key)
+
+    def sample(self, *key: Any) -> None:
+        raise AssertionError("nothing is timed here")
+
+    def draft(self, drafted: Any, accepted: Any) -> None:
+        raise AssertionError("nothing is drafted here")
+
+
+class Observed:
+    """The managers of one case, observed."""
+
+    def __init__(self, engine: Any, case: Case) -> None:
+        device.free_memory = lambda: 0
+        self.case, self.captures = case, Captures()
+        table = engine.modules[seams.MANAGERS].CudaGraphManager
+        original = table.capture
+        table.capture = self._capture(original)
+        try:
+            self.engine = managers._V2(engine, case.configuration)
+        finally:
+            table.capture = original
+        self.tracks = facts.tracks(self._runner(), self.captures, self._no_note)
+
+    def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture(manager: Any, create_forward_fn: Any, *arguments: Any) -> None:
+            log = self.captures.begin(manager, create_forward_fn)
+            original(manager, log.create_forward, *arguments)
+            log.end()
+
+        return capture
+
+    def _no_note(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def _runner(self) -> Any:
+        v2 = self.engine
+        if v2.speculative is not None:
+            v2.speculative.method = "eagle"
+        v2.config.lora_config = None
+        if v2.drafter is not None and self.case.configuration.drafter != "chain":
+            v2.drafter.supports_decode_metadata_update = False
+        return SimpleNamespace(
+            vllm_config=v2.config,
+            cudagraph_manager=v2.target,
+            speculator=v2.drafter,
+            num_speculative_steps=self.case.configuration.num_speculative_tokens,
+        )
+
+    def row(self, role: Role, graph: int | None) -> list[Any] | None:
+        """Return a graph in the oracle's form."""
+        if graph is None:
+            return None
+        track = next(track for track in self.tracks if track.role is role)
+        entry: Entry = track.graphs[graph].entry
+        found = [entry.mode.value[0], entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras]
+        return found if entry.draft_steps is None else [*found, entry.draft_steps]
+
+    def differences(self) -> Iterator[str]:
+        """Yield where graphs, counts or answers differ from the engine's."""
+        captured = {role: [[*row[:4], *row[5:]] for row in rows] for role, rows in self.engine.graphs.items() if rows}
+        own = {
+            track.role.value: [
+                [e.mode.value[0], e.num_tokens, e.num_reqs, e.query_len, e.active_loras, e.draft_steps]
+                for e in (graph.entry for graph in track.graphs)
+            ]
+            for track in self.tracks
+            if track.graphs
+        }
+        if captured != own:
+            yield f"graphs: {own} for the engine's {captured}"
+        for rows, loras in self.case.batches:
+            counted, answers = self._counted(lambda rows=rows, loras=loras: self.engine._batch(rows, loras, None)[0])
+            if counted != answers:
+                yield f"{rows}, {loras}: counted {counted} for the engine's {answers}"
+            asked = self._asked(rows, loras)
+            if asked != answers:
+                yield f"{rows}, {loras}: asked {asked} for the engine's {answers}"
+        for ranks in self.case.steps:
+            counted, answers = self._counted(lambda ranks=ranks: [*chain.from_iterable(self.engine._step(ranks))])
+            if counted != answers:
+                yield f"{ranks}: counted {counted} for the engine's {answers}"
+
+    def _counted(self, step: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
+        """Run a step; return the graphs of its roles as they are counted, and as the engine answers."""
+        counts = Counts()
+        watch = Watch(self.tracks, counts, object, every=1 << 30)
+        ranks = self.engine.ranks
+        real = ranks.dispatch_cg_and_sync_dp
+        drafters = self.engine.engine.modules[seams.DRAFTERS].SpeculatorCudaGraphManager
+        specialize = drafters.specialize_spec_tokens
+
+        def dispatch(manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: Any, *a: Any, **k: Any) -> Any:
+            answer = real(manager, num_reqs, num_tokens, uniform_token_count, *a, **k)
+            watch.dispatched(manager, num_reqs, num_tokens, uniform_token_count, k, answer[0])
+            return answer
+
+        def specialized(manager: Any, desc: Any, num_speculative_tokens: int) -> Any:
+            answer = specialize(manager, desc, num_speculative_tokens)
+            watch.specialized(answer, num_speculative_tokens)
+            return answer
+
+        ranks.dispatch_cg_and_sync_dp, drafters.specialize_spec_tokens = dispatch, specialized
+        try:
+            watch.begin()
+            answers = step()
+        finally:
+            ranks.dispatch_cg_and_sync_dp, drafters.specialize_spec_tokens = real, specialize
+        return [self.row(key[0], key[6]) for key in counts.steps], [plain(row) for row in answers if row]
+
+    def _asked(self, rows: Rows, loras: int) -> list[Any]:
+        """Return the answers of the probe's dispatchers to the same batch."""
+        reqs, tokens, uniform, longest, _ = self.engine._asked(rows)
+        past = uniform is not None or longest is not None
+        found = []
+        for track in self.tracks:
+            shape = {"num_reqs": reqs, "num_tokens": tokens, "query_len": uniform, "past_prompt": past}
+            if track.role is Role.DRAFT_DECODE:
+                if track.specialized and self.engine._drafts(reqs) < 2:
+                    continue
+                if not track.specialized and self.engine._drafts(reqs) < 1:
+                    continue
+                width = track.manager.decode_query_len
+                shape = {"num_reqs": reqs, "num_tokens": reqs * width, "query_len": width, "past_prompt": True}
+            ask = facts.dispatcher(track, self.tracks[0])
+            graph, _ = ask(Batch(role=track.role, active_loras=loras, **shape))  # type: ignore[arg-type]
+            found.append(self.row(track.role, graph))
+        return found
+
+
+def plain(row: list[Any]) -> list[Any] | None:
+    """Return an answer of the oracle; None for an eager one."""
+    return None if row[0] == "N" else row
