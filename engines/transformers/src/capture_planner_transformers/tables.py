@@ -141,7 +141,7 @@ def table(
                 "transformers; plan fewer sizes, or a larger budget"
             )
         reads = thinned(reads)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if reads != wanted:
         notes = (f"cache reads padded to {_listed(reads)} instead of {_listed(wanted)}: the plan's budget",)
     return GraphTable(dispatcher, reads, keys, limit), notes
@@ -156,9 +156,9 @@ def _keys(
             yield entry.num_tokens, size
     if block_table:
         for requests in range(1, plan.limits.max_num_reqs + 1):
-            entry = dispatcher.dispatch(Batch.decode(Role.TARGET, requests, 1)).entry
-            if entry is not None and entry.mode is GraphMode.FULL:
-                yield (entry.num_tokens,)
+            found = dispatcher.dispatch(Batch.decode(Role.TARGET, requests, 1)).entry
+            if found is not None and found.mode is GraphMode.FULL:
+                yield (found.num_tokens,)
 
 
 def _listed(sizes: Sequence[int]) -> str:
