@@ -74,7 +74,7 @@ def full() -> Scale:
         length=128,
         most=8192,
         # Multiples of 16, as the fast kernels of SDPA want aligned masks.
-        sizes=(16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
+        sizes=(16, 32, 64, 128, 256, 512, 1024),
         reads=(0, *range(2048, 16385, 2048), 20480),
         dtype=torch.bfloat16,
     )
@@ -156,6 +156,8 @@ class Serving:
             "auto_switch_to_flash": False,
             "max_batch_tokens": scale.most,
             "num_blocks": scale.pages,
+            # Room for the graphs of both.
+            "max_memory_percent": 0.8,
         }
         if scale.pages is not None:
             options |= {"block_size": 16, "page_size": 16}
@@ -308,7 +310,7 @@ def equality(scale: Scale, device: str, plan: Plan) -> dict[str, Any]:
     tokens = {}
     for contender in (EAGER, STOCK, PLANNED):
         serving = Serving(model, scale, contender, plan)
-        tokens[contender] = serving.serve(varied(scale, 7))["tokens"]
+        tokens[contender] = serving.serve(varied(scale, 7)[::3])["tokens"]
         serving.close()
     same = {
         contender: sum(one == other for one, other in zip(tokens[EAGER], tokens[contender], strict=True))

@@ -26,7 +26,7 @@ from capture_planner.records.observation import Observation  # noqa: E402
 from capture_planner.records.plan import Plan  # noqa: E402
 from capture_planner.records.spec import Budget, Lora, Parallel  # noqa: E402
 from capture_planner_transformers import apply  # noqa: E402
-from capture_planner_transformers.runner import GraphPool  # noqa: E402
+from capture_planner_transformers.runner import PlannedBuffer  # noqa: E402
 from support.continuous_batching import generated, graphs_of_closures, manager_of, planned, tiny_model  # noqa: E402
 
 READS = (0, 32, 64, 128, 256, 512)
@@ -241,7 +241,7 @@ def test_a_graph_that_cannot_be_captured_runs_eager_for_memory(
 
 def test_a_closed_pool_captures_nothing() -> None:
     """The last barrier: a capture while serving is an error, not a stall."""
-    pool = GraphPool()
+    pool = PlannedBuffer()
     pool.set_graph((8, 64, 1024), object())
     assert pool.get_graph((8, 64, 2048)) is pool.get_graph((8, 64))
     pool.closed = True

@@ -17,7 +17,7 @@ from capture_planner.records._base import digest
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.observation import DispatchRun, Observation, ObservedGraph, ObservedRole
 from capture_planner.records.plan import Plan
-from capture_planner_transformers.tables import Answer, GraphTable, Key, Step
+from capture_planner_transformers.tables import EngineStep, GraphAnswer, GraphTable, Key
 
 LOG = logging.getLogger("capture_planner.transformers")
 
@@ -66,7 +66,7 @@ class Ledger:
             self._indices = {graph.entry: index for index, graph in enumerate(graphs)}
             self._recorder.begin(observation)
 
-    def count(self, step: Step, answer: Answer) -> None:
+    def count(self, step: EngineStep, answer: GraphAnswer) -> None:
         """Count a step, and log the first of each reason for eager."""
         key, reason = answer.key, answer.reason
         if key is None and not self.steps[key, reason]:

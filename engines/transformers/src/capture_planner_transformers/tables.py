@@ -22,7 +22,7 @@ Key = tuple[int, ...]
 
 
 @attrs.frozen(kw_only=True)
-class Step:
+class EngineStep:
     """One batch of transformers' scheduler. All counts are real, without padding."""
 
     num_reqs: int
@@ -43,7 +43,7 @@ class Step:
 
 
 @attrs.frozen
-class Answer:
+class GraphAnswer:
     """The graph of a step, or the reason for none."""
 
     entry: Entry | None
@@ -63,16 +63,16 @@ class GraphTable:
     limit: int
     """Tokens that the KV cache holds: no step reads more."""
 
-    def answer(self, step: Step) -> Answer:
+    def answer(self, step: EngineStep) -> GraphAnswer:
         """Return the graph of a step: the plan's entry, then the least cache reads that fit."""
         dispatch = self.dispatcher.dispatch(step.batch)
         entry = dispatch.entry
         if entry is None or entry.mode is not GraphMode.FULL:
-            return Answer(entry, None, dispatch.reason or Reason.MODE)
+            return GraphAnswer(entry, None, dispatch.reason or Reason.MODE)
         if step.block_table:
-            return Answer(entry, (entry.num_tokens,))
+            return GraphAnswer(entry, (entry.num_tokens,))
         fits = fitting(self.reads_of(entry), step.reads)
-        return Answer(entry, None, Reason.SIZES) if fits is None else Answer(entry, (entry.num_tokens, fits))
+        return GraphAnswer(entry, None, Reason.SIZES) if fits is None else GraphAnswer(entry, (entry.num_tokens, fits))
 
     def reads_of(self, entry: Entry) -> tuple[int, ...]:
         """Return the padded cache reads that steps of an entry need."""
