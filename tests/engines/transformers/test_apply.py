@@ -16,14 +16,17 @@ pytest.importorskip("transformers")
 from transformers.generation.continuous_batching import model_runner  # noqa: E402
 
 from capture_planner import codec  # noqa: E402
+from capture_planner.dispatch import Dispatcher  # noqa: E402
 from capture_planner.errors import CaptureError, RunError  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
-from capture_planner.records._base import replace  # noqa: E402
+from capture_planner.records._base import digest, replace  # noqa: E402
+from capture_planner.records.batch import Batch  # noqa: E402
 from capture_planner.records.model import Method, Speculative  # noqa: E402
+from capture_planner.records.observation import Observation  # noqa: E402
 from capture_planner.records.plan import Plan  # noqa: E402
 from capture_planner.records.spec import Budget, Lora, Parallel  # noqa: E402
 from capture_planner_transformers import apply  # noqa: E402
-from capture_planner_transformers.runner import GraphPool  # noqa: E402
+from capture_planner_transformers.runner import PlannedBuffer  # noqa: E402
 from support.continuous_batching import generated, graphs_of_closures, manager_of, planned, tiny_model  # noqa: E402
 
 READS = (0, 32, 64, 128, 256, 512)
@@ -42,11 +45,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def served(manager: Any) -> dict[tuple[Any, Any], int]:
-    """Return how many steps each key or reason had."""
-    counts: dict[tuple[Any, Any], int] = {}
-    for (_, key, reason), count in manager.batch_processor.model_runner.ledger.steps.items():
-        counts[key, reason] = counts.get((key, reason), 0) + count
-    return counts
+    """Return how many steps each graph or reason had."""
+    return dict(manager.batch_processor.model_runner.ledger.steps)
 
 
 def run(manager: Any, lengths: tuple[int, ...] = LENGTHS, tokens: int = 6) -> list[list[int]]:
@@ -203,7 +203,7 @@ def test_strict_raises_what_is_only_logged(captures: list[tuple[int, int]], monk
 
 def test_the_plan_may_be_a_file_or_named_by_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "plan.yaml"
-    codec.write(file, planned())
+    codec.write(file, codec.dumps(planned()))
     assert apply(manager_of(tiny_model()), file).plan == planned()
     monkeypatch.setenv("CAPTURE_PLANNER_PLAN", str(file))
     application = apply(manager_of(tiny_model()))
@@ -241,7 +241,7 @@ def test_a_graph_that_cannot_be_captured_runs_eager_for_memory(
 
 def test_a_closed_pool_captures_nothing() -> None:
     """The last barrier: a capture while serving is an error, not a stall."""
-    pool = GraphPool()
+    pool = PlannedBuffer()
     pool.set_graph((8, 64, 1024), object())
     assert pool.get_graph((8, 64, 2048)) is pool.get_graph((8, 64))
     pool.closed = True
@@ -259,3 +259,32 @@ def test_a_budget_shortens_the_ladder_of_cache_reads(
         manager.warmup()
     assert len(captures) <= 8
     assert "the plan's budget" in caplog.text
+
+
+def test_an_observation_has_the_graphs_and_every_step(
+    captures: list[tuple[int, int]], tmp_path: Path, stock: list[list[int]]
+) -> None:
+    """The counts of the file are those of the runner, and each graph is an entry of the plan."""
+    plan = planned(sizes=(4, 8, 16))
+    manager = manager_of(tiny_model())
+    application = apply(manager, plan, kv_sizes=(512,), observe=tmp_path)
+    assert run(manager) == stock
+    assert application.recorder is not None
+    application.recorder.close()
+    (file,) = tmp_path.iterdir()
+    observation = codec.loads(file.read_text("utf-8"), Observation)
+    (role,) = observation.roles
+    assert (observation.engine, observation.plan) == ("transformers", digest(plan))
+    assert tuple(graph.entry for graph in role.graphs) == plan.role(Role.TARGET).entries
+    counts = served(manager)
+    for index, graph in enumerate(role.graphs):
+        assert sum(count.steps for count in role.batches if count.graph == index) == sum(
+            steps for (key, _), steps in counts.items() if key is not None and key[0] == graph.entry.num_tokens
+        )
+    assert sum(count.steps for count in role.batches if count.reason == "sizes") == counts[None, "sizes"]
+    dispatcher = Dispatcher(plan)
+    for answer in role.answers:
+        for count in range(answer.first, answer.last + 1):
+            batch = Batch.decode(Role.TARGET, count, 1) if answer.query_len else Batch.mixed(Role.TARGET, 1, count)
+            entry = dispatcher.dispatch(batch).entry
+            assert entry == (None if answer.graph is None else role.graphs[answer.graph].entry)

@@ -11,10 +11,11 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.errors import RunError
+from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.plan import Plan
 from capture_planner_transformers import seam
-from capture_planner_transformers.observation import LOG, Ledger
+from capture_planner_transformers.observation import LOG, Facts, Ledger
 from capture_planner_transformers.tables import ladder, table
 
 
@@ -27,24 +28,33 @@ class Application:
     """The plan in messages: its file, or its model."""
     kv_sizes: tuple[int, ...] | None
     strict: bool
+    recorder: Recorder | None
+    """Writes what is observed, of all managers of the model."""
     remove: Callable[[], None]
     """Make new managers of the model run without the plan; those that exist keep it."""
 
 
 def apply(
-    target: Any, plan: Plan | str | Path | None = None, *, kv_sizes: Sequence[int] | None = None, strict: bool | None = None
+    target: Any,
+    plan: Plan | str | Path | None = None,
+    *,
+    kv_sizes: Sequence[int] | None = None,
+    strict: bool | None = None,
+    observe: str | Path | None = None,
 ) -> Application:
     """Make transformers' continuous batching run ``plan``, and return what was applied.
 
     All graphs of the plan are captured when a manager warms up or starts, none later. A step that the plan has no
     graph for runs eager and unpadded, with the reason in the log.
 
-    :param target: a model with ``generate_batch``, whose managers all get the plan; or one ``ContinuousBatchingManager``
-        that has neither warmed up nor started.
+    :param target: a model with ``generate_batch``, whose managers all get the plan; or one
+        ``ContinuousBatchingManager`` that has neither warmed up nor started.
     :param plan: a plan or its file; default: the file that ``CAPTURE_PLANNER_PLAN`` names.
     :param kv_sizes: what the tokens read from the KV cache are padded to, a graph each for every entry of the plan:
         default: 0, ``kv_padding_interval_size`` of the configuration, and its doubles.
     :param strict: raise where a difference is only logged; default: whether ``CAPTURE_PLANNER_STRICT`` is 1.
+    :param observe: folder for an observation file (graphs captured with seconds and MiB, steps by shape, reasons for
+        eager); default: the folder that ``CAPTURE_PLANNER_OBSERVE`` names, if it is set.
 
     Raises ``RunError`` for a version of transformers that is not known, a plan that it cannot execute, and a manager
     that has started.
@@ -62,6 +72,7 @@ def apply(
         name=name,
         kv_sizes=None if kv_sizes is None else tuple(sorted(set(kv_sizes))),
         strict=os.environ.get("CAPTURE_PLANNER_STRICT") == "1" if strict is None else strict,
+        recorder=_recorder(observe),
         remove=(lambda: vars(target).pop("init_continuous_batching", None) and None) if is_model else _nothing,
     )
     if not is_model:
@@ -89,6 +100,17 @@ def _load(plan: Plan | str | Path | None) -> tuple[Plan, str]:
     if not file:
         raise RunError("no plan: pass one to apply(), or name its file in CAPTURE_PLANNER_PLAN")
     return codec.load_plan(Path(file)), str(file)
+
+
+def _recorder(observe: str | Path | None) -> Recorder | None:
+    folder = os.environ.get("CAPTURE_PLANNER_OBSERVE") if observe is None else observe
+    if not folder:
+        return None
+    seconds = os.environ.get("CAPTURE_PLANNER_OBSERVE_SECONDS", "30")
+    try:
+        return Recorder(Path(folder), f"transformers-{os.getpid()}", float(seconds))
+    except ValueError:
+        raise RunError(f"CAPTURE_PLANNER_OBSERVE_SECONDS is {seconds}: expected a number of seconds") from None
 
 
 def refuse(plan: Plan, name: str) -> None:
@@ -137,7 +159,9 @@ class Creation:
         seam.check_attributes(cache, seam.CACHE)
         limit = cache_tokens(cache)
         if cache.max_batch_tokens < plan.limits.max_num_tokens:
-            says = f"memory allows {cache.max_batch_tokens} tokens a step, and the plan has {plan.limits.max_num_tokens}"
+            says = (
+                f"memory allows {cache.max_batch_tokens} tokens a step, and the plan has {plan.limits.max_num_tokens}"
+            )
             _differ(self.application, says)
         interval = self._manager.continuous_batching_config.kv_padding_interval_size
         graphs, notes = table(
@@ -150,7 +174,29 @@ class Creation:
         )
         for note in notes:
             LOG.info("%s: %s", name, note)
-        return PlannedRunner(processor.model_runner, graphs, Ledger(name))
+        facts = _facts(self._manager, cache)
+        return PlannedRunner(processor.model_runner, graphs, Ledger(name, facts, self.application.recorder))
+
+
+def _facts(manager: Any, cache: Any) -> Facts:
+    """Return what an observation says of the engine."""
+    import torch
+    import transformers
+
+    config, device, helper = manager.continuous_batching_config, manager.model.device, manager.distributed_helper
+    names = (*seam.SETTINGS, "max_blocks_per_request")
+    return Facts(
+        engine_version=transformers.__version__,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        torch=torch.__version__,
+        rank=helper.global_rank,
+        world_size=helper.world_size,
+        kv_blocks=cache.num_blocks,
+        settings=(
+            ("attn_implementation", str(manager.model.config._attn_implementation)),
+            *((name, str(getattr(config, name))) for name in names),
+        ),
+    )
 
 
 def attach(manager: Any, application: Application) -> None:

@@ -1,46 +1,164 @@
-"""What happened: graphs with seconds and bytes, steps by shape, and each reason for eager once in the log."""
+"""What happened: graphs with seconds and memory, steps by shape, and each reason for eager once in the log."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
 
-from capture_planner.modes import Reason
-from capture_planner_transformers.tables import Answer, GraphTable, Key, Step
+import attrs
+
+from capture_planner.measuring.recorder import Recorder
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import digest
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.observation import DispatchRun, Observation, ObservedGraph, ObservedRole
+from capture_planner.records.plan import Plan
+from capture_planner_transformers.tables import EngineStep, GraphAnswer, GraphTable, Key
 
 LOG = logging.getLogger("capture_planner.transformers")
+
+_MIB = 1 << 20
+
+
+@attrs.frozen(kw_only=True)
+class Facts:
+    """What is known of the engine before its graphs are captured."""
+
+    engine_version: str
+    device: str | None
+    torch: str
+    rank: int
+    world_size: int
+    kv_blocks: int
+    settings: tuple[tuple[str, str], ...]
 
 
 class Ledger:
     """Counts of one manager; ``count`` is called once a step."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, facts: Facts, recorder: Recorder | None = None) -> None:
+        """:param name: the plan, for the log."""
         self.costs: dict[Key, tuple[float, int]] = {}
         """Seconds and bytes of memory of each graph, over all sets of static inputs."""
-        self.steps: Counter[tuple[Step, Key | None, Reason | None]] = Counter()
-        self._reasons: set[Reason | None] = set()
+        self.steps: Counter[tuple[Key | None, Reason | None]] = Counter()
+        """Steps by graph, or by the reason for none."""
+        self._name, self._facts, self._recorder = name, facts, recorder
+        self._indices: dict[Entry, int] = {}
 
     def captured(self, key: Key, seconds: float, size: int) -> None:
         """Add the cost of one capture."""
         before = self.costs.get(key, (0.0, 0))
-        self.costs[key] = before[0] + seconds, before[1] + size
+        self.costs[key] = before[0] + seconds, before[1] + max(size, 0)
 
     def begin(self, table: GraphTable, captured: frozenset[Key]) -> None:
-        """All graphs are captured."""
-        seconds = sum(cost[0] for cost in self.costs.values())
-        LOG.info("%s: %d of %d graphs in %.1f s", self.name, len(captured), len(table.keys), seconds)
+        """All graphs are captured: log them, and write the observation if one is wanted."""
+        seconds, size = (sum(costs) for costs in zip((0.0, 0), *self.costs.values(), strict=True))
+        LOG.info(
+            "%s: %d of %d graphs in %.1f s and %d MiB", self._name, len(captured), len(table.keys), seconds, size / _MIB
+        )
+        if self._recorder is not None:
+            observation = observed(table, captured, self.costs, self._facts)
+            graphs = observation.roles[0].graphs
+            self._indices = {graph.entry: index for index, graph in enumerate(graphs)}
+            self._recorder.begin(observation)
 
-    def count(self, step: Step, answer: Answer) -> None:
+    def count(self, step: EngineStep, answer: GraphAnswer) -> None:
         """Count a step, and log the first of each reason for eager."""
-        self.steps[step, answer.key, answer.reason] += 1
-        if answer.key is None and answer.reason not in self._reasons:
-            self._reasons.add(answer.reason)
+        key, reason = answer.key, answer.reason
+        if key is None and not self.steps[key, reason]:
             LOG.warning(
                 "%s: a batch of %d tokens, %d requests and %d cache reads runs eager: %s",
-                self.name,
-                step.num_tokens,
-                step.num_reqs,
-                step.reads,
-                answer.reason,
+                *(self._name, step.num_tokens, step.num_reqs, step.reads, reason),
             )
+        self.steps[key, reason] += 1
+        if self._recorder is not None:
+            batch = step.batch
+            graph = None if key is None or answer.entry is None else self._indices[answer.entry]
+            self._recorder.count(
+                Role.TARGET, batch.num_reqs, batch.num_tokens, batch.query_len, batch.past_prompt, 0, graph, reason
+            )
+
+
+def observed(
+    table: GraphTable, captured: frozenset[Key], costs: dict[Key, tuple[float, int]], facts: Facts
+) -> Observation:
+    """Return what is known after capture: one graph for each entry, whose costs are those of all its cache reads."""
+    plan = table.dispatcher.plan
+    target = plan.role(Role.TARGET)
+    sizes = {key[0] for key in captured}
+    entries = [entry for entry in target.entries if entry.mode is GraphMode.FULL and entry.num_tokens in sizes]
+    graphs = []
+    for entry in entries:
+        own = [costs[key] for key in captured if key[0] == entry.num_tokens and key in costs]
+        seconds, size = sum(cost[0] for cost in own), sum(cost[1] for cost in own)
+        graphs.append(ObservedGraph(entry=entry, seconds=round(seconds, 4), mib=round(size / _MIB, 2)))
+    reads = " ".join(map(str, table.reads))
+    return Observation(
+        engine="transformers",
+        engine_version=facts.engine_version,
+        device=facts.device,
+        torch=facts.torch,
+        rank=facts.rank,
+        world_size=facts.world_size,
+        started=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        plan=digest(plan),
+        model=plan.model.name,
+        limits=plan.limits,
+        parallel=plan.parallel,
+        sizes=tuple(sorted(sizes)),
+        settings=(*facts.settings, ("kv_sizes", reads)),
+        kv_blocks=facts.kv_blocks,
+        capture_seconds=round(sum(cost[0] for cost in costs.values()), 4),
+        graph_mib=round(sum(cost[1] for cost in costs.values()) / _MIB, 2),
+        roles=(
+            ObservedRole(
+                role=Role.TARGET,
+                mode=target.mode.without_piecewise if graphs else GraphMode.NONE,
+                graphs=tuple(graphs),
+                answers=tuple(_answers(table, entries)),
+            ),
+        ),
+        notes=(
+            f"each graph was captured for up to {len(table.reads)} sizes of cache reads ({reads}); a step that reads "
+            "more runs eager",
+        ),
+    )
+
+
+def _answers(table: GraphTable, entries: Sequence[Entry]) -> Iterator[DispatchRun]:
+    """Yield the answers for steps whose cache reads fit; of mixed batches where no entry bounds requests only."""
+    plan = table.dispatcher.plan
+    most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens)
+    decodes = [Batch.decode(Role.TARGET, count, 1) for count in range(1, most + 1)]
+    yield from _runs(table, entries, decodes, query_len=1)
+    if not any(_bounds_requests(entry, plan) for entry in entries if entry.query_len is None):
+        mixed = [
+            Batch.mixed(Role.TARGET, min(count, most), count) for count in range(1, plan.limits.max_num_tokens + 1)
+        ]
+        yield from _runs(table, entries, mixed, past_prompt=False)
+
+
+def _bounds_requests(entry: Entry, plan: Plan) -> bool:
+    return entry.num_reqs is not None and entry.num_reqs < min(entry.num_tokens, plan.limits.max_num_reqs)
+
+
+def _runs(table: GraphTable, entries: Sequence[Entry], batches: Sequence[Batch], **kind: Any) -> Iterator[DispatchRun]:
+    """Yield ranges of batches, counted from 1, with equal answers."""
+    indices = {entry: index for index, entry in enumerate(entries)}
+
+    def answer(batch: Batch) -> tuple[int | None, Reason | None]:
+        dispatch = table.dispatcher.dispatch(batch)
+        if dispatch.entry is None:
+            return None, dispatch.reason
+        graph = indices.get(dispatch.entry)
+        return graph, None if graph is not None else Reason.MODE
+
+    first = 1
+    for (graph, reason), equal in groupby(map(answer, batches)):
+        last = first + sum(1 for _ in equal) - 1
+        yield DispatchRun(first=first, last=last, graph=graph, reason=reason, **kind)
+        first = last + 1

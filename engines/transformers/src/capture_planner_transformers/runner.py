@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer
 from capture_planner.errors import CaptureError
 from capture_planner.modes import Reason
 from capture_planner_transformers.observation import Ledger
-from capture_planner_transformers.tables import Answer, GraphTable, Key, Step
+from capture_planner_transformers.tables import EngineStep, GraphAnswer, GraphTable, Key
 
 
 def device_ios(inputs_and_outputs: Any) -> tuple[Any, ...]:
@@ -29,7 +29,7 @@ def cache_tokens(cache: Any) -> int:
     return int(cache.max_tokens_read if hasattr(cache, "max_tokens_read") else cache.num_pages)
 
 
-class GraphPool(CudaGraphBuffer):
+class PlannedBuffer(CudaGraphBuffer):
     """The graphs of one set of static inputs; closed after warm-up.
 
     transformers' key ends with the longest sequence of the batch, a host value that flash attention sizes its workspace
@@ -69,7 +69,7 @@ class PlannedRunner(ModelRunner):
         self.table = table
         self.ledger = ledger
         self.captured: frozenset[Key] = frozenset()
-        self.pools = tuple(GraphPool() for _ in device_ios(self.inputs_and_outputs))
+        self.pools = tuple(PlannedBuffer() for _ in device_ios(self.inputs_and_outputs))
         for io, pool in zip(device_ios(self.inputs_and_outputs), self.pools, strict=True):
             io.graphs = pool
         self._requests: Sequence[Any] = ()
@@ -91,7 +91,7 @@ class PlannedRunner(ModelRunner):
         if self._warming is not None:
             return self._warming
         states = [request.state for request in self._requests]
-        step = Step(
+        step = EngineStep(
             num_reqs=len(states),
             num_tokens=num_q_tokens,
             reads=max_kv_read,
@@ -106,12 +106,12 @@ class PlannedRunner(ModelRunner):
             return num_q_tokens, max_kv_read
         return answer.key if len(answer.key) == 2 else (answer.key[0], 0)
 
-    def _answer(self, step: Step) -> Answer:
+    def _answer(self, step: EngineStep) -> GraphAnswer:
         answer = self.table.answer(step)
         if answer.key is None or answer.key in self.captured:
             return answer
         graphs = self.use_cuda_graph_decode if step.block_table else self.use_cuda_graph_varlen
-        return Answer(answer.entry, None, Reason.MEMORY if graphs else Reason.MODE)
+        return GraphAnswer(answer.entry, None, Reason.MEMORY if graphs else Reason.MODE)
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., Any], bool]:
         return super()._get_forward_fn(use_block_table)[0], self.pad_inputs

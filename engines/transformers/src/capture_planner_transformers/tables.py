@@ -22,7 +22,7 @@ Key = tuple[int, ...]
 
 
 @attrs.frozen(kw_only=True)
-class Step:
+class EngineStep:
     """One batch of transformers' scheduler. All counts are real, without padding."""
 
     num_reqs: int
@@ -43,7 +43,7 @@ class Step:
 
 
 @attrs.frozen
-class Answer:
+class GraphAnswer:
     """The graph of a step, or the reason for none."""
 
     entry: Entry | None
@@ -63,16 +63,16 @@ class GraphTable:
     limit: int
     """Tokens that the KV cache holds: no step reads more."""
 
-    def answer(self, step: Step) -> Answer:
+    def answer(self, step: EngineStep) -> GraphAnswer:
         """Return the graph of a step: the plan's entry, then the least cache reads that fit."""
         dispatch = self.dispatcher.dispatch(step.batch)
         entry = dispatch.entry
         if entry is None or entry.mode is not GraphMode.FULL:
-            return Answer(entry, None, dispatch.reason or Reason.MODE)
+            return GraphAnswer(entry, None, dispatch.reason or Reason.MODE)
         if step.block_table:
-            return Answer(entry, (entry.num_tokens,))
+            return GraphAnswer(entry, (entry.num_tokens,))
         fits = fitting(self.reads_of(entry), step.reads)
-        return Answer(entry, None, Reason.SIZES) if fits is None else Answer(entry, (entry.num_tokens, fits))
+        return GraphAnswer(entry, None, Reason.SIZES) if fits is None else GraphAnswer(entry, (entry.num_tokens, fits))
 
     def reads_of(self, entry: Entry) -> tuple[int, ...]:
         """Return the padded cache reads that steps of an entry need."""
@@ -141,7 +141,7 @@ def table(
                 "transformers; plan fewer sizes, or a larger budget"
             )
         reads = thinned(reads)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if reads != wanted:
         notes = (f"cache reads padded to {_listed(reads)} instead of {_listed(wanted)}: the plan's budget",)
     return GraphTable(dispatcher, reads, keys, limit), notes
@@ -156,9 +156,9 @@ def _keys(
             yield entry.num_tokens, size
     if block_table:
         for requests in range(1, plan.limits.max_num_reqs + 1):
-            entry = dispatcher.dispatch(Batch.decode(Role.TARGET, requests, 1)).entry
-            if entry is not None and entry.mode is GraphMode.FULL:
-                yield (entry.num_tokens,)
+            found = dispatcher.dispatch(Batch.decode(Role.TARGET, requests, 1)).entry
+            if found is not None and found.mode is GraphMode.FULL:
+                yield (found.num_tokens,)
 
 
 def _listed(sizes: Sequence[int]) -> str:
