@@ -1,0 +1,220 @@
+"""From a plan to what one of vLLM's graph managers captures, and in which order it tries the graphs of a batch.
+
+vLLM's ``CudaGraphManager.dispatch`` (vllm/v1/worker/gpu/cudagraph_utils.py, 0.33) looks up a list by the number of
+tokens and the adapter case, and takes the first graph of it that is compatible. Where the list has every graph that
+holds so many tokens, in the order of ``Entry.cost``, that is next fit over all entries (law 3). A graph behind another
+that serves all its batches is never taken and does not stand in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Entry
+from capture_planner.records.batch_space import decode_tiers, draft_steps
+from capture_planner.records.model import Speculative
+from capture_planner.records.plan import Decision, Plan, RolePlan
+from capture_planner.records.text import counted
+
+Key = tuple[int, int]
+"""Tokens, padding of earlier steps included, and the adapter case."""
+
+
+@attrs.frozen(kw_only=True)
+class ManagerFacts:
+    """What vLLM has decided about one graph manager before it captures."""
+
+    role: Role
+    mode: GraphMode
+    """As resolved."""
+    max_num_reqs: int
+    max_num_tokens: int
+    lora_cases: tuple[int, ...] = (0,)
+    num_speculative_tokens: int = 0
+    dynamic: bool = False
+    """Whether the draft length depends on the batch size."""
+    varlen_query_len: int | None = None
+    """With adaptive verification, 1 + K: decode graphs take any mix of 1 to so many tokens."""
+    widest_mixed: int | None = None
+    """Most tokens of a graph of mixed batches, where the model bounds them (recoverSSM)."""
+    reason: str = ""
+    """Why the mode is what it is, as vLLM logged it."""
+
+
+@attrs.frozen(kw_only=True)
+class RoleTable:
+    """What a manager captures, and what it looks up."""
+
+    entries: tuple[Entry, ...]
+    """In the order of capture."""
+    candidates: Mapping[Key, Sequence[Entry]]
+    """For each key, the entries to try: best first."""
+    lora_dispatch: Mapping[int, int]
+    """The adapter case of each count of active adapters; a count without a case stands for itself, and runs eager."""
+    decisions: tuple[Decision, ...] = ()
+    """Where vLLM cannot follow the plan, and why."""
+
+
+def role_table(plan: Plan, facts: ManagerFacts) -> RoleTable:
+    """Return what the manager of a planned role does; raises ``DispatchError`` for another role."""
+    planned = plan.role(facts.role)
+    left: dict[str, list[Entry]] = {}
+    usable = []
+    for entry in planned.entries:
+        rule = _obstacle(entry, facts)
+        if rule is None:
+            usable.append(entry)
+        else:
+            left.setdefault(rule, []).append(entry)
+    entries = tuple(dict.fromkeys(_as_captured(entry, facts) for entry in usable))
+    cases = sorted({entry.active_loras for entry in entries})
+    most = facts.lora_cases[-1]
+    dispatch = {n: next((case for case in cases if case >= n), n) for n in range(1, most + 1)}
+    decisions = [_omission(planned, facts, rule, entries_left) for rule, entries_left in left.items()]
+    crossing = _crossing(entries, plan, facts)
+    if crossing:
+        decisions.append(_adapters(planned, facts, crossing))
+    return RoleTable(
+        entries=entries, candidates=candidates(entries, plan, facts), lora_dispatch=dispatch, decisions=tuple(decisions)
+    )
+
+
+def candidates(entries: Iterable[Entry], plan: Plan, facts: ManagerFacts) -> dict[Key, tuple[Entry, ...]]:
+    """Return for each number of tokens and adapter case the entries to try, best first."""
+    return _listed(entries, plan, facts, lambda entry, case: entry.active_loras == case)
+
+
+def _listed(
+    entries: Iterable[Entry], plan: Plan, facts: ManagerFacts, serves: Callable[[Entry, int], bool]
+) -> dict[Key, tuple[Entry, ...]]:
+    by_cost = sorted(entries, key=lambda entry: entry.cost)
+    table: dict[Key, tuple[Entry, ...]] = {}
+    for case in sorted({entry.active_loras for entry in by_cost}):
+        fitting = [entry for entry in by_cost if serves(entry, case)]
+        first = 1
+        for last in _stops(fitting, plan, facts):
+            steps = draft_steps(facts.role, last, plan.speculative) if facts.dynamic else None
+            tried = [
+                entry
+                for entry in fitting
+                if entry.num_tokens >= last and (steps is None or entry.draft_steps in (None, steps))
+            ]
+            kept = tuple(_pruned(tried, min(last, facts.max_num_reqs)))
+            table |= {(tokens, case): kept for tokens in range(first, last + 1)}
+            first = last + 1
+    return table
+
+
+def _stops(entries: Sequence[Entry], plan: Plan, facts: ManagerFacts) -> list[int]:
+    """Return where the list of candidates can change: after each size, and after each tier of a schedule."""
+    sizes = {entry.num_tokens for entry in entries}
+    if facts.dynamic and facts.role is Role.DRAFT_DECODE and sizes:
+        sizes |= {last for _, last, _ in decode_tiers(plan) if last < max(sizes)}
+    return sorted(sizes)
+
+
+def _pruned(entries: Iterable[Entry], num_reqs: int) -> Iterator[Entry]:
+    """Yield the entries that serve some batch of at most ``num_reqs`` requests which none before them serves."""
+    kept: list[Entry] = []
+    for entry in entries:
+        room = _room(entry, num_reqs)
+        if not any(other.query_len in (None, entry.query_len) and _room(other, num_reqs) >= room for other in kept):
+            kept.append(entry)
+            yield entry
+
+
+def _room(entry: Entry, num_reqs: int) -> int:
+    return num_reqs if entry.num_reqs is None else min(entry.num_reqs, num_reqs)
+
+
+def _as_captured(entry: Entry, facts: ManagerFacts) -> Entry:
+    """Return the entry as vLLM captures it: with adaptive verification, a decode graph has no fixed query length."""
+    if facts.varlen_query_len is None or entry.query_len is None:
+        return entry
+    reqs = min(entry.num_tokens, facts.max_num_reqs)
+    return attrs.evolve(entry, num_reqs=reqs, query_len=facts.varlen_query_len)
+
+
+def _obstacle(entry: Entry, facts: ManagerFacts) -> str | None:
+    """Return the rule by which vLLM cannot run an entry, or None."""
+    half = facts.mode.mixed_mode if entry.query_len is None else facts.mode.decode_mode
+    if half is not entry.mode:
+        return "engine-mode"
+    if entry.num_tokens > facts.max_num_tokens or (entry.num_reqs or 0) > facts.max_num_reqs:
+        return "engine-limits"
+    if entry.active_loras > facts.lora_cases[-1]:
+        return "engine-adapters"
+    if not facts.dynamic and entry.draft_steps not in (None, facts.num_speculative_tokens - 1):
+        return "engine-draft-length"
+    if entry.query_len is None and facts.widest_mixed is not None and entry.num_tokens > facts.widest_mixed:
+        return "engine-recurrent-state"
+    return None
+
+
+def _omission(planned: RolePlan, facts: ManagerFacts, rule: str, entries: Sequence[Entry]) -> Decision:
+    before, after, why = {
+        "engine-mode": (planned.mode.value, facts.mode.value, _mode_reason(facts)),
+        "engine-limits": (
+            str(max(entry.num_tokens for entry in entries)),
+            str(facts.max_num_tokens),
+            f"vLLM runs at most {facts.max_num_reqs} requests and {facts.max_num_tokens} tokens",
+        ),
+        "engine-adapters": (
+            str(max(entry.active_loras for entry in entries)),
+            str(facts.lora_cases[-1]),
+            f"vLLM has room for {counted(facts.lora_cases[-1], 'adapter')}",
+        ),
+        "engine-draft-length": (
+            ", ".join(str(steps) for steps in sorted({entry.draft_steps or 0 for entry in entries})),
+            str(facts.num_speculative_tokens - 1),
+            "vLLM has no schedule, and runs chains of one length",
+        ),
+        "engine-recurrent-state": (
+            str(max(entry.num_tokens for entry in entries)),
+            str(facts.widest_mixed),
+            "the model's recurrent state has a workspace for decodes only",
+        ),
+    }[rule]
+    subject = "graph is" if len(entries) == 1 else "graphs are"
+    message = f"{len(entries)} of {len(planned.entries)} {subject} not captured: {why}"
+    return Decision(rule=rule, before=before, after=after, role=facts.role, message=message)
+
+
+def _mode_reason(facts: ManagerFacts) -> str:
+    reason = f"; {facts.reason}" if facts.reason else ""
+    return f"vLLM resolved the {facts.role} to {facts.mode.value}{reason}"
+
+
+def _crossing(entries: Sequence[Entry], plan: Plan, facts: ManagerFacts) -> int:
+    """Return for how many keys a graph of more adapters would be cheaper; vLLM's dispatch takes the exact case only."""
+    every = _listed(entries, plan, facts, lambda entry, case: entry.active_loras >= case)
+    return sum(any(entry.active_loras != case for entry in tried) for (_, case), tried in every.items())
+
+
+def _adapters(planned: RolePlan, facts: ManagerFacts, keys: int) -> Decision:
+    message = (
+        f"at {counted(keys, 'number')} of tokens the plan serves a batch from a graph of more adapters; "
+        "vLLM takes graphs of the batch's own case only"
+    )
+    return Decision(rule="engine-adapter-case", before="next case", after="own case", role=facts.role, message=message)
+
+
+def descriptor_fields(entry: Entry, varlen: bool) -> dict[str, Any]:
+    """Return the fields of vLLM's ``BatchExecutionDescriptor`` for an entry; the mode by its name."""
+    return {
+        "cg_mode": entry.mode.name,
+        "num_tokens": entry.num_tokens,
+        "num_reqs": entry.num_reqs,
+        "uniform_token_count": None if varlen else entry.query_len,
+        "max_query_len": entry.query_len if varlen else None,
+        "num_active_loras": entry.active_loras,
+    }
+
+
+def drafted_tokens(entry: Entry, speculative: Speculative | None, dynamic: bool) -> int | None:
+    """Return K of a fused chain under a schedule, which vLLM has in the key of its graph; None for other graphs."""
+    return entry.draft_steps + 1 if dynamic and speculative is not None and entry.draft_steps is not None else None

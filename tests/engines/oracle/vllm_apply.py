@@ -1,0 +1,210 @@
+"""Plans inside vLLM's own graph managers, on a machine without the engine.
+
+The managers are the wheel's; ``capture`` runs over stand-ins for the device, so that what is captured, in which order,
+and what ``dispatch`` answers are the engine's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import batches, decode_tiers
+from capture_planner.records._base import replace
+from capture_planner.records.plan import Plan
+from capture_planner_vllm import hooks
+from capture_planner_vllm.agreement import plan_sizes
+from support.files import module_at
+
+loading = module_at(Path(__file__).with_name("vllm_loading.py"))
+EXHAUSTIVE = 700
+"""Plans of at most so many tokens are asked about every admissible batch; others about those around their sizes."""
+
+
+class Managers:
+    """The managers of one plan, captured."""
+
+    def __init__(self, modules: dict[str, Any], plan: Plan, fused: bool) -> None:
+        self.modules, self.plan = modules, plan
+        self.table, self.drafters = modules[hooks.MANAGERS], modules[hooks.DRAFTERS]
+        self.modes = modules["vllm.config.compilation"].CUDAGraphMode
+        self.dynamic = plan.speculative is not None and bool(plan.speculative.schedule)
+        self.fused = fused
+        self.config = self._config()
+        self.log: list[Any] = []
+        self.table.logger = SimpleNamespace(debug=lambda *words: self.log.append(words[2]))
+        self.managers = {role: self._manager(role, plan.role(role).mode) for role in plan.planned}
+        self.captured = {role: self._capture(manager) for role, manager in self.managers.items()}
+
+    def _config(self) -> Any:
+        plan, speculative = self.plan, self.plan.speculative
+        tiers = [list(tier) for tier in decode_tiers(plan)] if self.dynamic else None
+        tokens = 0 if speculative is None else speculative.num_tokens
+        sizes = plan_sizes(plan, plan.limits.max_num_tokens)
+        return SimpleNamespace(
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=plan.limits.max_num_reqs, max_num_batched_tokens=plan.limits.max_num_tokens
+            ),
+            compilation_config=SimpleNamespace(
+                cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0)
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1, enable_dbo=False),
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+            speculative_config=speculative
+            and SimpleNamespace(
+                method=speculative.method.value,
+                num_speculative_tokens=tokens,
+                num_speculative_tokens_per_batch_size=tiers,
+                uses_dynamic_speculative_decoding=lambda: self.dynamic,
+            ),
+            num_speculative_tokens=tokens,
+        )
+
+    def _manager(self, role: Role, mode: GraphMode) -> Any:
+        tokens = self.config.num_speculative_tokens
+        theirs = self.modes[mode.name]
+        if role is Role.TARGET:
+            cases = [0] if self.plan.lora is None else list(self.plan.lora.cases())
+            return self.table.ModelCudaGraphManager(self.config, None, theirs, 1 + tokens, cases)
+        width = 1 + tokens if role is Role.DRAFT_PREFILL else 1
+        return self.drafters.SpeculatorCudaGraphManager(self.config, None, theirs, width)
+
+    def _capture(self, manager: Any) -> list[Any]:
+        """Capture by the manager's own order; return the descriptors in it."""
+        self.log.clear()
+        if isinstance(manager, self.drafters.SpeculatorCudaGraphManager):
+            decodes = manager.decode_query_len == 1 and self.config.num_speculative_tokens > 0
+            manager.capture(
+                lambda *a, **k: None, *[None] * 5, specialize_spec_tokens=self.fused and self.dynamic and decodes
+            )
+        else:
+            self.table.CudaGraphManager.capture(manager, lambda desc, warmup: lambda mode: None)
+        return list(self.log)
+
+    def expected(self, entry: Entry, role: Role) -> tuple[Any, ...]:
+        """Return what stands for an entry in the engine: the descriptor's fields, and K of a chain under a schedule."""
+        drafts = None
+        if role is Role.DRAFT_DECODE and self.dynamic and entry.draft_steps is not None:
+            drafts = entry.draft_steps + 1
+        numbers = entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras
+        return entry.mode.name, *numbers, drafts
+
+    @staticmethod
+    def row(desc: Any) -> tuple[Any, ...] | None:
+        """Return a descriptor of the engine in the same form; None where it runs eager."""
+        if desc.cg_mode.name == "NONE":
+            return None
+        numbers = desc.num_tokens, desc.num_reqs, desc.uniform_token_count, desc.num_active_loras
+        return desc.cg_mode.name, *numbers, getattr(desc, "num_speculative_tokens", None)
+
+    def asked(self, batch: Batch, tokens: int | None = None) -> tuple[Any, ...] | None:
+        """Return the engine's answer for a batch, padded to ``tokens`` by the step before."""
+        manager, uniform = self.managers[batch.role], batch.uniform_query_len
+        longest = (batch.query_len or self.config.num_speculative_tokens + 1) if batch.past_prompt else None
+        if batch.role is Role.TARGET:
+            desc = manager.dispatch(
+                batch.num_reqs, batch.num_tokens, uniform, num_active_loras=batch.active_loras, max_query_len=longest
+            )
+        else:
+            desc = manager.dispatch(batch.num_reqs, tokens or batch.num_tokens, uniform, num_active_loras=0)
+        if batch.role is Role.DRAFT_DECODE:
+            k = self.plan.speculative.draft_tokens(batch.num_reqs)  # type: ignore[union-attr]
+            desc = manager.specialize_spec_tokens(desc, k)
+            assert desc.cg_mode.name == "NONE" or desc in manager.graphs
+        return self.row(desc)
+
+    def differences(self) -> Iterator[str]:
+        """Yield where the engine differs from the plan: in its captures, and in its answers."""
+        plan = within_limits(self.plan)
+        dispatcher = Dispatcher(plan)
+        for role in plan.roles:
+            captured = [self.row(desc) for desc in self.captured[role.role]]
+            entries = [self.expected(entry, role.role) for entry in role.entries]
+            if captured != entries:
+                yield f"{role.role} captures {captured} for the plan's {entries}"
+            for batch in self.batches(role.role):
+                entry = dispatcher.dispatch(batch).entry
+                ours = None if entry is None else self.expected(entry, role.role)
+                theirs = self.asked(batch)
+                if ours != theirs:
+                    yield f"{batch}: the engine answers {theirs} for {ours}"
+                if role.role is Role.DRAFT_PREFILL:
+                    yield from self._after_target(batch)
+
+    def _after_target(self, batch: Batch) -> Iterator[str]:
+        """Compare a draft prefill on the target's padded tokens with a scan over all entries that hold them."""
+        answer = self.managers[Role.TARGET].dispatch(
+            batch.num_reqs, batch.num_tokens, batch.uniform_query_len, num_active_loras=0, max_query_len=None
+        )
+        serving = [
+            entry
+            for entry in within_limits(self.plan).role(batch.role).entries
+            if entry.num_tokens >= answer.num_tokens and entry.rejection(batch) is None
+        ]
+        ours = [self.expected(entry, batch.role) for entry in sorted(serving, key=lambda entry: entry.cost)]
+        theirs = self.asked(batch, answer.num_tokens)
+        if theirs != (ours[0] if ours else None):
+            yield f"{batch} padded to {answer.num_tokens}: the engine answers {theirs} for {ours[:1]}"
+
+    def batches(self, role: Role) -> Iterator[Batch]:
+        """Yield the admissible batches: all, or of many tokens those around each size."""
+        tokens = self.plan.limits.max_num_tokens
+        near = {size + step for size in (0, *plan_sizes(self.plan, tokens), tokens) for step in (-1, 0, 1)}
+        for batch, _ in batches(role, self.plan):
+            if tokens <= EXHAUSTIVE or batch.num_tokens in near or batch.num_reqs in near:
+                yield batch
+                if batch.query_len is None and batch.num_reqs > 1:
+                    fewest = max(batch.active_loras, 1)
+                    for reqs in {fewest, (fewest + batch.num_reqs) // 2}:
+                        yield Batch.mixed(role, reqs, batch.num_tokens, batch.active_loras)
+
+
+def within_limits(plan: Plan) -> Plan:
+    """Return the plan without graphs that are aligned beyond the limits, for which vLLM has no buffers."""
+
+    def runs(entry: Entry) -> bool:
+        limits = plan.limits
+        return entry.num_tokens <= limits.max_num_tokens and (entry.num_reqs or 0) <= limits.max_num_reqs
+
+    roles = (replace(role, entries=tuple(filter(runs, role.entries))) for role in plan.roles)
+    return replace(plan, roles=tuple(roles))
+
+
+@contextmanager
+def engine(folder: Path | str) -> Iterator[dict[str, Any]]:
+    """Load the engine's modules from an unpacked wheel, with the plugin's hooks in them."""
+    with loading.loaded(Path(folder)) as modules:
+        table, drafters = modules[hooks.MANAGERS], modules[hooks.DRAFTERS]
+        anything = modules["anything"].Device()
+        table.torch = SimpleNamespace(
+            cuda=SimpleNamespace(CUDAGraph=anything, graph=lambda *a, **k: anything),
+            inference_mode=torch.inference_mode,
+            accelerator=anything,
+        )
+        table.compilation_counter = SimpleNamespace(num_cudagraph_captured=0)
+        drafters.prepare_inputs_to_capture = lambda *a, **k: (None, None)
+        hooks.apply_to_managers(table)
+        yield modules
+
+
+def signatures(module: Any, names: Any) -> dict[str, Any]:
+    """Return the parameters of a module's functions and methods, and the fields of its dataclasses, by name."""
+    found: dict[str, Any] = {}
+    for name in names:
+        owner, _, method = name.partition(".")
+        value = getattr(module, owner)
+        if method:
+            found[name] = list(inspect.signature(getattr(value, method)).parameters)
+        else:
+            found[name] = [field.name for field in fields(value)]
+    return found
