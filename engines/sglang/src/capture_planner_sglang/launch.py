@@ -39,7 +39,7 @@ def launch(plan: Plan, command: Sequence[str]) -> Launch:
     problems = [*_unplanned(plan, given)]
     for name, value in wanted.items():
         dest = name.replace("-", "_")
-        if dest in given and dest not in _NAMED_BY_USERS and args.get(dest) != value and not _same(dest, args.get(dest), value):
+        if dest in given and not _same(dest, args.get(dest), value):
             words = " ".join(as_words({name: value})) or f"without --{name}"
             problems.append(Problem(path=(f"--{name}",), message="it contradicts the plan", remedy=f"give {words}"))
     for dest in sorted(given & set(_CONTRARY)):
@@ -54,13 +54,16 @@ def launch(plan: Plan, command: Sequence[str]) -> Launch:
     notes += [f"{problem.message}; {problem.remedy}" for problem in problems]
     if "model_path" in given and args["model_path"] != plan.model.name:
         notes.append(f"the plan is for {plan.model.name}, the command serves {args['model_path']}")
-    missing = {name: value for name, value in wanted.items() if name.replace("-", "_") not in given}
-    return Launch(arguments=tuple(as_words(missing)), notes=tuple(notes))
+    # A flag that was not given has its default.
+    missing = {name: value for name, value in wanted.items() if args.get(name.replace("-", "_")) != value}
+    added = {name: value for name, value in missing.items() if name.replace("-", "_") not in given}
+    return Launch(arguments=tuple(as_words(added)), notes=tuple(notes))
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
     """SGLang's settings under the plan: as in its export, with the decode sizes of all roles."""
     settings = {name: value for name, value in export_sglang(plan).settings.items() if name not in _UNKNOWN_TO_A_PLAN}
+    settings["tp-size"] = plan.parallel.tensor
     planned = decode_sizes_of(plan)
     for name in ("cuda-graph-backend-decode", "cuda-graph-max-bs-decode", "cuda-graph-bs-decode"):
         settings.pop(name, None)
@@ -73,7 +76,9 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _same(dest: str, given: object, wanted: object) -> bool:
-    """Whether two values mean the same: NEXTN is EAGLE there, and lists have no order."""
+    """Whether two values mean the same: NEXTN is EAGLE there, lists have no order, and paths are the user's."""
+    if given == wanted or dest in _NAMED_BY_USERS:
+        return True
     if dest == "speculative_algorithm":
         return {given, wanted} == {"EAGLE", "NEXTN"}
     return isinstance(given, list) and isinstance(wanted, list) and sorted(given) == sorted(wanted)
