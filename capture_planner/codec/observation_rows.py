@@ -50,7 +50,7 @@ class GraphRow:
     prompts_only: bool = field("whether decodes never run on them", default=False)
     num_tokens: tuple[Count, ...] = field("padded tokens of each graph, in capture order")
     num_reqs: tuple[Count, ...] | None = field("padded requests of each graph; left out where PIECEWISE", default=None)
-    active_loras: tuple[NonNegative, ...] | None = field("most adapters of each graph; left out: 0", default=None)
+    active_loras: tuple[NonNegative, ...] | None = field("most adapters of each graph; 0 where omitted", default=None)
     seconds: Times | None = field("time of each capture", default=None)
     mib: Times | None = field("memory of each capture, in MiB", default=None)
     milliseconds: Times | None = field("median time of a replay", default=None)
@@ -124,7 +124,7 @@ class AnswerRow:
     max_loras: NonNegative = field("most active adapters", default=0)
     first: NonNegative = field("where the first range begins")
     last: tuple[NonNegative, ...] = field("where each range ends; the next begins after it")
-    graph: tuple[NonNegative, ...] | None = field("index of the graph of each range; left out: eager", default=None)
+    graph: tuple[NonNegative, ...] | None = field("index of the graph of each range; omitted where eager", default=None)
     reason: Reason | None = field("why these batches have no graph", default=None)
 
     def __attrs_post_init__(self) -> None:
@@ -190,9 +190,9 @@ class BatchRow:
         "tokens of each shape; left out where they are num_reqs times query_len", default=None
     )
     steps: tuple[Tally, ...] = field("how often each ran")
-    graph: tuple[NonNegative, ...] | None = field("index of the graph of each; left out: eager", default=None)
+    graph: tuple[NonNegative, ...] | None = field("index of the graph of each; omitted where eager", default=None)
     milliseconds: Times | None = field("median time of the steps that were timed", default=None)
-    samples: tuple[Tally, ...] | None = field("how many steps were timed; left out: 0", default=None)
+    samples: tuple[Tally, ...] | None = field("how many steps were timed; 0 where omitted", default=None)
 
     def __attrs_post_init__(self) -> None:
         if self.num_tokens is None and self.query_len is None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import attrs
 
 from capture_planner import codec
+from capture_planner.codec.documents import MAX_NODES
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
@@ -149,14 +150,14 @@ class Recorder:
             drafted, accepted = tuple(self._drafted), tuple(self._accepted)
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
-        known = {role.role: role for role in base.roles}
+        known, most = {role.role: role for role in base.roles}, _most_batches(base)
         met = {outcome[0] for outcome in steps} | {role for role, count in forgotten.items() if count}
         roles = (known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE) for role in Role)
         return replace(
             base,
             seconds=round(seconds, 3),
             roles=tuple(
-                self._with_counts(role, steps, forgotten[role.role])
+                self._with_counts(role, steps, forgotten[role.role], most)
                 for role in roles
                 if role.role in known or role.role in met
             ),
@@ -164,11 +165,11 @@ class Recorder:
             accepted=accepted,
         )
 
-    def _with_counts(self, role: ObservedRole, steps: Counter[_Outcome], forgotten: int) -> ObservedRole:
+    def _with_counts(self, role: ObservedRole, steps: Counter[_Outcome], forgotten: int, most: int) -> ObservedRole:
         """Return the role with its most frequent batches, and the number of its other steps."""
         own = [(outcome, count) for outcome, count in steps.items() if outcome[0] is role.role]
         own.sort(key=lambda item: -item[1])
-        listed, others = own[:MAX_BATCHES], own[MAX_BATCHES:]
+        listed, others = own[:most], own[most:]
         with self._lock:
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
@@ -239,3 +240,9 @@ class Recorder:
 def _graphs(base: Observation) -> dict[Role, list[object]]:
     """Return what indices into the graphs of each role mean."""
     return {role.role: [graph.entry for graph in role.graphs] for role in base.roles}
+
+
+def _most_batches(base: Observation) -> int:
+    """Return how many batch shapes of each role fit into a file with the rest."""
+    rest = sum(5 * len(role.graphs) + 2 * len(role.answers) for role in base.roles)
+    return max(16, min(MAX_BATCHES, (MAX_NODES - 2000 - rest) // (6 * len(Role))))
