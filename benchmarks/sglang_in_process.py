@@ -83,7 +83,7 @@ _SIZES = re.compile(_CAPTURE + r"(?:begin|end)\..*?\bbs=\[(?P<sizes>[\d, ]*)\]")
 
 
 def spec_text(drafts: int, attention: str, graphs: int) -> str:
-    """Return the spec of the plan: decodes alone have graphs, ``graphs`` sizes for each role, half for draft decodes."""
+    """Return the spec of the plan: decodes alone have graphs, ``graphs`` sizes for a role, half for draft decodes."""
     lines = [
         "version: 1",
         "model: {name: Qwen3-0.6B-shape, num_layers: 28, num_heads: 16, num_kv_heads: 8, head_dim: 128,",
@@ -150,8 +150,8 @@ def generate(engine: Any, prompts: list[list[int]], output: int) -> tuple[float,
 
 def measure(options: Mapping[str, Any], result: Path) -> None:
     """Start SGLang in this process and its children, and write what was measured after each load."""
-    import sglang
-    from sglang.srt.server_args import prepare_server_args
+    import sglang  # type: ignore[import-not-found, unused-ignore]
+    from sglang.srt.server_args import prepare_server_args  # type: ignore[import-not-found, unused-ignore]
 
     words = list(options["command"])
     if options["plan"]:
@@ -228,7 +228,7 @@ def run(name: str, options: Mapping[str, Any], folder: Path, limit: float) -> di
 
 def trials(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
     """Yield the steps of ``try``: name, options, time limit; the first of a kind may compile kernels."""
-    small = {"loads": (1, 16), "rounds": 1, "output": 32}
+    small: dict[str, Any] = {"loads": (1, 16), "rounds": 1, "output": 32}
     for name, drafts, attention, eager, planned, limit in (
         ("eager-triton", 0, "triton", True, False, 200),
         ("graphs-triton", 0, "triton", False, False, 120),
@@ -244,7 +244,7 @@ def trials(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, d
 
 def comparisons(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
     """Yield the starts of ``compare``: SGLang by itself and under a plan in turns, then observed."""
-    loads = {"loads": LOADS, "rounds": arguments.rounds, "output": OUTPUT}
+    loads: dict[str, Any] = {"loads": LOADS, "rounds": arguments.rounds, "output": OUTPUT}
     for turn in range(arguments.turns):
         for drafts in arguments.drafts:
             for planned in (False, True):

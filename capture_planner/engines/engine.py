@@ -48,16 +48,6 @@ class Fixes:
 
 
 @attrs.frozen(kw_only=True)
-class Launch:
-    """What an engine's own command needs to execute a plan."""
-
-    arguments: tuple[str, ...]
-    """Words to add to the command."""
-    notes: tuple[str, ...] = ()
-    """What the engine cannot do of the plan, in sentences."""
-
-
-@attrs.frozen(kw_only=True)
 class Engine:
     """One release of an engine; its two functions are pure, and need no engine, GPU, torch or network."""
 
@@ -93,8 +83,5 @@ class Engine:
     """Whether the engine runs a mixed batch eager on purpose where its graph would pad it far."""
     variables: str | None = None
     """Prefix of the engine's environment variables, where any of them matters for graphs."""
-    launch: Callable[[Plan, Sequence[str]], Launch] | None = None
-    """From a plan and the words of a command, without the program, to what to add so that the engine executes the
-    plan. Raises ``FlagError`` where a flag contradicts the plan, with the value to give. None: it cannot."""
     aliases: tuple[str, ...] = ()
     """Other names of the engine and of its program, for suggestions."""

@@ -28,6 +28,7 @@ from capture_planner.records.plan import Plan
 from capture_planner_sglang import seam
 from capture_planner_sglang.apply import DecodeSizes, ResolvedFacts, decode_sizes_of, disagreements
 from capture_planner_sglang.launch import launch
+from capture_planner_sglang.observe import SglangObserver
 from capture_planner_sglang.sglang_plugin import PlanHooks
 from engines.generators import sglang as drawing
 from engines.generators import sglang_apply
@@ -73,7 +74,7 @@ MAKERS: dict[Role, Any] = {}
 
 def install(own: Any) -> Current:
     """Check the seams, and let SGLang's registry apply our hooks to it."""
-    strange = [*seam.unknown(seam.APPLY)]
+    strange = [*seam.unknown((*seam.APPLY, *seam.OBSERVE))]
     if strange:
         raise SystemExit("\n".join(strange))
     for role, path in seam.RUNNERS.items():
@@ -93,6 +94,10 @@ def install(own: Any) -> Current:
 def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen: Counter[str]) -> Iterator[str]:
     """Yield where SGLang's runners differ from the plan."""
     dispatcher = Dispatcher(plan)
+    observer = SglangObserver(begin=lambda *_: None, event=lambda: None, free=lambda: 0, strict=True)  # type: ignore[arg-type, return-value]
+    for (role, phase), runner in launched.runners.items():
+        if runner is not None:
+            observer.built(role if phase == "decode" else None, phase == "prefill", None, runner)
     for role, sizes in planned.by_role.items():
         runner = launched.runners.get((role, "decode"))
         if sizes is None:
@@ -103,6 +108,7 @@ def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen:
         if captured != sizes or sorted(set(keys)) != list(sizes) or keys != sorted(keys, reverse=True):
             yield f"{role.value}: the plan has {sizes}, SGLang captures {keys} of {captured}"
         width = 1 if role is Role.DRAFT_DECODE else planned.width
+        answered = _answered(observer, role, launched, plan)
         cases = (0,) if plan.lora is None or role.is_drafter else (0, 1, 2, 9)
         for num_reqs in range(1, min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width) + 1):
             for loras in cases:
@@ -114,6 +120,46 @@ def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen:
                 seen["decodes"] += 1
                 if ours != theirs:
                     yield f"{batch}: the plan's graph has {ours} requests, SGLang's {theirs}"
+                if answered is not None and answered.get((num_reqs, bool(loras))) != theirs:
+                    yield f"{batch}: SGLang's graph has {theirs} requests, and is observed otherwise"
+    yield from _prompts(observer, launched, plan, seen)
+
+
+def _answered(
+    observer: SglangObserver, role: Role, launched: AppliedLaunch, plan: Plan
+) -> dict[tuple[int, bool], int | None] | None:
+    """Return the requests of the graph that an observation names for each decode, without adapters and with."""
+    each = observer.runners.get((role, False))
+    if each is None:
+        return None
+    first = len(observer.runners[role, True].keys) if (role, True) in observer.runners else 0
+    loras = (0, 1) if plan.lora is not None and role is Role.TARGET else (0,)
+    runs = each.answers(observer.tables()[each], plan.limits.max_num_reqs, loras, None)
+    graphs = each.graphs(9, None)
+    return {
+        (count, bool(run.max_loras)): None if run.graph is None else graphs[run.graph - first].entry.num_reqs
+        for run in runs
+        for count in range(run.first, run.last + 1)
+    }
+
+
+def _prompts(observer: SglangObserver, launched: AppliedLaunch, plan: Plan, seen: Counter[str]) -> Iterator[str]:
+    """Yield where the answers about prompts are not those that SGLang's runner gives one batch at a time."""
+    mode = launched.m.batches.ForwardMode.EXTEND
+    for (role, prompts), each in observer.runners.items():
+        if not prompts:
+            continue
+        graphs = each.graphs(9, None)
+        last = plan.limits.max_num_tokens
+        for run in each.answers(observer.tables()[each], last, (0,), mode):
+            for tokens in {run.first, run.last}:
+                batch = Batch.mixed(role, run.min_reqs, tokens)
+                row = launched._answer_prefill(batch)
+                seen["prompts"] += 1
+                if (None if run.graph is None else graphs[run.graph].entry.num_tokens) != (
+                    None if row is None else row[1]
+                ):
+                    yield f"{batch}: SGLang answers {row}, and is observed as {run}"
 
 
 def compare(own: Any, current: Current, plan: Plan, folder: Path, seen: Counter[str]) -> list[str]:

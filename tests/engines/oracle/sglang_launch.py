@@ -247,7 +247,13 @@ class Launch:
             backend = model_runner.lora_manager.lora_backend
             backend.prefill_cuda_graph_max_bs = slots if whole else min(runner.max_num_tokens, self.pool)
             backend.prefill_cuda_graph_max_tokens = runner.max_num_tokens
-        runner.capture_one_shape = lambda size, **_: runner.captured.append(size)
+        runner.backend = self._backend(config.backend)
+
+        def capture(size: int, **_: Any) -> None:
+            runner.captured.append(size)
+            runner.backend._graphs[m.decode.ShapeKey(size=size)] = size
+
+        runner.capture_one_shape = capture
         runner._capture_one_stream()
         return runner
 

@@ -1,14 +1,22 @@
-"""SGLang 0.5.23 as an engine of capture-planner."""
+"""SGLang 0.5.23 for capture-planner: the emulation (``engine``), and a plugin for SGLang itself (``sglang_plugin``).
+
+Importing this package imports neither: SGLang imports it in every process, for the plugin.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from capture_planner.plugins.hookspecs import hookimpl
+import pluggy
+
+if TYPE_CHECKING:
+    from capture_planner.engines.engine import Engine
 
 
-@hookimpl
-def capture_planner_engines() -> Iterable[Any]:
-    """Return the engine; it is imported when engines are first needed."""
+@pluggy.HookimplMarker("capture_planner")
+def capture_planner_engines() -> Iterable[Engine]:
+    """Return the one engine of this distribution."""
     from capture_planner_sglang.engine import ENGINE
 
     return (ENGINE,)

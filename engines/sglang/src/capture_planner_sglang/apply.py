@@ -120,19 +120,21 @@ def disagreements(plan: Plan, facts: ResolvedFacts) -> Iterator[str]:
         yield "the plan pads batches to its sizes: remove --disable-cuda-graph-padding"
     if facts.max_running_requests not in (None, most * facts.attn_dp_size):
         wanted = most * facts.attn_dp_size
-        yield f"the plan is for {most} requests of a rank: give --max-running-requests {wanted}, not {facts.max_running_requests}"
+        has = facts.max_running_requests
+        yield f"the plan is for {most} requests of a rank: give --max-running-requests {wanted}, not {has}"
     if facts.tp_size != plan.parallel.tensor:
         yield f"the plan is for {plan.parallel.tensor} tensor-parallel ranks: give --tp-size {plan.parallel.tensor}"
     if facts.enable_lora != (plan.lora is not None):
-        yield f"the plan has {'no ' if plan.lora is None else ''}adapters: {'remove' if plan.lora is None else 'give'} --enable-lora"
+        does, give = ("has no", "remove") if plan.lora is None else ("has", "give")
+        yield f"the plan {does} adapters: {give} --enable-lora"
     yield from _speculation(plan, facts)
 
 
 def _speculation(plan: Plan, facts: ResolvedFacts) -> Iterator[str]:
     tiers = {k for *_, k in decode_tiers(plan)}
     if len(tiers) > 1:
-        drafted = ", ".join(map(str, sorted(tiers)))
-        yield f"the plan drafts {drafted} tokens by batch size, SGLang one number: make the plan without a schedule"
+        numbers = ", ".join(map(str, sorted(tiers)))
+        yield f"the plan drafts {numbers} tokens by batch size, SGLang one number: make the plan without a schedule"
         return
     (drafted,) = tiers
     speculative = plan.speculative if drafted else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from capture_planner.engines.engine import Launch
 from capture_planner.engines.export.export import DRAFT_MODEL
+from capture_planner.engines.launch import Launch
 from capture_planner.engines.parsing import as_words
 from capture_planner.errors import FlagError, Problem
 from capture_planner.modes import Role
@@ -16,7 +16,8 @@ from capture_planner_sglang.apply import decode_sizes_of
 from capture_planner_sglang.export import export_sglang
 from capture_planner_sglang.flags import parse_any
 
-_UNKNOWN_TO_A_PLAN = ("model-path", "speculative-draft-model-path", "max-lora-rank", "lora-target-modules")
+_UNKNOWN_TO_A_PLAN = ("max-lora-rank", "lora-target-modules")
+_NAMED_BY_USERS = ("model_path", "speculative_draft_model_path")
 _CONTRARY = {
     "disable_cuda_graph": "the plan's graphs would not be captured",
     "disable_decode_cuda_graph": "the plan's graphs would not be captured",
@@ -29,7 +30,8 @@ def launch(plan: Plan, command: Sequence[str]) -> Launch:
     """Return what to add to ``command``, SGLang's own words after the program.
 
     Raises ``FlagError`` for each flag that contradicts the plan, with the value to give, and where SGLang cannot
-    execute the plan at all.
+    execute the plan at all. Without any word, the arguments are those of a script, ``DRAFT_MODEL`` is to be replaced
+    in them, and what SGLang cannot do is a note.
     """
     parsed, sources = parse_any(command)
     args, given = vars(parsed), set(sources)
@@ -37,7 +39,7 @@ def launch(plan: Plan, command: Sequence[str]) -> Launch:
     problems = [*_unplanned(plan, given)]
     for name, value in wanted.items():
         dest = name.replace("-", "_")
-        if dest in given and args.get(dest) != value and not _same(dest, args.get(dest), value):
+        if dest in given and not _same(dest, args.get(dest), value):
             words = " ".join(as_words({name: value})) or f"without --{name}"
             problems.append(Problem(path=(f"--{name}",), message="it contradicts the plan", remedy=f"give {words}"))
     for dest in sorted(given & set(_CONTRARY)):
@@ -46,18 +48,22 @@ def launch(plan: Plan, command: Sequence[str]) -> Launch:
     for dest in sorted(given & {"cuda_graph_config", "cuda_graph_max_bs_decode"}):
         flag = f"--{dest.replace('_', '-')}"
         problems.append(Problem(path=(flag,), message="the plan gives the sizes of decodes", remedy="remove it"))
-    if problems:
+    notes = list(dict.fromkeys(decision.message for decision in planned.decisions))
+    if problems and command:
         raise FlagError(problems)
-    missing = {name: value for name, value in wanted.items() if name.replace("-", "_") not in given}
-    return Launch(
-        arguments=tuple(as_words(missing)),
-        notes=tuple(dict.fromkeys(decision.message for decision in planned.decisions)),
-    )
+    notes += [f"{problem.message}; {problem.remedy}" for problem in problems]
+    if "model_path" in given and args["model_path"] != plan.model.name:
+        notes.append(f"the plan is for {plan.model.name}, the command serves {args['model_path']}")
+    # A flag that was not given has its default.
+    missing = {name: value for name, value in wanted.items() if args.get(name.replace("-", "_")) != value}
+    added = {name: value for name, value in missing.items() if name.replace("-", "_") not in given}
+    return Launch(arguments=tuple(as_words(added)), notes=tuple(notes))
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
     """SGLang's settings under the plan: as in its export, with the decode sizes of all roles."""
     settings = {name: value for name, value in export_sglang(plan).settings.items() if name not in _UNKNOWN_TO_A_PLAN}
+    settings["tp-size"] = plan.parallel.tensor
     planned = decode_sizes_of(plan)
     for name in ("cuda-graph-backend-decode", "cuda-graph-max-bs-decode", "cuda-graph-bs-decode"):
         settings.pop(name, None)
@@ -70,7 +76,9 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _same(dest: str, given: object, wanted: object) -> bool:
-    """Whether two values mean the same: NEXTN is EAGLE there, and lists have no order."""
+    """Whether two values mean the same: NEXTN is EAGLE there, lists have no order, and paths are the user's."""
+    if given == wanted or dest in _NAMED_BY_USERS:
+        return True
     if dest == "speculative_algorithm":
         return {given, wanted} == {"EAGLE", "NEXTN"}
     return isinstance(given, list) and isinstance(wanted, list) and sorted(given) == sorted(wanted)
@@ -85,7 +93,7 @@ def _unplanned(plan: Plan, given: set[str]) -> Iterator[Problem]:
             remedy="make the plan without a schedule",
         )
     drafter = "speculative_draft_model_path"
-    if DRAFT_MODEL in export_sglang(plan).settings.values() and drafter not in given:
+    if given and DRAFT_MODEL in export_sglang(plan).settings.values() and drafter not in given:
         says = "the plan has a drafter, whose path it does not know"
         yield Problem(path=("--speculative-draft-model-path",), message=says, remedy="give its folder or name")
     if plan.speculative is None and "speculative_algorithm" in given:

@@ -22,11 +22,20 @@ RUNNERS: Mapping[Role, str] = {
 }
 """The class of each role's decode graphs."""
 
+PREFILL_RUNNER = f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
+"""The class of prompts' graphs, of the target and of a drafter."""
+
 CONTEXT = "sglang.srt.runtime_context"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 SIZES = f"{_RUNNER}.base_cuda_graph_runner.get_batch_sizes_to_capture"
 CAPTURE = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
 DRAFT_CLASS = "sglang.srt.speculative.eagle_worker_v2._select_spec_graph_runner_cls"
+EAGER = f"{_RUNNER}.eager_runner.EagerRunner.execute"
+DRAFT_CHAIN = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft_forward"
+ACCEPTED = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
+)
 
 
 @attrs.frozen
@@ -68,6 +77,26 @@ APPLY = (
     ),
 )
 """What applying a plan hooks."""
+
+_SHAPE = ("self", "size", "forward", "stream_idx", "variant_label", "attention_variant")
+_EXECUTED = ("self", "forward_batch")
+
+OBSERVE = (
+    *(each for each in APPLY if each.path.endswith("__init__")),
+    HookedFunction(f"{PREFILL_RUNNER}.__init__", ("self", "model_runner"), frozenset({"capture_num_tokens", "max_bs"})),
+    *(HookedFunction(f"{runner}.capture_one_shape", _SHAPE) for runner in RUNNERS.values()),
+    HookedFunction(f"{PREFILL_RUNNER}.capture_one_shape", ("self", "size", "prefix_num_chunks")),
+    HookedFunction(
+        f"{RUNNERS[Role.TARGET]}.execute", (*_EXECUTED, "pp_proxy_tensors"), frozenset({"_replay_graph_key"})
+    ),
+    HookedFunction(f"{RUNNERS[Role.DRAFT_PREFILL]}.execute", (*_EXECUTED, "select_index"), frozenset({"bs"})),
+    HookedFunction(f"{RUNNERS[Role.DRAFT_DECODE]}.execute", _EXECUTED, frozenset({"bs"})),
+    HookedFunction(f"{PREFILL_RUNNER}.execute", (*_EXECUTED, "kwargs"), frozenset({"_shape_key"})),
+    HookedFunction(EAGER, (*_EXECUTED, "pp_proxy_tensors", "kwargs"), frozenset({"is_decode", "is_idle"})),
+    HookedFunction(DRAFT_CHAIN, _EXECUTED, frozenset({"speculative_num_steps", "topk"})),
+    HookedFunction(ACCEPTED, ("self", "result", "batch"), frozenset({"num_correct_drafts_per_req_cpu"})),
+)
+"""What observing hooks."""
 
 
 def resolve(path: str) -> Any:

@@ -14,6 +14,7 @@ logger ``capture_planner.sglang``. With ``CAPTURE_PLANNER_STRICT=1`` SGLang does
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from capture_planner.modes import Role
-    from capture_planner.records.plan import Plan
+    from capture_planner.records.plan import Decision, Plan
+    from capture_planner_sglang.observe import SglangObserver
 
 PLAN = "CAPTURE_PLANNER_PLAN"
 STRICT = "CAPTURE_PLANNER_STRICT"
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
+SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
 
 _LOG = logging.getLogger("capture_planner.sglang")
 
@@ -37,7 +40,7 @@ def register() -> None:
     if not path and not folder:
         return
     try:
-        _register(path)
+        _register(path, folder)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         _LOG.error("SGLang is left alone: %s: %s", path or folder, reason)
@@ -46,19 +49,46 @@ def register() -> None:
             raise SystemExit(f"capture_planner: {path or folder}: {reason}") from error
 
 
-def _register(path: str | None) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def _register(path: str | None, folder: str | None) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found, unused-ignore]
 
     from capture_planner.codec import load_plan
     from capture_planner.errors import RunError
     from capture_planner_sglang import seam
 
     plan = None if not path else load_plan(path)
-    strange = [] if plan is None else [*seam.unknown(seam.APPLY)]
+    wanted = (*(seam.APPLY if plan is not None else ()), *(seam.OBSERVE if folder else ()))
+    strange = [*dict.fromkeys(seam.unknown(wanted))]
     if strange:
         raise RunError("; ".join(strange))
-    if plan is not None:
-        PlanHooks(plan, str(path)).register(HookRegistry, HookType)
+    hooks = None if plan is None else PlanHooks(plan, str(path))
+    if hooks is not None:
+        hooks.register(HookRegistry, HookType)
+    if folder:
+        _observer(folder, hooks).register(HookRegistry, HookType)
+
+
+def _observer(folder: str, hooks: PlanHooks | None) -> SglangObserver:
+    """Return the observer of this process, which writes ``FOLDER/sglang.rank<R>.<pid>.yaml``."""
+    from pathlib import Path
+
+    import torch
+
+    from capture_planner.measuring.recorder import Recorder
+    from capture_planner_sglang.observe import SglangObserver
+    from capture_planner_sglang.observed_facts import observation_of
+
+    seconds = float(os.environ.get(SECONDS) or 30)
+
+    def begin(observer: SglangObserver, scheduler: Any) -> Recorder:
+        plan, decisions, notes = (None, (), ()) if hooks is None else hooks.outcome
+        base = observation_of(observer, scheduler, plan=plan, decisions=decisions, notes=notes)
+        recorder = Recorder(Path(folder), f"sglang.rank{base.rank}.{os.getpid()}", seconds)
+        recorder.begin(base)
+        return recorder
+
+    event = functools.partial(torch.cuda.Event, enable_timing=True)
+    return SglangObserver(begin, event=event, free=lambda: int(torch.cuda.mem_get_info()[0]), strict=_strict())
 
 
 def _strict() -> bool:
@@ -78,6 +108,12 @@ class PlanHooks:
         self._sizes: dict[Role, tuple[int, ...]] = {}
         """What each role captures; empty until SGLang agrees with the plan."""
         self._building: list[Role | None] = []
+        self._refused: list[str] = []
+
+    @property
+    def outcome(self) -> tuple[Plan | None, tuple[Decision, ...], tuple[str, ...]]:
+        """The plan where it is applied, what SGLang cannot take of it, and why it is not applied."""
+        return (self._plan if self._sizes else None), self._planned.decisions, tuple(self._refused)
 
     def register(self, registry: Any, kinds: Any) -> None:
         """Register the hooks with SGLang's ``HookRegistry``; ``kinds`` is its ``HookType``."""
@@ -166,12 +202,13 @@ class PlanHooks:
         return module.GraphCapture(runner=None, memory_phase=phase, memory_usage_gb=0, capture_time=0)
 
     def draft_class(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around the choice of a drafter's runner: none, which SGLang takes as eager, where the plan's role is eager."""
+        """Around the choice of a drafter's runner: none where the plan's role is eager, as SGLang itself chooses."""
         kind = original(*args, **kwargs)
         role = None if kind is None else self._roles.get(f"{kind.__module__}.{kind.__qualname__}")
         return None if role is not None and self._sizes.get(role) == () else kind
 
     def _refuse(self, text: str) -> None:
+        self._refused.append(f"the plan is not applied: {text}")
         _LOG.error("the plan is not applied: %s (%s)", text, self._path)
         if _strict():
             from capture_planner.errors import RunError

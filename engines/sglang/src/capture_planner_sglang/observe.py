@@ -1,0 +1,203 @@
+"""SGLang observed: what each role captured, which graph served each step, how long steps took, which drafts held.
+
+The hooks of one process. Graphs are counted where a runner's ``execute`` replays one, eager steps where
+``EagerRunner.execute`` runs a batch; a chain of eager draft decodes is one step. Nothing is counted before the
+scheduler is made, as capturing runs both. What a hook adds to a step is one append to a queue, and for one step in
+``_EVERY`` two CUDA events.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from capture_planner.measuring.recorder import Recorder
+from capture_planner.modes import Reason, Role
+from capture_planner_sglang import seam
+from capture_planner_sglang.observed_runners import CapturedRunner, Shape, lora_count
+
+_EVERY = 32
+"""One step of so many of a role is timed, the first among them."""
+
+_PENDING = 64
+"""Most timed steps whose events wait to be read."""
+
+_LOG = logging.getLogger("capture_planner.sglang")
+
+T = TypeVar("T")
+
+
+class SglangObserver:
+    """The hooks that observe one process; where one of them fails, SGLang goes on and is observed no more.
+
+    :param begin: called with the observer and the scheduler, once that is made; returns a recorder that has begun.
+    :param event: makes an event with ``record``, ``query`` and ``elapsed_time``: ``torch.cuda.Event``.
+    :param free: returns the device's free memory, in bytes.
+    :param strict: raise into SGLang what fails here.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[SglangObserver, Any], Recorder],
+        event: Callable[[], Any],
+        free: Callable[[], int],
+        *,
+        strict: bool = False,
+    ) -> None:
+        self.runners: dict[tuple[Role, bool], CapturedRunner] = {}
+        """By role, and whether it runs prompts."""
+        self._begin, self._event, self._free, self._strict = begin, event, free, strict
+        self._costs: dict[int, dict[Any, tuple[float, float]]] = {}
+        self._known: dict[int, tuple[CapturedRunner, Mapping[Any, int]]] = {}
+        """Of each runner with graphs: its index of a graph by SGLang's key."""
+        self._recorder: Recorder | None = None
+        """Set once all graphs are captured."""
+        self._in_chain = False
+        self._calls: Counter[Role] = Counter()
+        self._timed: deque[tuple[Shape, Any, Any]] = deque(maxlen=_PENDING)
+
+    def register(self, registry: Any, kinds: Any) -> None:
+        """Register the hooks with SGLang's ``HookRegistry``; ``kinds`` is its ``HookType``."""
+        runners = [(role, path, False) for role, path in seam.RUNNERS.items()]
+        for role, path, prompts in (*runners, (None, seam.PREFILL_RUNNER, True)):
+            registry.register(f"{path}.__init__", partial(self.built, role, prompts), kinds.AFTER)
+            registry.register(f"{path}.capture_one_shape", self.captured, kinds.AROUND)
+            registry.register(f"{path}.execute", self.replayed, kinds.AROUND)
+        registry.register(seam.EAGER, self.eager, kinds.AROUND)
+        registry.register(seam.DRAFT_CHAIN, self.chain, kinds.AROUND)
+        registry.register(seam.ACCEPTED, self.accepted, kinds.AFTER)
+        registry.register(seam.SCHEDULER, self.begin, kinds.AFTER)
+
+    def built(self, role: Role | None, prompts: bool, result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """After a runner's ``__init__``: keep it, with what its graphs cost. The last of a role counts."""
+        kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
+        drafter = bool(runner.model_runner.is_draft_worker)
+        if role is None:
+            role = Role.DRAFT_PREFILL if drafter else Role.TARGET
+        if kind in (*seam.RUNNERS.values(), seam.PREFILL_RUNNER) and role.is_drafter is drafter:
+            self.runners[role, prompts] = CapturedRunner(
+                role=role, runner=runner, prompts=prompts, costs=self._costs.pop(id(runner), {})
+            )
+
+    def captured(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the capture of one shape: its seconds and its memory, shared by the graphs that it made."""
+        before, free, started = set(runner.backend._graphs), self._free(), time.perf_counter()
+        result = original(runner, *args, **kwargs)
+        seconds, memory = time.perf_counter() - started, max(free - self._free(), 0) / (1 << 20)
+        made = [key for key in runner.backend._graphs if key not in before]
+        costs = self._costs.setdefault(id(runner), {})
+        costs.update((key, (seconds / len(made), memory / len(made))) for key in made)
+        return result
+
+    def begin(self, result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """After the scheduler is made: all graphs are captured."""
+        self._known = {id(each.runner): (each, table) for each, table in self.tables().items()}
+        self._recorder = self._safely(self._begin, self, scheduler)
+
+    def tables(self) -> dict[CapturedRunner, dict[Any, int]]:
+        """Return the index of each graph in its role's list, by SGLang's key: prompts first, then decodes."""
+        found: dict[CapturedRunner, dict[Any, int]] = {}
+        for role in Role:
+            first = 0
+            for prompts in (True, False):
+                each = self.runners.get((role, prompts))
+                if each is not None:
+                    found[each] = {key: first + place for place, key in enumerate(each.keys)}
+                    first += len(each.keys)
+        return found
+
+    def replayed(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around ``execute`` of a runner with graphs."""
+        run = partial(original, runner, batch, *args, **kwargs)
+        known = self._known.get(id(runner))
+        if self._recorder is None or known is None or batch.forward_mode.is_idle():
+            return run()
+        each, table = known
+        shape = self._safely(each.shape, batch)
+        result = self._step(shape, run)
+        if shape is not None:
+            self._count(shape, lambda: (table[each.replayed_key(shape)], None))
+        return result
+
+    def eager(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around ``EagerRunner.execute``: steps of every role without a graph."""
+        run = partial(original, runner, batch, *args, **kwargs)
+        if self._recorder is None or self._in_chain or batch.forward_mode.is_idle():
+            return run()
+        return self._eager_step(self._safely(_eager_shape, runner, batch), run)
+
+    def chain(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around a chain of draft decodes, which runs outside of a graph only where it is eager."""
+        run = partial(original, worker, batch, *args, **kwargs)
+        if self._recorder is None or self._in_chain or batch.forward_mode.is_idle() or worker.speculative_num_steps < 2:
+            return run()
+        num_reqs, width = batch.batch_size, worker.topk
+        self._in_chain = True
+        try:
+            return self._eager_step((Role.DRAFT_DECODE, num_reqs, num_reqs * width, width, True, 0), run)
+        finally:
+            self._in_chain = False
+
+    def accepted(self, result: Any, processor: Any, output: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """After SGLang has the number of accepted drafts of each request on the host."""
+        if self._recorder is not None and output.num_correct_drafts_per_req_cpu:
+            self._safely(self._accept, self._recorder, output.num_correct_drafts_per_req_cpu)
+
+    def _accept(self, recorder: Recorder, correct: list[int]) -> None:
+        drafts, counts = seam.context().get_spec().speculative_num_steps, Counter(correct)
+        held = [sum(count for most, count in counts.items() if most > place) for place in range(drafts)]
+        recorder.draft([len(correct)] * drafts, held)
+
+    def _eager_step(self, shape: Shape | None, run: Callable[[], Any]) -> Any:
+        result = self._step(shape, run)
+        if shape is not None:
+            each = self.runners.get((shape[0], not shape[4]))
+            self._count(shape, lambda: (None, Reason.MODE if each is None else each.reason(shape)))
+        return result
+
+    def _count(self, shape: Shape, answer: Callable[[], tuple[int | None, Reason | None]]) -> None:
+        found = self._safely(answer)
+        if found is not None and self._recorder is not None:
+            self._recorder.count(*shape, *found)
+
+    def _step(self, shape: Shape | None, run: Callable[[], Any]) -> Any:
+        """Run a step, and time one of so many."""
+        if shape is None:
+            return run()
+        self._calls[shape[0]] += 1
+        if self._calls[shape[0]] % _EVERY != 1:
+            return run()
+        start, stop = self._event(), self._event()
+        start.record()
+        result = run()
+        stop.record()
+        self._timed.append((shape, start, stop))
+        while self._timed[0][2].query():
+            done, before, after = self._timed.popleft()
+            if self._recorder is not None:
+                self._recorder.sample(*done, before.elapsed_time(after))
+            if not self._timed:
+                break
+        return result
+
+    def _safely(self, function: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return function(*args)
+        except Exception:
+            self._recorder = None
+            if self._strict:
+                raise
+            _LOG.exception("SGLang is not observed any more")
+            return None
+
+
+def _eager_shape(runner: Any, batch: Any) -> Shape:
+    mode, drafter, tokens = batch.forward_mode, runner.model_runner.is_draft_worker, len(batch.input_ids)
+    decode = mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
+    role = Role.TARGET if not drafter else Role.DRAFT_DECODE if mode.is_decode() else Role.DRAFT_PREFILL
+    width = tokens // batch.batch_size if decode else None
+    return role, batch.batch_size, tokens, width, decode, 0 if drafter else lora_count(batch)

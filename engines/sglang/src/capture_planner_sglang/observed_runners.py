@@ -1,0 +1,174 @@
+"""SGLang's runners as an observation has them: their graphs, and what they answer."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Entry
+from capture_planner.records.observation import DispatchRun, ObservedGraph
+
+Shape = tuple[Role, int, int, int | None, bool, int]
+"""Role, requests, tokens, query length, whether past the prompt, adapters: as ``Recorder.count`` takes them."""
+
+Answer = tuple[int | None, Reason | None]
+"""Index of a graph, or the reason for none."""
+
+
+def lora_count(batch: Any) -> int:
+    """Return the distinct adapters of a batch, one more for rows without where any row has one."""
+    used = set(batch.lora_ids or ())
+    return len(used) if used - {None} else 0
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class CapturedRunner:
+    """One of SGLang's runners after capture."""
+
+    role: Role
+    runner: Any
+    prompts: bool
+    """Whether it runs prompts, counted in tokens; else uniform decodes, counted in requests."""
+    costs: Mapping[Any, tuple[float, float]]
+    """Seconds and MiB of each capture, by SGLang's key."""
+
+    @property
+    def keys(self) -> list[Any]:
+        """SGLang's keys of the graphs, in capture order."""
+        return list(self.runner.backend._graphs)
+
+    @property
+    def mode(self) -> GraphMode:
+        full = type(self.runner.backend).__name__.startswith("Full")
+        return GraphMode.FULL if full else GraphMode.PIECEWISE
+
+    @property
+    def width(self) -> int:
+        """Tokens of a request in a decode."""
+        return int(self.runner.captured_req_width)
+
+    def graphs(self, max_loras: int, draft_steps: int | None) -> tuple[ObservedGraph, ...]:
+        """Return the graphs with their costs; ``draft_steps`` is the length of a chain of draft decodes."""
+        return tuple(
+            ObservedGraph(
+                entry=self._entry(key, max_loras, draft_steps),
+                prompts_only=self.prompts,
+                seconds=round(self.costs[key][0], 4) if key in self.costs else None,
+                mib=round(self.costs[key][1], 3) if key in self.costs else None,
+            )
+            for key in self.keys
+        )
+
+    def _entry(self, key: Any, max_loras: int, draft_steps: int | None) -> Entry:
+        loras = 0 if self.role.is_drafter or key.variant_label == "nolora" else max_loras
+        if self.prompts:
+            slots = self.runner._capture_req_slots if self.mode is GraphMode.FULL else None
+            return Entry(mode=self.mode, num_tokens=key.size, num_reqs=slots, active_loras=loras)
+        steps = draft_steps if self.role is Role.DRAFT_DECODE else None
+        return Entry(
+            mode=self.mode,
+            num_tokens=key.size * self.width,
+            num_reqs=key.size,
+            query_len=self.width,
+            active_loras=loras,
+            draft_steps=steps,
+        )
+
+    def shape(self, batch: Any) -> Shape:
+        """Return a forward batch of SGLang as the recorder counts it."""
+        loras = 0 if self.role.is_drafter else lora_count(batch)
+        if self.prompts:
+            return self.role, batch.batch_size, len(batch.input_ids), None, False, loras
+        return self.role, batch.batch_size, batch.batch_size * self.width, self.width, True, loras
+
+    def replayed_key(self, shape: Shape) -> Any:
+        """Return SGLang's key of the graph that it has just replayed."""
+        runner = self.runner
+        if self.prompts:
+            sizes = runner.capture_num_tokens
+            return self._key(sizes[bisect_left(sizes, shape[2])])
+        return runner._replay_graph_key if self.role is Role.TARGET else runner._make_graph_key(runner.bs)
+
+    def _key(self, size: int) -> Any:
+        return next((key for key in self.keys if key.size == size), None)
+
+    def reason(self, shape: Shape) -> Reason:
+        """Return why a batch has no graph although the runner has some."""
+        over = shape[2] > self.runner.max_num_tokens if self.prompts else shape[1] > self.runner.max_bs
+        return Reason.SIZES if over else Reason.UNCOVERED
+
+    def answers(self, table: Mapping[Any, int], last: int, loras: Sequence[int], mode: Any) -> Iterator[DispatchRun]:
+        """Ask the runner about every batch: up to ``last`` requests of decodes, or tokens of prompts.
+
+        ``loras`` are the adapter counts asked about; ``mode`` is SGLang's ``ForwardMode`` of a prompt.
+        """
+        for count in loras:
+            if not self.prompts:
+                decodes = [self._decode(num_reqs, count, table) for num_reqs in range(1, last + 1)]
+                yield from _runs(decodes, query_len=self.width, min_loras=count, max_loras=count)
+                continue
+            most = self.runner.max_bs
+            one, many = (
+                [self._prompt(size, reqs, mode, table) for size in range(reqs, last + 1)] for reqs in (1, most)
+            )
+            bounds = {"past_prompt": False, "min_loras": count, "max_loras": count}
+            if one[most - 1 :] == many:
+                yield from _runs(one, **bounds)
+            else:
+                yield from _runs(one, **bounds, max_reqs=1)
+                yield from _runs(many, most, **bounds, min_reqs=most, max_reqs=most)
+
+    def _decode(self, num_reqs: int, loras: int, table: Mapping[Any, int]) -> Answer:
+        runner, shape = self.runner, (self.role, num_reqs, num_reqs * self.width, self.width, True, loras)
+        batch = SimpleNamespace(
+            replace_embeds=None,
+            spec_info=SimpleNamespace(num_tokens_per_req=self.width),
+            sampling_info=None,
+            batch_size=num_reqs,
+            seq_lens=SimpleNamespace(numel=lambda: num_reqs),
+            input_ids=SimpleNamespace(numel=lambda: num_reqs * self.width),
+            original_global_num_tokens_cpu=[num_reqs],
+            can_run_decode_cuda_graph=True,
+            lora_ids=["adapter" if loras else None] * num_reqs,
+        )
+        if not runner.can_run_graph(batch):
+            return None, self.reason(shape)
+        label = {"variant_label": runner._resolve_lora_variant(batch)} if self.role is Role.TARGET else {}
+        key = runner._make_graph_key(runner._pad_to_bucket(num_reqs, runner.capture_bs), **label)
+        return (table[key], None) if key in table else (None, Reason.SHADOWED)
+
+    def _prompt(self, num_tokens: int, num_reqs: int, mode: Any, table: Mapping[Any, int]) -> Answer:
+        runner, shape = self.runner, (self.role, num_reqs, num_tokens, None, False, 0)
+        batch = SimpleNamespace(
+            global_num_tokens_cpu=None,
+            can_run_dp_prefill_cuda_graph=True,
+            batch_size=num_reqs,
+            input_ids=range(num_tokens),
+            extend_num_tokens=num_tokens,
+            input_embeds=None,
+            replace_embeds=None,
+            extend_prefix_lens_cpu=[0] * num_reqs,
+            forward_mode=mode,
+            global_forward_mode=mode,
+            capture_hidden_mode=runner.capture_hidden_mode,
+            return_logprob=False,
+            seq_lens_cpu=[-(-num_tokens // num_reqs)] * num_reqs,
+            contains_mm_inputs=lambda: False,
+        )
+        if not runner.can_run_graph(batch):
+            return None, self.reason(shape)
+        key = self._key(runner._pad_to_bucket(num_tokens, runner.capture_num_tokens))
+        return (table[key], None) if key in table else (None, Reason.SHADOWED)
+
+
+def _runs(answers: Sequence[Answer], first: int = 1, **bounds: Any) -> Iterator[DispatchRun]:
+    """Yield ranges of counts, from ``first`` on, with equal answers."""
+    for (graph, reason), group in groupby(enumerate(answers, first), key=lambda item: item[1]):
+        counts = [count for count, _ in group]
+        yield DispatchRun(first=counts[0], last=counts[-1], graph=graph, reason=reason, **bounds)
