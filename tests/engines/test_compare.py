@@ -114,7 +114,7 @@ def text_of(compared):
 
 
 @given(plans(**SMALL))
-def test_a_plan_beside_itself(plan):
+def test_plan_compared_with_itself_has_no_difference(plan):
     """Both sides are the same, nothing is a hole, and an emulation of it is no other thing."""
     compared = compare(plan, plan)
     assert not compared.holes
@@ -128,7 +128,7 @@ def test_a_plan_beside_itself(plan):
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(arbitrary_plans(max_tokens=64))
-def test_figures_by_brute_force(plan):
+def test_comparison_figures_equal_brute_force(plan):
     """Each admissible batch by the definition of compatibility: counts, shares, and both ratios."""
     compared = compare(plan, plan)
     for pair in compared.families:
@@ -154,7 +154,7 @@ def test_figures_by_brute_force(plan):
 
 
 @given(plans(**SMALL), plans(**SMALL))
-def test_sides_can_be_swapped(one, other):
+def test_comparison_is_symmetric(one, other):
     """Whichever comes first."""
     forth = plain(compare(one, other, names=("x", "y")))
     back = swapped(plain(compare(other, one, names=("y", "x"))))
@@ -164,7 +164,7 @@ def test_sides_can_be_swapped(one, other):
 
 
 @given(plans(**SMALL), st.integers(0, 5))
-def test_holes_are_what_lost_its_graph(plan, seed):
+def test_holes_are_batches_without_their_graph(plan, seed):
     """A plan beside one with fewer graphs: each batch that is eager there, once, and no other."""
     fewer = without(plan, lambda entry: hash((entry.num_tokens, seed)) % 3 == 0)
     compared = compare(fewer, plan)
@@ -185,7 +185,7 @@ def test_holes_are_what_lost_its_graph(plan, seed):
 
 
 @given(plans(**SMALL), plans(**SMALL))
-def test_it_can_be_written(one, other):
+def test_comparison_is_written_as_json_and_tables(one, other):
     """As JSON, and as tables that name both sides and count every hole."""
     compared = compare(one, other, names=("left", "right"))
     data = json.loads(json.dumps(plain(compared)))
@@ -260,7 +260,7 @@ def step_by_step(requests, deployment, seconds):
 
 
 @given(traces(), deployed(), st.sampled_from((0.0625, 0.25)))
-def test_traffic_is_that_of_single_steps(requests, deployment, seconds):
+def test_traffic_batches_equal_single_steps(requests, deployment, seconds):
     """Jumping over steps that are alike changes nothing. Times are binary fractions: sums are exact."""
     requests = [attrs.evolve(each, arrival=round(each.arrival * 16) / 16) for each in requests]
     met = traffic.batches_of(requests, deployment, step_seconds=seconds)
@@ -268,7 +268,7 @@ def test_traffic_is_that_of_single_steps(requests, deployment, seconds):
 
 
 @given(traces(), deployed())
-def test_traffic_serves_every_token(requests, deployment):
+def test_traffic_batches_compute_every_token(requests, deployment):
     """Prompts whole, and each output but its last token, by batches that the limits admit."""
     met = traffic.batches_of(requests, deployment)
     limits = deployment.limits
@@ -280,7 +280,7 @@ def test_traffic_serves_every_token(requests, deployment):
 
 
 @given(traces(), deployed())
-def test_drafters_follow_the_target(requests, deployment):
+def test_traffic_has_draft_batches_after_the_targets(requests, deployment):
     """Draft prefill on the same batches, and k - 1 decodes of one token after each."""
     met = traffic.batches_of(requests, deployment)
     prefill = traffic.for_role(met, Role.DRAFT_PREFILL, ())
@@ -293,7 +293,7 @@ def test_drafters_follow_the_target(requests, deployment):
 
 
 @given(plans(**SMALL), plans(**SMALL), traces())
-def test_over_a_trace(one, other, requests):
+def test_comparison_over_a_trace_counts_steps(one, other, requests):
     """Figures count steps; holes are among the batches that both meet, and the side that is eager counts them."""
     compared = compare(one, other, requests)
     assert compared.from_traffic
@@ -311,7 +311,7 @@ def test_over_a_trace(one, other, requests):
 
 
 @given(plans(**SMALL), traces())
-def test_a_trace_shows_no_worse_than_the_whole_space(plan, requests):
+def test_comparison_over_a_trace_has_no_worse_ratio_than_all_batches(plan, requests):
     """What traffic meets of decodes is admissible: its worst ratio is none that the space does not have."""
     assume(plan.parallel.tensor == 1)
     whole = {pair.family: pair.a for pair in compare(plan, plan).families}
@@ -321,7 +321,7 @@ def test_a_trace_shows_no_worse_than_the_whole_space(plan, requests):
             assert pair.a.coverage == 1 or whole[pair.family].coverage < 1
 
 
-def test_decodes_of_other_widths_are_the_same_ones():
+def test_comparison_matches_decodes_by_requests():
     """Where drafts cost large batches their graphs, that is a hole: requests are compared, not widths."""
     machine = find_environment("h100")
     drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']

@@ -335,7 +335,7 @@ def large_small_large(rig: Rig, draw: Callable[[st.SearchStrategy[Batch]], Batch
 
 @EXAMPLES
 @given(st.data())
-def test_an_eager_step_equals_the_reference(library: libraries.Library, data: st.DataObject) -> None:
+def test_eager_step_equals_the_reference(library: libraries.Library, data: st.DataObject) -> None:
     """Mixed batches at real extents, prompts among them."""
     rig = draw_rig(data, library, full(8, None, 512))
     batch = data.draw(batches(rig.entry, 8))
@@ -347,7 +347,7 @@ def test_an_eager_step_equals_the_reference(library: libraries.Library, data: st
 
 @EXAMPLES
 @given(st.data(), st.sampled_from([1, 2, 4, 8]))
-def test_a_uniform_graph_serves_any_uniform_batch(
+def test_uniform_graph_serves_any_uniform_batch(
     library: libraries.Library, data: st.DataObject, query_len: int
 ) -> None:
     """Large, half padded, large again, with NaN in the null page and in freed pages."""
@@ -357,13 +357,13 @@ def test_a_uniform_graph_serves_any_uniform_batch(
 
 @EXAMPLES
 @given(st.data())
-def test_a_mixed_graph_serves_any_batch(mixing: libraries.Library, data: st.DataObject) -> None:
+def test_mixed_graph_serves_any_batch(mixing: libraries.Library, data: st.DataObject) -> None:
     """Decodes and prompts in one graph."""
     rig = draw_rig(data, mixing, full(8, None, data.draw(st.sampled_from([16, 300]), "num_tokens")))
     large_small_large(rig, data.draw)
 
 
-def test_many_requests_in_one_graph(library: libraries.Library) -> None:
+def test_graph_serves_300_requests(library: libraries.Library) -> None:
     """300 rows, past where FlashAttention 4 looks up its blocks in another way; half of them padded."""
     rig = Rig(library, full(300, 1), page_size=PAGES[library.page_multiple][-1], head_dim=64)
     graph = rig.capture(Batch(queries=(1,) * 300, lengths=(MAX_LEN,) * 300))
@@ -374,7 +374,7 @@ def test_many_requests_in_one_graph(library: libraries.Library) -> None:
 
 
 @pytest.mark.parametrize("what", ["window", "softcap", "sinks", "all"])
-def test_windows_softcaps_and_sinks(library: libraries.Library, what: str) -> None:
+def test_graph_applies_windows_softcaps_and_sinks(library: libraries.Library, what: str) -> None:
     """In a graph, where the library takes them."""
     scoring = Scoring(
         scale=0.1,
@@ -405,7 +405,7 @@ def leaks(library: libraries.Library, where: str, page_size: int) -> bool:
 
 
 @pytest.mark.parametrize("where", ["past the sequence", "behind the window"])
-def test_where_nan_in_masked_slots_leaks(library: libraries.Library, where: str) -> None:
+def test_nan_in_masked_slots_leaks_as_documented(library: libraries.Library, where: str) -> None:
     """It is as the README says: who writes pages must keep NaN out of exactly these slots."""
     batch = Batch(queries=(1,), lengths=(700,))
     found = {}
