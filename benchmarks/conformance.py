@@ -75,7 +75,7 @@ def shapes_of(case: Case) -> tuple[Shape, ...]:
 def on(case: Case, device: str) -> Subject:
     """Return the backend as it is planned."""
     torch.set_num_threads(1)
-    return under_test(case.backend, environment=None if device == "cpu" else environment(case))
+    return under_test(case.backend, environment=environment(case, torch.device(device)))
 
 
 def report(case: Case, under: Subject, profile: Profile, seed: int, outcome: SuiteResult) -> Data:

@@ -14,8 +14,7 @@ from capture_planner.analysis import arrivals as traffic
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
-from capture_planner.engines.emulation import CapturedGraph, Emulation
-from capture_planner.engines.side_by_side import compare
+from capture_planner.engines.side_by_side import compare, emulation_of_plan
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
@@ -46,45 +45,6 @@ class Asked:
     arrival: float
     prompt: int
     output: int
-
-
-@attrs.frozen
-class FromPlan:
-    """A manager that answers as a plan does."""
-
-    role: Role
-    mode: GraphMode
-    graphs: tuple[CapturedGraph, ...]
-    _dispatcher: Dispatcher
-
-    def dispatch(self, batch):
-        return self._dispatcher.dispatch(batch)
-
-
-def emulating(plan):
-    """An emulation that does what a plan does."""
-    dispatcher = Dispatcher(plan)
-    return Emulation(
-        engine="planned",
-        version="1",
-        command=(),
-        settings=(),
-        sizes=(),
-        managers=tuple(
-            FromPlan(
-                role.role,
-                role.mode,
-                tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
-                dispatcher,
-            )
-            for role in plan.roles
-        ),
-        decisions=(),
-        limits=plan.limits,
-        speculative=plan.speculative,
-        lora=plan.lora,
-        parallel=plan.parallel,
-    )
 
 
 def without(plan, dropped):
@@ -121,9 +81,9 @@ def test_plan_compared_with_itself_has_no_difference(plan):
     assert all(pair.a == pair.b for pair in compared.families)
     assert all(captured.a == captured.b for captured in compared.graphs)
     assert all(modes.a is modes.b for modes in compared.modes)
-    emulated = compare(emulating(plan), plan)
+    emulated = compare(emulation_of_plan(plan), plan)
     assert attrs.evolve(emulated, a=compared.a) == compared
-    assert emulated.a == "planned 1"
+    assert emulated.a == "capture-planner"
 
 
 @settings(max_examples=settings.default.max_examples // 2)

@@ -6,15 +6,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.engines import engines, find_engine
-from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import Effect, compared, prove
 from capture_planner.engines.export.export import DRAFT_MODEL, graph_scope
 from capture_planner.engines.export.proof import effect, emulated
 from capture_planner.engines.parsing import as_words
+from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.errors import DispatchError, FlagError, Problem
-from capture_planner.modes import GraphMode, Refresh, Role
+from capture_planner.modes import GraphMode, Reason, Refresh, Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import decode_families, decode_tiers, is_admissible
 from capture_planner.records.model import Method, Speculative
@@ -22,7 +22,7 @@ from capture_planner.records.spec import Policy, Sizes
 from capture_planner.report.plain import plain
 from capture_planner.testing import batches, plans
 from support.export_plans import SCHEDULES, made
-from support.small_engines import EMULATORS, Searched, vllm_table
+from support.small_engines import EMULATORS, vllm_table
 
 NAMES = st.sampled_from(sorted(engines()))
 PLANS = plans(max_reqs=16, max_tokens=96)
@@ -50,34 +50,10 @@ def proved(engine, planned):
     return prove(find_engine(engine).export(planned), planned, EMULATORS[engine])
 
 
-def itself(planned):
-    """Return the plan as an emulation: what an engine would be that executes plans."""
-    dispatcher = Dispatcher(planned)
-    managers = tuple(
-        Searched(
-            role=role.role,
-            mode=role.mode,
-            graphs=tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
-            rule=lambda batch: dispatcher.dispatch(batch).entry,
-        )
-        for role in planned.roles
-    )
-    return Emulation(
-        engine="ours",
-        version="1",
-        command=(),
-        settings=(),
-        sizes=(),
-        managers=managers,
-        decisions=(),
-        limits=planned.limits,
-    )
-
-
 @given(PLANS)
 def test_proof_of_an_exact_engine_has_no_difference(planned):
     """Nothing differs from an engine that executes the plan."""
-    proof = compared(planned, itself(planned))
+    proof = compared(planned, emulation_of_plan(planned))
     assert proof.exact
     assert len(proof.same) == planned.num_graphs
 
@@ -85,18 +61,17 @@ def test_proof_of_an_exact_engine_has_no_difference(planned):
 @given(PLANS, st.data())
 def test_proof_names_a_missing_graph_and_its_batches(planned, data):
     """Without one of its graphs, the proof names it, and the batches that it served if it served any."""
-    graphs = [graph for manager in itself(planned).managers for graph in manager.graphs]
-    assume(graphs)
-    gone = data.draw(st.sampled_from(graphs))
-    whole = itself(planned)
+    whole = emulation_of_plan(planned)
+    assume(whole.graphs)
+    gone = data.draw(st.sampled_from(whole.graphs))
+
+    def dispatch(batch):
+        answer = whole.dispatch(batch)
+        lost = batch.role is gone.role and answer.entry == gone.entry
+        return Dispatch(None, reason=Reason.SIZES) if lost else answer
+
     managers = tuple(
-        attrs.evolve(
-            manager,
-            graphs=tuple(graph for graph in manager.graphs if graph != gone),
-            rule=lambda batch, rule=manager.rule, role=manager.role: (
-                None if role is gone.role and rule(batch) == gone.entry else rule(batch)
-            ),
-        )
+        attrs.evolve(manager, graphs=tuple(graph for graph in manager.graphs if graph != gone), dispatch=dispatch)
         for manager in whole.managers
     )
     proof = compared(planned, attrs.evolve(whole, managers=managers))

@@ -11,7 +11,7 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
-from gallery.core import Mutant
+from gallery.core import Mutant, with_field
 from gallery.padding import Renamed
 from gallery.paged import SPLITS, Paged, PagedExecutor, Work
 
@@ -47,10 +47,9 @@ class LengthsNotRefreshed(ReferenceExecutor):
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with the copy."""
-        fields = dict(metadata.fields)
         if metadata.is_full and metadata.entry is not None:
-            fields["seq_lens"] = self._lengths[metadata.entry]
-        super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+            metadata = with_field(metadata, "seq_lens", self._lengths[metadata.entry])
+        super().attend(layer, query, out, scoring, metadata)
 
 
 class FreshLengths(ReferenceExecutor):
@@ -63,8 +62,7 @@ class FreshLengths(ReferenceExecutor):
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with it."""
-        fields = {**metadata.fields, "seq_lens": self._lengths}
-        super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+        super().attend(layer, query, out, scoring, with_field(metadata, "seq_lens", self._lengths))
 
 
 class GrowsWorkspace(PagedExecutor):
@@ -82,18 +80,9 @@ class GrowsWorkspace(PagedExecutor):
             self._list = self._list.new_zeros(pages)
         self._list[:pages].copy_(metadata.fields["paged_kv_indices"][:pages])
 
-    def run(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        work: Work,
-        partials: tuple[torch.Tensor, torch.Tensor],
-        scoring: Scoring,
-        metadata: Metadata,
-    ) -> None:
+    def inputs(self, work: Work, metadata: Metadata) -> tuple[Work, Metadata]:
         """Read the copy."""
-        fields = {**metadata.fields, "paged_kv_indices": self._list}
-        super().run(layer, query, work, partials, scoring, attrs.evolve(metadata, fields=fields))
+        return work, with_field(metadata, "paged_kv_indices", self._list)
 
 
 class SharesStaging(Paged):
@@ -139,10 +128,9 @@ class OffsetsOfEagerSteps(PagedExecutor):
 
     def ends(self, metadata: Metadata, request: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Read what is bound."""
-        fields = dict(metadata.fields)
         if metadata.is_full:
-            fields["paged_kv_indptr"] = self._bound[metadata.entry]
-        return super().ends(attrs.evolve(metadata, fields=fields), request, name)
+            metadata = with_field(metadata, "paged_kv_indptr", self._bound[metadata.entry])
+        return super().ends(metadata, request, name)
 
 
 class KeepsMask(PagedExecutor):

@@ -14,7 +14,7 @@ from capture_planner.records.backend import Attention, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
+from capture_planner.runtime.executor import Metadata, Reservation
 from gallery.core import Mutant
 from gallery.paged import Paged, PagedExecutor, Sizes, Work
 
@@ -51,19 +51,11 @@ class MergeByRequest(PagedExecutor):
             offsets = self.cut(self.ints).merge
             self._merge[: len(offsets)].copy_(offsets)
 
-    def run(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        work: Work,
-        partials: tuple[torch.Tensor, torch.Tensor],
-        scoring: Scoring,
-        metadata: Metadata,
-    ) -> None:
+    def inputs(self, work: Work, metadata: Metadata) -> tuple[Work, Metadata]:
         """Read the buffer in a graph."""
         if metadata.is_full:
             work = attrs.evolve(work, merge=self._merge[: metadata.num_tokens + 1])
-        super().run(layer, query, work, partials, scoring, metadata)
+        return work, metadata
 
 
 class ListOfFirstBatch(PagedExecutor):

@@ -17,7 +17,7 @@ from capture_planner.records.spec import Limits
 from capture_planner.runtime.executor import Executor, Metadata, Reservation, Scoring
 from capture_planner_reference.backend import Reference
 from capture_planner_reference.executor import ReferenceExecutor
-from gallery.core import Mutant
+from gallery.core import Mutant, with_field
 from gallery.paged import SPLITS, Paged, PagedExecutor, Work
 from gallery.scheduled import METADATA, Scheduled, ScheduledExecutor
 
@@ -67,8 +67,8 @@ class StalePageIndices(ReferenceExecutor):
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend over the copy."""
-        fields = {**metadata.fields, "block_table": self._table[: metadata.num_reqs]}
-        super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+        metadata = with_field(metadata, "block_table", self._table[: metadata.num_reqs])
+        super().attend(layer, query, out, scoring, metadata)
 
 
 class PaddedBlocksRun(PagedExecutor):

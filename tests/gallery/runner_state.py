@@ -27,7 +27,7 @@ from capture_planner.runtime.execution.updates import TokenFields, Updates
 from capture_planner.runtime.executor import Executor, Metadata, Reservation, Runnable, Scoring
 from capture_planner.runtime.graphs import pool as pool_module
 from capture_planner.runtime.graphs.pool import Block, Layout
-from gallery.core import Mutant
+from gallery.core import Mutant, with_field
 from gallery.patching import GUARDS_OFF, patched
 
 
@@ -84,8 +84,8 @@ class _Planned:
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend to as many keys as were planned."""
-        fields = {**metadata.fields, "seq_lens": self.lengths[: metadata.num_reqs]}
-        self.beneath.attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+        metadata = with_field(metadata, "seq_lens", self.lengths[: metadata.num_reqs])
+        self.beneath.attend(layer, query, out, scoring, metadata)
 
     def layout(self) -> tuple[int, ...] | None:
         """None: no number of a plan is baked in."""

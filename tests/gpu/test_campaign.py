@@ -8,7 +8,8 @@ import sys
 
 import gpu_equality
 import pytest
-from _deployments import CASES, CYCLE, DRAFTS, MODES, Deployment, tiny
+import torch
+from _deployments import CASES, CYCLE, DRAFTS, MODES, Deployment, missing, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +44,13 @@ def test_campaign_counts_what_it_serves_and_skips_missing_backends(monkeypatch, 
     assert set(served["from graphs"]) >= {"target FULL", "target PIECEWISE", "draft_decode FULL"}
     assert [pools["saved"] > 0 for pools in served["shared against dedicated pools"]] == [True]
     assert "interpreter" in skipped["skipped"]
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"reference"}))
+def test_gpu_backends_are_missing_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch, name):
+    """The GPU next to it changes nothing: a plan for the CPU is made for the processor."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert missing(CASES[name], torch.device("cpu")) is not None
 
 
 def test_campaign_fails_if_tokens_differ(monkeypatch, tmp_path):
