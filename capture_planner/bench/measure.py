@@ -157,12 +157,12 @@ def _figures(rig: Rig, bench: Bench, progress: launch.Progress) -> tuple[dict[st
 def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int) -> int:
     """Return the pages for the whole load and for the ``longest`` figure, within a GPU's memory."""
     drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
-    served = min(load.requests, plan.limits.max_num_reqs)
-    wanted = max(64, served * -(-(load.prompt + load.output + drafts) // page_size), longest)
+    num_reqs = min(load.requests, plan.limits.max_num_reqs)
+    pages = max(64, num_reqs * -(-(load.prompt + load.output + drafts) // page_size), longest)
     if device.type != "cuda":
-        return wanted
+        return pages
     page = launch.page_memory(plan, model, page_size)
-    return max(1, min(wanted, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
+    return max(1, min(pages, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 
 def _facts(bench: Bench) -> dict[str, str]:
@@ -202,13 +202,13 @@ def page_needs(
         return -(-min(prompt + output + k, plan.model.max_model_len) // page_size)
 
     chained = tuple(size for size in sizes if size <= MOST) if k else ()
-    for figure, steps, measured in (
+    for figure, steps, sizes_of_figure in (
         ("decode", effort.windows * (effort.steps + WARM), sizes),
         ("preparation", effort.prepared, sizes),
         ("chain", HOST_STEPS, chained),
     ):
         if figure in only:
-            for size in measured:
+            for size in sizes_of_figure:
                 number = size * pages(*decoding_lengths(plan, size, steps))
                 yield f"{figure} of {counted(size, 'request')}", number
     if "throughput" in only:

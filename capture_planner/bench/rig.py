@@ -303,24 +303,24 @@ def served_sizes(plan: Plan, stated: tuple[int, ...] | None) -> tuple[int, ...]:
             f"--requests names {max(stated)}, but the plan is for at most {counted(most, 'request')}; name "
             "fewer, or plan for more (limits.max_num_reqs)"
         )
-    wanted = sorted({min(size, most) for size in stated or REQUESTS})
-    served = tuple(n for n in wanted if serving_entry(dispatcher, plan, Role.TARGET, n) is not None)
-    missing = [size for size in wanted if size not in served]
-    if not served or (stated and missing):
+    candidates = sorted({min(size, most) for size in stated or REQUESTS})
+    sizes = tuple(n for n in candidates if serving_entry(dispatcher, plan, Role.TARGET, n) is not None)
+    missing = [size for size in candidates if size not in sizes]
+    if not sizes or (stated and missing):
         requests = f"{', '.join(map(str, missing))} request{'s' if missing != [1] else ''}"
         raise RunError(
             f"the plan has no graph that serves a decode of {requests} (at most {most}), so there is nothing to "
             "measure; plan decode graphs, or name other --requests"
         )
-    return served
+    return sizes
 
 
 def trimmed(plan: Plan, sizes: tuple[int, ...], roles: tuple[Role, ...] = tuple(Role)) -> Plan:
     """Return the plan with only the graphs of these decodes in ``roles``; everything else runs eager."""
     dispatcher, eager = Dispatcher(plan), without_graphs(plan)
-    kept = []
+    trimmed_roles = []
     for before, after in zip(plan.roles, eager.roles, strict=True):
         serving = {serving_entry(dispatcher, plan, before.role, size) for size in sizes}
         entries = tuple(entry for entry in before.entries if entry in serving and before.role in roles)
-        kept.append(replace(before, entries=entries, waivers=after.waivers) if entries else after)
-    return replace(plan, roles=tuple(kept))
+        trimmed_roles.append(replace(before, entries=entries, waivers=after.waivers) if entries else after)
+    return replace(plan, roles=tuple(trimmed_roles))

@@ -70,9 +70,9 @@ def throughput(rig: Rig, load: Load, advance: Callable[[str], None], *, compare:
         for run in range(rig.effort.runs + 1):
             requests = rig.requests(load.requests, load.prompt, load.output, seed=run)
             started = perf_counter()
-            served = runner.serve(requests)
+            answers = runner.serve(requests)
             seconds = perf_counter() - started
-            rates.append(sum(done.output_tokens for done in served) / seconds)
+            rates.append(sum(answer.output_tokens for answer in answers) / seconds)
             advance("ours")
     other, reason = None, "skipped by --no-compare"
     if compare:
@@ -150,8 +150,10 @@ def config_of() -> Any:
         # It might download the attention that it switches to.
         "auto_switch_to_flash": False,
     }
-    known = inspect.signature(transformers.ContinuousBatchingConfig).parameters
-    return transformers.ContinuousBatchingConfig(**{name: value for name, value in options.items() if name in known})
+    parameters = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+    return transformers.ContinuousBatchingConfig(
+        **{name: value for name, value in options.items() if name in parameters}
+    )
 
 
 def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], output_tokens: int) -> list[float]:
@@ -168,7 +170,7 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     try:
         for number, prompts in enumerate((first, *timed)):
             started = perf_counter()
-            done = model.generate_batch(
+            answers = model.generate_batch(
                 inputs=[list(prompt) for prompt in prompts],
                 generation_config=generation,
                 continuous_batching_config=options,
@@ -176,7 +178,7 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
                 persistent_manager=True,
             )
             seconds = perf_counter() - started
-            _refuse_incomplete(done, len(prompts), output_tokens)
+            _refuse_incomplete(answers, len(prompts), output_tokens)
             if number:
                 rates.append(len(prompts) * output_tokens / seconds)
     finally:
@@ -184,14 +186,14 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     return rates
 
 
-def _refuse_incomplete(done: dict[str, Any], requests: int, output_tokens: int) -> None:
+def _refuse_incomplete(answers: dict[str, Any], requests: int, output_tokens: int) -> None:
     """Raise ``Absence`` if a result has an error or is missing: the library logs errors and returns the rest."""
-    errors = sorted({str(result.error) for result in done.values() if result.error is not None})
+    errors = sorted({str(result.error) for result in answers.values() if result.error is not None})
     if errors:
         raise Absence(f"transformers' continuous batching failed: {errors[0][:300]}")
-    lengths = sorted({len(result.generated_tokens) for result in done.values()})
-    if len(done) != requests or lengths != [output_tokens]:
+    lengths = sorted({len(result.generated_tokens) for result in answers.values()})
+    if len(answers) != requests or lengths != [output_tokens]:
         raise Absence(
-            f"transformers' continuous batching answered {len(done)} of {counted(requests, 'request')} with "
+            f"transformers' continuous batching answered {len(answers)} of {counted(requests, 'request')} with "
             f"{lengths} tokens each, instead of {output_tokens}"
         )

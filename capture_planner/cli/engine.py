@@ -100,7 +100,7 @@ def check_engine(name: str, flags: Sequence[str], environment: str | None, form:
     if form not in ("text", "json"):
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
     emulation = emulated(name, flags, environment_named(environment))
-    found = check(emulation)
-    emit(form, lambda: {"findings": found}, partial(findings_text, emulation, found))
-    if any(strict or each.severity is not Severity.NOTE for each in found):
+    findings = check(emulation)
+    emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings))
+    if any(strict or each.severity is not Severity.NOTE for each in findings):
         click.get_current_context().exit(FINDINGS)

@@ -156,7 +156,7 @@ def compare(
             for mode in (GraphMode.FULL, GraphMode.PIECEWISE)
             if a_graphs[role, mode] or b_graphs[role, mode]
         ),
-        families=tuple(Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families),
+        families=tuple(Pair(family=family, a=_service(left, family), b=_service(right, family)) for family in families),
         holes=tuple(
             hole
             for role, kind in dict.fromkeys((family.role, family.kind) for family in families)
@@ -248,7 +248,7 @@ class _Side:
         self.answers.setdefault(batch_class, {})[key] = _Answer(batch, times, self.emulation.dispatch(batch))
 
 
-def _served(side: _Side, family: BatchClass) -> Service | None:
+def _service(side: _Side, family: BatchClass) -> Service | None:
     answers = side.answers.get(family)
     if answers is None:
         return None

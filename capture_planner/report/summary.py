@@ -192,8 +192,8 @@ class RunSummary:
 def summary(report: RunReport) -> RunSummary:
     """Return the numbers of a run, of any length: also of one that stopped before anything ran."""
     captured = [graph for graph in report.captured if graph.waiver is None]
-    output_tokens = sum(served.output_tokens for served in report.served)
-    finished = sum(served.finished is not None for served in report.served)
+    output_tokens = sum(request.output_tokens for request in report.served)
+    finished = sum(request.finished is not None for request in report.served)
     return RunSummary(
         planned=report.plan.num_graphs,
         captured=tuple(_captured(captured)),
@@ -243,7 +243,7 @@ def _later(report: RunReport) -> int | None:
 def _served_from(report: RunReport) -> Iterable[ServedRole]:
     for role in Role:
         forwards = [forward for forward in report.forwards if forward.role is role]
-        if forwards or any(planned.role is role for planned in report.plan.roles):
+        if forwards or any(role_plan.role is role for role_plan in report.plan.roles):
             decodes = [forward for forward in forwards if forward.query_len is not None]
             total = _total(forwards)
             yield ServedRole(
@@ -301,15 +301,15 @@ def _acceptance(steps: Iterable[Step]) -> Acceptance:
 
 def first_token_times(report: RunReport) -> list[float]:
     """Return each request's time to its first token, in seconds."""
-    return [served.first_token for served in report.served if served.first_token is not None]
+    return [request.first_token for request in report.served if request.first_token is not None]
 
 
 def per_token_times(report: RunReport) -> list[float]:
     """Return each finished request's mean time of a token after the first, in seconds."""
     return [
-        (served.finished - served.first_token) / (served.output_tokens - 1)
-        for served in report.served
-        if served.finished is not None and served.first_token is not None and served.output_tokens > 1
+        (request.finished - request.first_token) / (request.output_tokens - 1)
+        for request in report.served
+        if request.finished is not None and request.first_token is not None and request.output_tokens > 1
     ]
 
 

@@ -96,7 +96,7 @@ def test_bare_loop_captures_the_plan_in_the_same_order() -> None:
     named: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capturing.torch, "cuda", device)
-        cost = capturing._bare(rig, named.append)
+        cost = capturing._bare_cost(rig, named.append)
     entries = [entry for role in plan.roles for entry in role.entries]
     assert len(named) == len(entries)
     pieces = sum(1 if entry.mode is GraphMode.FULL else 2 for entry in entries)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 from capture_planner.analysis.lint import Severity, lint  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
 from capture_planner.bench.chain import chain, host_seconds, with_chains, with_single_steps  # noqa: E402
-from capture_planner.bench.decode import bare, decode  # noqa: E402
+from capture_planner.bench.decode import decode  # noqa: E402
 from capture_planner.bench.preparation import inputs_at, preparation  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
@@ -45,7 +45,7 @@ def tokens(rig: Any, disturbed: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
             if decoding.serving.done:
                 break
             if step in disturbed and not decoding.serving.served:
-                bare(rig, runner, decoding.replayed())
+                bare_replay(rig, runner, decoding.replayed())
             decoding.serving.step()
         return {served.name: served.tokens for served in decoding.serving.served}
 
