@@ -118,9 +118,7 @@ def main() -> int:
                 CONSOLE.rule(name)
                 compare = first is None and not arguments.no_compare and not drafts
                 try:
-                    report = measure_plan(
-                        backend, drafts, Path(folder), arguments, log_progress, compare=compare and not drafts
-                    )
+                    report = measure_plan(backend, drafts, Path(folder), arguments, log_progress, compare=compare)
                 except CapturePlannerError as error:
                     # One backend that is not there must not cost the figures of the others.
                     CONSOLE.print(f"{name}: {error}", markup=False)

@@ -15,6 +15,7 @@ from capture_planner.cli.common import (
     INTERRUPTED,
     emit,
     emit_file,
+    plan_document,
     plan_of,
     prepare_torch,
     progress_bars,

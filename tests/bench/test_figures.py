@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 from capture_planner.analysis.lint import Severity, lint  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
 from capture_planner.bench.chain import chain, host_seconds, with_chains, with_single_steps  # noqa: E402
-from capture_planner.bench.decode import decode  # noqa: E402
+from capture_planner.bench.decode import bare_replay, decode  # noqa: E402
 from capture_planner.bench.preparation import inputs_at, preparation  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402

@@ -25,7 +25,7 @@ from capture_planner.conformance.shapes import CANDIDATES, RefusedShape
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.report.conformance import conformance_report
+from capture_planner.report.conformance import attempts, conformance_report
 from capture_planner.report.conformance_record import Conformance
 from capture_planner.report.page import page
 from capture_planner.report.plain import plain
