@@ -42,7 +42,7 @@ LOADERS: dict[str, Callable[[Path], Spec | Environment | Plan]] = {
 }
 
 
-class Overdue(BaseException):
+class HangError(BaseException):
     """The hang guard went off; no ``except Exception`` may swallow it."""
 
 
@@ -122,7 +122,7 @@ def corpus() -> Corpus:
 
 
 def _overdue(_: int, __: Any) -> None:
-    raise Overdue
+    raise HangError
 
 
 def memory(field: str) -> int:
@@ -177,7 +177,7 @@ def _timed(state: State, kind: str, made_by: str, data: bytes, index: int) -> Ou
     start = time.process_time()
     try:
         _through(state, outcome, data, random.Random(f"use:{state.arguments.seed}:{index}"))
-    except Overdue:
+    except HangError:
         outcome.outcome = "hung"
         outcome.violations.append(f"stopped after {state.arguments.hang:g} s, in {_last(outcome)}")
     except MemoryError:

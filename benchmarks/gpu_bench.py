@@ -58,9 +58,9 @@ def deployment(backend: str, environment: Environment, drafts: int, num_reqs: in
 
 
 @contextmanager
-def log_progress(figure: str, total: int) -> Iterator[Any]:
+def log_progress(task: str, total: int) -> Iterator[Any]:
     """Say which figure is measured; bars do not belong into a log."""
-    CONSOLE.print(f"{figure} ...")
+    CONSOLE.print(f"{task} ...")
     yield lambda now: None
 
 

@@ -94,7 +94,7 @@ class Mutant:
         return attrs.asdict(self, filter=attrs.filters.exclude("module", "source"))
 
 
-class _Bare(ast.NodeTransformer):
+class _Unannotated(ast.NodeTransformer):
     """Takes annotations away, and whether parameters are given by name."""
 
     def visit(self, node: ast.AST) -> ast.AST:
@@ -116,7 +116,7 @@ def _tree(source: str) -> str | None:
         tree = ast.parse(source)
     except SyntaxError:
         return None
-    return ast.dump(_Bare().visit(tree))
+    return ast.dump(_Unannotated().visit(tree))
 
 
 def mutants(module: str) -> Iterator[Mutant | str]:

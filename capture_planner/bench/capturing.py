@@ -26,7 +26,7 @@ from capture_planner.records.text import counted
 from capture_planner.runtime.capture import begin
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Captured
+from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.runner import Runner
 
 
@@ -72,7 +72,7 @@ def pools_of(runner: Runner) -> int:
     return sum(pool.memory for pool in pools.values())
 
 
-def refuse_dropped(captured: Sequence[Captured]) -> None:
+def refuse_dropped(captured: Sequence[GraphCapture]) -> None:
     """Raise ``RunError`` if a graph did not fit, so that captures would not be comparable."""
     dropped = [graph for graph in captured if graph.waiver is not None]
     if dropped:
@@ -82,7 +82,7 @@ def refuse_dropped(captured: Sequence[Captured]) -> None:
         )
 
 
-def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[CaptureCost, tuple[Captured, ...]]:
+def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[CaptureCost, tuple[GraphCapture, ...]]:
     with rig.runner(rig.plan) as runner:
         before = _unaccounted(rig)
         runner.capture(progress=lambda graph: advance(f"{graph.role.value} {graph.entry}"))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import attrs
 
-from capture_planner.bench.record import Decode, Replayed
+from capture_planner.bench.record import Decode, GraphReplays
 from capture_planner.bench.rig import Absence, Decoding, Rig, trimmed
 from capture_planner.records.text import counted
 from capture_planner.runtime.plan_variants import without_graphs
@@ -86,7 +86,7 @@ def window(rig: Rig, decoding: Decoding) -> float | None:
     return seconds / rig.effort.steps if complete[0] else None
 
 
-def bare_replay(rig: Rig, runner: Runner, graphs: tuple[Replayed, ...]) -> float:
+def bare_replay(rig: Rig, runner: Runner, graphs: tuple[GraphReplays, ...]) -> float:
     """Return the seconds of one replay of all ``graphs``, on the staged values."""
     sequence = [runner.parts.roles[each.role].graphs[each.entry] for each in graphs for _ in range(each.times)]
 

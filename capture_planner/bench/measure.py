@@ -17,7 +17,7 @@ from capture_planner.bench.capturing import capture, pool_lengths, pools
 from capture_planner.bench.chain import HOST_STEPS, MOST, chain
 from capture_planner.bench.decode import WARM, decode
 from capture_planner.bench.preparation import preparation
-from capture_planner.bench.record import FIGURES, Absent, BenchReport
+from capture_planner.bench.record import FIGURES, AbsentFigure, BenchReport
 from capture_planner.bench.rig import QUICK, Effort, Rig, clock_of, decoding_lengths, served_sizes
 from capture_planner.bench.throughput import Load, throughput
 from capture_planner.errors import RunError
@@ -150,7 +150,7 @@ def _figures(rig: Rig, bench: Bench, progress: launch.Progress) -> tuple[dict[st
                 results[pending[0]] = figure(advance)
             del pending[0]
     except KeyboardInterrupt:
-        rig.absent.extend(Absent(figure=name, says="interrupted before it was measured") for name in pending)
+        rig.absent.extend(AbsentFigure(figure=name, says="interrupted before it was measured") for name in pending)
     return results, bool(pending)
 
 

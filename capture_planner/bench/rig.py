@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import torch
 
-from capture_planner.bench.record import Absent, Replayed
+from capture_planner.bench.record import AbsentFigure, GraphReplays
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError, RunError
 from capture_planner.modes import Role
@@ -104,7 +104,7 @@ class Rig:
     effort: Effort
     sizes: tuple[int, ...]
     """Numbers of requests, each served by a graph."""
-    absent: list[Absent] = attrs.Factory(list)
+    absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
 
     @contextmanager
@@ -129,12 +129,12 @@ class Rig:
         try:
             yield
         except Absence as absence:
-            self.absent.append(Absent(figure=figure, says=str(absence)))
+            self.absent.append(AbsentFigure(figure=figure, says=str(absence)))
         except Exception as error:
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
             # Any error: it must not cost the GPU time that the other figures took.
-            self.absent.append(Absent(figure=figure, says=_describe(error), failed=True))
+            self.absent.append(AbsentFigure(figure=figure, says=_describe(error), failed=True))
 
     def repeated(self, runner: Runner, work: Callable[[], object]) -> float:
         """Return the seconds of ``work``, from ``effort.steps`` calls in a row on the staged values.
@@ -224,7 +224,7 @@ class Decoding:
                 break
         return self._session.forwards[before:]
 
-    def replayed(self) -> tuple[Replayed, ...]:
+    def replayed(self) -> tuple[GraphReplays, ...]:
         """Return the graphs of the last complete step. Raises ``Absence`` if one of its forwards was eager."""
         last = self._session.steps[-1].index
         graphs = []
@@ -235,7 +235,7 @@ class Decoding:
                         f"the plan has no graph for the {forward.role.value} of {counted(self._count, 'request')}: "
                         f"{forward.reason.value if forward.reason else 'it ran eager'}"
                     )
-                graphs.append(Replayed(role=forward.role, entry=forward.entry, times=forward.repeats))
+                graphs.append(GraphReplays(role=forward.role, entry=forward.entry, times=forward.repeats))
         return tuple(graphs)
 
     def host_seconds(self, steps: int) -> float:

@@ -23,7 +23,7 @@ from capture_planner.cli.common import (
     refuse_outputs,
     to_json,
 )
-from capture_planner.cli.options import FILE, NUMBERS, Parsed, dashed, flag, option
+from capture_planner.cli.options import FILE, NUMBERS, ParsedText, dashed, flag, option
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
 
@@ -50,7 +50,7 @@ def _figures(text: str) -> tuple[str, ...]:
 @options.model
 @click.option(
     "--only",
-    type=Parsed("FIGURE,...", _figures),
+    type=ParsedText("FIGURE,...", _figures),
     default=",".join(FIGURES),
     help=f"Figures to measure: {', '.join(FIGURES)}.",
 )

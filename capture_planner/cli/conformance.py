@@ -13,7 +13,7 @@ import click
 from capture_planner._extras import refuse_without_hypothesis
 from capture_planner.cli import options
 from capture_planner.cli.common import FINDINGS, INTERRUPTED, emit, emit_file, prepare_torch, refuse_outputs, to_json
-from capture_planner.cli.options import FILE, Parsed, dashed, flag, option, stated, whole_numbers
+from capture_planner.cli.options import FILE, ParsedText, dashed, flag, option, stated, whole_numbers
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records._base import replace
 
@@ -75,7 +75,7 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
 @click.option("--steps", type=click.IntRange(1, 1000), help="Maximum steps per scene. Default: the profile's.")
 @options.seed
 @click.option("--dtype", type=click.Choice(DTYPES), multiple=True, help="Data type to test; repeatable.")
-@click.option("--heads", type=Parsed("Q:KV", _heads), multiple=True, help="Query and KV heads to test; repeatable.")
+@click.option("--heads", type=ParsedText("Q:KV", _heads), multiple=True, help="Query and KV heads to test; repeatable.")
 @click.option("--head-dim", type=click.IntRange(1, 1024), multiple=True, help="Head dimension; repeatable.")
 @click.option("--page-size", type=click.IntRange(1, 1024), multiple=True, help="Tokens per KV-cache page; repeatable.")
 @click.option("--max-model-len", type=click.IntRange(8, 1 << 14), multiple=True, help="Longest sequence; repeatable.")
@@ -84,7 +84,7 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
     default=None,
     help="Give half of the layers a sliding window of one page plus one token, or none. Default: try both.",
 )
-@click.option("--drafts", type=Parsed("K,...", _drafts), help="Numbers of draft tokens K. Default: 0,1,2,3,5.")
+@click.option("--drafts", type=ParsedText("K,...", _drafts), help="Numbers of draft tokens K. Default: 0,1,2,3,5.")
 @option("--shrink/--no-shrink", default=True, help="Minimize a failing case.")
 @option("--audits/--no-audits", default=True, help="Attack each declared field on its own.")
 @click.option("--case", metavar="TEXT|@FILE", help="Rerun one printed case; exit code 2 if it still fails.")

@@ -31,14 +31,14 @@ class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return find_engine(value).name
 
 
-class OrEngine(OwnOptions):
+class FileOrEngineCommand(OwnOptions):
     """A command about files, or with ``--engine`` about the flags of an engine."""
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         return any(word.partition("=")[0] == "--engine" for word in args)
 
 
-class OfAnEngine(OwnOptions):
+class EngineCommand(OwnOptions):
     """A command about one engine; its help lists the flags of the engine that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -73,7 +73,7 @@ environment_option = click.option(
 )
 
 
-@click.command(cls=OfAnEngine, short_help="Show what an engine captures with its own flags.")
+@click.command(cls=EngineCommand, short_help="Show what an engine captures with its own flags.")
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches

@@ -18,7 +18,7 @@ from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
 from capture_planner.cli.common import FINDINGS, emit, environment_named, plan_document, plan_of, read_document, to_json
-from capture_planner.cli.engine import EngineName, OrEngine, check_engine
+from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.options import POSITIVE, flag, option
 from capture_planner.codec import Document
@@ -137,7 +137,7 @@ def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | No
     return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
 
 
-@click.command(cls=OrEngine, short_help="Check plans, specs or an engine's flags for problems.")
+@click.command(cls=FileOrEngineCommand, short_help="Check plans, specs or an engine's flags for problems.")
 @click.argument("files", metavar="PLAN|SPEC...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")

@@ -117,7 +117,7 @@ def _value(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if unit else times(value)
 
 
-def _graphs(graphs: Iterable[record.Replayed]) -> str:
+def _graphs(graphs: Iterable[record.GraphReplays]) -> str:
     return " + ".join(f"{each.role}{f' x {each.times}' if each.times > 1 else ''} ({each.entry})" for each in graphs)
 
 

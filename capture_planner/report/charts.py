@@ -18,7 +18,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.report.summary import first_token_times, nearest_rank, padding, per_token_times, size
 from capture_planner.report.writing import CAPTURED_MODES, MODES, Chart
-from capture_planner.runtime.ledger import Captured, Forward, RunReport
+from capture_planner.runtime.ledger import Forward, GraphCapture, RunReport
 
 _DASHES = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
 
@@ -37,7 +37,7 @@ def _extents(forward: Forward, axis: str) -> tuple[int, int]:
     return forward.num_reqs, forward.num_reqs + forward.padded_reqs
 
 
-def _ladders(graphs: Iterable[Captured], axis: str) -> list[tuple[GraphMode, list[int]]]:
+def _ladders(graphs: Iterable[GraphCapture], axis: str) -> list[tuple[GraphMode, list[int]]]:
     """Return the ascending sizes of each mode and query length."""
     ladders: dict[tuple[GraphMode, int | None], set[int]] = {}
     for graph in graphs:
@@ -71,7 +71,7 @@ def _batches(report: RunReport) -> Chart | None:
     )
 
 
-def _scatter(plot: Axes, forwards: Sequence[Forward], graphs: Sequence[Captured], axis: str) -> None:
+def _scatter(plot: Axes, forwards: Sequence[Forward], graphs: Sequence[GraphCapture], axis: str) -> None:
     top = max(_extents(forward, axis)[1] for forward in forwards)
     for mode, sizes in _ladders(graphs, axis):
         sizes = sizes[:: -(-len(sizes) // drawing.MAX_POINTS)] + sizes[-1:]
@@ -176,7 +176,7 @@ def _memory(report: RunReport) -> Chart | None:
     )
 
 
-def _bars(plot: Axes, mode: GraphMode, graphs: Sequence[Captured]) -> None:
+def _bars(plot: Axes, mode: GraphMode, graphs: Sequence[GraphCapture]) -> None:
     width = -(-len(graphs) // drawing.MAX_POINTS)
     groups = [graphs[start : start + width] for start in range(0, len(graphs), width)]
     unit, shift = _unit(max(max(graph.alone, graph.memory) for graph in graphs))

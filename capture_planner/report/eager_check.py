@@ -8,7 +8,7 @@ from typing import Any
 from capture_planner.modes import Role
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Grid, Section
-from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSeen, shown
+from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, shown
 
 MAX_VALUES = 8
 """Values of a field that are shown; the rest is counted."""
@@ -78,7 +78,7 @@ def _difference(difference: Difference) -> Section:
     )
 
 
-def _metadata(fields: Sequence[FieldSeen]) -> Section:
+def _metadata(fields: Sequence[FieldSnapshot]) -> Section:
     rows = ((field.name, _short(field.real), _short(field.padding or ())) for field in fields)
     grid = Grid.of(("field", "batch", "padding"), rows)
     return Section(name="metadata", title="Metadata of that forward", grid=grid)

@@ -12,7 +12,7 @@ from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
 from capture_planner.report.summary import CapturedKind, Fallback, Percentiles, RunSummary
 from capture_planner.report.writing import Grid, Section, extent, percent, seconds, size
-from capture_planner.runtime.ledger import Captured, RunReport
+from capture_planner.runtime.ledger import GraphCapture, RunReport
 
 MAX_FALLBACKS = 10
 """Shapes of eager forwards that are listed; the rest is counted."""
@@ -66,9 +66,9 @@ def _run(report: RunReport) -> Section:
     return Section(name="run", title=report.model, grid=Grid.facts(facts))
 
 
-def _dropped(dropped: Iterable[Captured]) -> Iterator[str]:
+def _dropped(dropped: Iterable[GraphCapture]) -> Iterator[str]:
     """Say what was not captured, a line for each role and mode: its largest graph stands for the rest."""
-    kinds: dict[tuple[str, str], list[Captured]] = {}
+    kinds: dict[tuple[str, str], list[GraphCapture]] = {}
     for graph in dropped:
         kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
     for (role, mode), graphs in kinds.items():

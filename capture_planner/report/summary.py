@@ -13,7 +13,7 @@ import attrs
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
 from capture_planner.report.writing import MODES
-from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
+from capture_planner.runtime.ledger import Accounts, Forward, GraphCapture, RunReport, Step
 
 
 @attrs.frozen(kw_only=True)
@@ -118,7 +118,7 @@ class Fallback:
 class GraphUse:
     """One captured graph, and how many forwards it served."""
 
-    graph: Captured
+    graph: GraphCapture
     forwards: int
 
 
@@ -164,7 +164,7 @@ class RunSummary:
     planned: int
     """Graphs that the plan wanted."""
     captured: tuple[CapturedKind, ...]
-    dropped: tuple[Captured, ...]
+    dropped: tuple[GraphCapture, ...]
     """Graphs that could not be captured."""
     accounts: Accounts | None
     """Where the device's memory went during capture; None where no device was read."""
@@ -184,7 +184,7 @@ class RunSummary:
     cut_off: int
 
     @property
-    def unused(self) -> tuple[Captured, ...]:
+    def unused(self) -> tuple[GraphCapture, ...]:
         """Captured graphs that served no forward, in capture order."""
         return tuple(used.graph for used in self.graphs if not used.forwards)
 
@@ -217,7 +217,7 @@ def size(entry: Entry) -> tuple[int, int, int, int]:
     return entry.num_tokens, entry.num_reqs or 0, entry.active_loras, entry.draft_steps or 0
 
 
-def _captured(graphs: Sequence[Captured]) -> Iterable[CapturedKind]:
+def _captured(graphs: Sequence[GraphCapture]) -> Iterable[CapturedKind]:
     for role, mode in product(Role, MODES):
         kind = [graph for graph in graphs if graph.role is role and graph.entry.mode is mode]
         if kind:
@@ -281,7 +281,7 @@ def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
     return tuple(Fallback(**dict(zip(names, key, strict=True)), forwards=count) for key, count in counts.most_common())
 
 
-def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
+def _used(captured: Iterable[GraphCapture], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
     uses: Counter[tuple[Role, Entry]] = Counter()
     for forward in forwards:
         if forward.entry is not None:

@@ -9,7 +9,7 @@ import torch
 
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records.backend import Attention
 from capture_planner.records.model import DataType
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
@@ -22,7 +22,7 @@ from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fi
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.role import ExecutionContext, RoleRun
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
-from capture_planner.runtime.executor import LayerCache, Reservation, Runnable
+from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
@@ -206,7 +206,7 @@ def _reserved(
     """Reserve the backend of one group. Raises ``BackendError`` with its name where it breaks."""
     registered = registry[group.backend]
     backend, label = registered.backend, _label(registered)
-    assert isinstance(backend, Runnable), "refuse_planning_backends comes first"
+    assert isinstance(backend, RunnableBackend), "refuse_planning_backends comes first"
     size = group.workspace.device
     workspace = kv.allocated((size,), torch.uint8, device, f"the workspace that {label} declares")
     reservation = Reservation(
@@ -239,7 +239,7 @@ def _reserved(
     return GroupRun(plan=group, executor=executor, caches=caches, workspace=workspace, label=label)
 
 
-def _label(registered: Registered) -> str:
+def _label(registered: RegisteredBackend) -> str:
     return f"the backend {registered.name!r} ({registered.distribution} {registered.version})"
 
 
@@ -268,7 +268,7 @@ def refuse_planning_backends(plan: Plan, registry: Registry) -> None:
     for role in plan.roles:
         for group in role.groups:
             registered = registry[group.backend]
-            if not isinstance(registered.backend, Runnable):
+            if not isinstance(registered.backend, RunnableBackend):
                 raise RunError(
                     f"{_label(registered)} plans and does not execute: it has no reserve; see "
                     "docs/extending/backend-contract.md"

@@ -22,7 +22,7 @@ from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.ledger import RunReport, Served
+from capture_planner.runtime.ledger import RequestResult, RunReport
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.runtime.models.huggingface import differences as model_differences
@@ -43,7 +43,7 @@ Drafting = Literal["copy", "miss", "chance", "random"] | Path
 class Progress(Protocol):
     """Shows how far a run is."""
 
-    def __call__(self, what: str, total: int) -> AbstractContextManager[Callable[[str], None]]:
+    def __call__(self, task: str, total: int) -> AbstractContextManager[Callable[[str], None]]:
         """Show a task of ``total`` parts; what it yields is called after each, with its name."""
 
 
@@ -147,7 +147,7 @@ def launch(
     return Outcome(report=report, differing=differing)
 
 
-def _agrees(served: Served, request: Request, answer: tuple[int, ...]) -> bool:
+def _agrees(served: RequestResult, request: Request, answer: tuple[int, ...]) -> bool:
     """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
     expected = request.cut(answer[len(request.prompt) :])
     return served.tokens == (expected if served.finished is not None else expected[: len(served.tokens)])
@@ -250,7 +250,9 @@ class _Run:
         used = {group.backend for role in self.plan.roles for group in role.groups}
         entered = {done.name for done in session.served}
         served = session.served + [
-            Served(name=each.name, prompt_tokens=len(each.prompt), output_tokens=0, first_token=None, finished=None)
+            RequestResult(
+                name=each.name, prompt_tokens=len(each.prompt), output_tokens=0, first_token=None, finished=None
+            )
             for each in self.requests
             if each.name not in entered
         ]

@@ -18,7 +18,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import capture_all
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import Captured, Served, Session
+from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
@@ -74,7 +74,7 @@ class Runner:
             for role in reversed(tuple(self.parts.roles.values())):
                 releases.callback(role.release)
 
-    def capture(self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None) -> None:
+    def capture(self, *, memory: int | None = None, progress: Callable[[GraphCapture], None] | None = None) -> None:
         """Capture every entry; what does not fit into memory is waived from here on.
 
         ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises
@@ -102,8 +102,8 @@ class Runner:
         *,
         answers: Answers | None = None,
         step_seconds: float = 0.01,
-        progress: Callable[[Served], None] | None = None,
-    ) -> list[Served]:
+        progress: Callable[[RequestResult], None] | None = None,
+    ) -> list[RequestResult]:
         """Serve all requests and return them in the order in which they finished.
 
         Arrivals are on a clock of steps: each step takes ``step_seconds`` of it, and idle time is skipped, so that the
@@ -130,7 +130,7 @@ class Runner:
         requests: Sequence[Request] = (),
         *,
         answers: Answers | None = None,
-        progress: Callable[[Served], None] | None = None,
+        progress: Callable[[RequestResult], None] | None = None,
     ) -> Serving:
         """Begin to serve, for callers that step by hand; ``serve`` does it to the end.
 

@@ -25,7 +25,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher  # noqa: E402
 from capture_planner.errors import RunError  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
 from capture_planner.plugins import registry  # noqa: E402
-from capture_planner.plugins.registry import Registered, Registry  # noqa: E402
+from capture_planner.plugins.registry import RegisteredBackend, Registry  # noqa: E402
 from capture_planner.runtime.ledger import Forward  # noqa: E402
 from support.tiny import MOST, planned, quiet, rigged  # noqa: E402
 
@@ -137,7 +137,7 @@ def test_chain_is_measured_fused_single_and_eager() -> None:
             chain(rigged(planned(k)), ignore)
 
 
-class Standing:
+class StockReference:
     """The reference backend, with a library's own plan call to compare with, or with one that breaks."""
 
     def __init__(self, backend: Any, *, breaks_after: int | None = None) -> None:
@@ -171,14 +171,14 @@ class Standing:
         return executor
 
 
-def standing(**given: Any) -> tuple[Standing, Registry]:
+def standing(**given: Any) -> tuple[StockReference, Registry]:
     """Return the backend, and a registry with it alone."""
     found = registry.load_backends()["reference"]
-    backend = Standing(found.backend, **given)
+    backend = StockReference(found.backend, **given)
     backend.padding = found.backend.padding  # type: ignore[method-assign]
     backend.refresh = found.backend.refresh  # type: ignore[method-assign]
     backend.workspace = found.backend.workspace  # type: ignore[method-assign]
-    made = Registered(backend=backend, distribution=found.distribution, version=found.version)
+    made = RegisteredBackend(backend=backend, distribution=found.distribution, version=found.version)
     return backend, Registry([made])
 
 

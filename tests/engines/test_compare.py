@@ -29,7 +29,7 @@ SMALL = {"max_reqs": 16, "max_tokens": 64}
 
 
 @attrs.frozen
-class Deployed:
+class TraceLimits:
     """What batches come from, and nothing else."""
 
     limits: Limits
@@ -39,7 +39,7 @@ class Deployed:
 
 
 @attrs.frozen
-class Asked:
+class TraceRequest:
     """A request of a trace."""
 
     arrival: float
@@ -162,7 +162,7 @@ def test_comparison_is_written_as_json_and_tables(one, other):
 
 def traces():
     """Short traces of short requests."""
-    request = st.builds(Asked, arrival=st.floats(0, 3), prompt=st.integers(1, 40), output=st.integers(1, 30))
+    request = st.builds(TraceRequest, arrival=st.floats(0, 3), prompt=st.integers(1, 40), output=st.integers(1, 30))
     return st.lists(request, min_size=1, max_size=12)
 
 
@@ -175,7 +175,7 @@ def deployed(draw):
         schedule = draw(st.sampled_from(((), ((1, last, 3), (last + 1, 99, 1)))))
         speculative = Speculative(method=Method.EAGLE, num_tokens=3, schedule=schedule)
     most = draw(st.integers(1, 8))
-    return Deployed(Limits(max_num_reqs=most, max_num_tokens=draw(st.integers(most, 48))), speculative)
+    return TraceLimits(Limits(max_num_reqs=most, max_num_tokens=draw(st.integers(most, 48))), speculative)
 
 
 def step_by_step(requests, deployment, seconds):

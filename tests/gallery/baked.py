@@ -12,7 +12,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
 from gallery.core import Mutant, with_field
-from gallery.padding import Renamed
+from gallery.padding import RenamedReference
 from gallery.paged import SPLITS, Paged, PagedExecutor, Work
 
 
@@ -240,14 +240,14 @@ MUTANTS = (
         threads=("vllm#38311",),
         bug_class=F,
         says="A graph's copy of the lengths is not refreshed before it is replayed",
-        backend=lambda: Renamed(LengthsNotRefreshed),
+        backend=lambda: RenamedReference(LengthsNotRefreshed),
     ),
     Mutant(
         name="fresh-lengths",
         threads=("vllm#37363",),
         bug_class=F,
         says="Every step makes a new tensor, and graphs read the address of an old one",
-        backend=lambda: Renamed(FreshLengths),
+        backend=lambda: RenamedReference(FreshLengths),
     ),
     Mutant(
         name="grows-workspace",
@@ -310,6 +310,6 @@ MUTANTS = (
         threads=(),
         bug_class=F,
         says="A length is read on the host while the graph is captured",
-        backend=lambda: Renamed(ReadsLengths),
+        backend=lambda: RenamedReference(ReadsLengths),
     ),
 )

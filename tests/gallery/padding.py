@@ -19,10 +19,10 @@ from capture_planner_reference.backend import Reference
 from capture_planner_reference.executor import ReferenceExecutor
 from gallery.core import Mutant, with_field
 from gallery.paged import SPLITS, Paged, PagedExecutor, Work
-from gallery.scheduled import METADATA, Scheduled, ScheduledExecutor
+from gallery.scheduled import METADATA, ScheduledExecutor, ScheduledReference
 
 
-class Renamed(Reference):
+class RenamedReference(Reference):
     """The reference under a name of its own, prepared on the host; ``executor`` is what it runs."""
 
     name = "renamed"
@@ -39,7 +39,7 @@ class Renamed(Reference):
         return self._executor(reservation)
 
 
-class CopiesTable(Renamed):
+class CopiesTable(RenamedReference):
     """Keeps a block table of its own in the workspace."""
 
     def workspace(
@@ -146,7 +146,7 @@ class OffsetsByToken(PagedExecutor):
         return (request, request + 1) if metadata.is_full and name == "qo_indptr" else (begin, end)
 
 
-class ZeroFilledOffsets(Renamed):
+class ZeroFilledOffsets(RenamedReference):
     """Declares that offsets are padded with 0."""
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
@@ -213,7 +213,7 @@ MUTANTS = (
         threads=("vllm#35918",),
         bug_class=D,
         says="Scheduler metadata is made for the real requests, and its tail keeps those of a larger batch",
-        backend=lambda: Scheduled(StaleTileCounts),
+        backend=lambda: ScheduledReference(StaleTileCounts),
     ),
     Mutant(
         name="offsets-by-token",

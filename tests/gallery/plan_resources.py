@@ -18,7 +18,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Decision, Plan, RolePlan
 from capture_planner.records.spec import Budget, Lora, Policy, Roles, RoleSpec, Spec
 from gallery.core import replaced
-from gallery.planned import Deployed, Planted, deployed, on_role, planted, with_sizes
+from gallery.planned import PlanCase, PlanMutant, deployed, on_role, planted, with_sizes
 
 
 def _in_mode(role: RolePlan, mode: GraphMode, rule: str, message: str) -> RolePlan:
@@ -98,7 +98,7 @@ _MEMORY = deployed(reqs=256, tokens=4096, drafts=3, budget=Budget(memory=1 << 30
 _SECONDS = deployed(reqs=256, tokens=4096, drafts=3, budget=Budget(memory=4 << 30, seconds=10))
 
 
-def _budgeted(bounded: Deployed, allowed: Callable[[Budget], int]) -> Plan:
+def _budgeted(bounded: PlanCase, allowed: Callable[[Budget], int]) -> Plan:
     """Plan with another idea of what the budget allows."""
     with replaced(Budget, "allowed_graphs", lambda _: lambda budget: (allowed(budget), "the estimate")):
         return bounded.plan()
@@ -171,7 +171,7 @@ def _requests_are_tokens() -> Plan:
 
 # All -------------------------------------------------------------------------------------------
 
-PLANTED: tuple[Planted, ...] = (
+PLANTED: tuple[PlanMutant, ...] = (
     planted(
         "piecewise-draft-decode",
         BugClass.G,

@@ -24,7 +24,7 @@ from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.execution.updates import TokenFields, Updates
-from capture_planner.runtime.executor import Executor, Metadata, Reservation, Runnable, Scoring
+from capture_planner.runtime.executor import Executor, Metadata, Reservation, RunnableBackend, Scoring
 from capture_planner.runtime.graphs import pool as pool_module
 from capture_planner.runtime.graphs.pool import Block, Layout
 from gallery.core import Mutant, with_field
@@ -41,7 +41,7 @@ class Planning:
 
     def __init__(self) -> None:
         beneath = load_backends()["reference"].backend
-        assert isinstance(beneath, Runnable), "the reference runs"
+        assert isinstance(beneath, RunnableBackend), "the reference runs"
         self._beneath = beneath
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:

@@ -20,7 +20,7 @@ from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.ledger import Accounts, Captured
+from capture_planner.runtime.ledger import Accounts, GraphCapture
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.runner import Runner
@@ -101,7 +101,7 @@ def check_pools(runner: Runner, pool: Pool) -> None:
         assert {taken.total()} == set(held.values())
 
 
-def written(captured: list[Captured]) -> str:
+def written(captured: list[GraphCapture]) -> str:
     """Write the accounts, for whoever reads a failure."""
     return f"{Accounts.of(captured)}, readings {[graph.readings for graph in captured]}"
 

@@ -24,7 +24,7 @@ from capture_planner.report.summary import Percentiles
 from capture_planner.report.terminal import tables
 from capture_planner.report.writing import percent, seconds, size
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport
+from capture_planner.runtime.ledger import Accounts, Forward, GraphCapture, RunReport
 from support import ledgers
 
 REPORTS = ledgers.reports()
@@ -225,7 +225,7 @@ def test_what_a_device_lost_after_the_last_capture_is_told_apart(used, more):
     plan = ledgers.LOCKED["tiny-reference-cpu.cpu"]
     role = plan.roles[0]
     at = Reading(used=used, held=0)
-    graph = Captured(role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at))
+    graph = GraphCapture(role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at))
     report = attrs.evolve(EMPTY, plan=plan, captured=(graph,), served_reading=Reading(used=used + more, held=0))
     found = summary(report)
     assert (found.later, found.accounts.device) == (more, 0)

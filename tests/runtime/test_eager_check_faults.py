@@ -12,7 +12,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.model import Method
 from capture_planner.runtime.graphs.recorded import RecordedGraph
 from capture_planner.runtime.serving.workload import Request
-from support.eager_faults import COMPARE, Faulty, difference_of, world
+from support.eager_faults import COMPARE, FaultyReference, difference_of, world
 from support.probe import Probe
 from support.worlds import requests_of, serve
 
@@ -30,7 +30,7 @@ def test_a_stale_block_table_is_found_at_its_layer():
         old = tables.setdefault(given.entry, torch.zeros_like(table))
         return attrs.evolve(given, fields={**given.fields, "block_table": old})
 
-    diff = difference_of(world(Faulty(metadata=stale)))
+    diff = difference_of(world(FaultyReference(metadata=stale)))
     assert (diff.role, diff.layer, diff.tensor) == (Role.TARGET, 1, "attention")
     assert (diff.after, diff.row, diff.request) == ("layer 1, value cache", 0, diff.requests[0])
     assert diff.graph != diff.eager
@@ -48,7 +48,7 @@ def test_a_baked_host_number_is_found_where_it_is_used():
         out.mul_(1 + float(np.max(metadata.host["seq_lens"])) * (layer == 1))
 
     for spoil in (scaled, by_host):
-        diff = difference_of(world(Faulty(spoil)))
+        diff = difference_of(world(FaultyReference(spoil)))
         assert (diff.layer, diff.tensor, diff.rows) == (1, "attention", diff.num_tokens)
 
 
@@ -59,7 +59,7 @@ def test_a_number_that_is_none_is_a_difference():
         if layer == 0:
             out[:1].fill_(float("nan"))
 
-    diff = difference_of(world(Faulty(spoil)))
+    diff = difference_of(world(FaultyReference(spoil)))
     assert (diff.layer, diff.tensor, diff.row, diff.rows) == (0, "attention", 0, 1)
     assert (diff.graph, diff.error) == (None, None)
     assert diff.eager is not None
@@ -73,7 +73,7 @@ def test_padding_may_be_anything():
         padded = torch.arange(len(out)) >= starts[-1]
         out.masked_fill_(padded[:, None, None], float("nan"))
 
-    made = world(Faulty(spoil))
+    made = world(FaultyReference(spoil))
     with made.runner(options=COMPARE) as runner:
         runner.capture()
         serve(runner, requests_of(made, 1))
@@ -244,7 +244,7 @@ def test_a_replaced_weight_is_found_where_it_is_read_first(monkeypatch, weight, 
     assert (diff.role, diff.layer, diff.tensor, diff.after) == (role, layer, tensor, after)
 
 
-class Unmoved:
+class UpdatesWithoutMove:
     """Updates that leave the fields of a draft decode where they are."""
 
     def __init__(self, inner):
@@ -263,7 +263,7 @@ def test_a_chain_that_does_not_move_on_is_found_at_its_second_step(backend, laye
 
     def plant(runner):
         body = runner.parts.roles[Role.DRAFT_DECODE].body
-        body.updates = Unmoved(body.updates)
+        body.updates = UpdatesWithoutMove(body.updates)
 
     diff = difference_of(world(backend, k=3, mode=GraphMode.FULL), plant)
     assert (diff.role, diff.draft_step) == (Role.DRAFT_DECODE, 1)

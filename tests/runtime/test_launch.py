@@ -22,8 +22,8 @@ from support.launches import (
     MODEL,
     SCHEDULE,
     SPEC,
-    Counting,
-    Shown,
+    CountingReference,
+    ProgressRecord,
     one_request,
     registry_of,
     requests_of,
@@ -52,7 +52,7 @@ def test_a_cache_of_just_enough_pages_serves_everything():
 # Verification ------------------------------------------------------------------------------------
 
 
-class Wrong(Counting):
+class WrongReference(CountingReference):
     """A backend that is wrong in one graph of the target."""
 
     def __init__(self, mode, size):
@@ -79,7 +79,7 @@ class Wrong(Counting):
 @pytest.mark.parametrize(("mode", "size"), [(GraphMode.FULL, 3), (GraphMode.PIECEWISE, 4)])
 def test_verification_finds_the_requests_that_one_wrong_graph_served(mode, size):
     """The plain rehearsal has no graph; without graphs nothing differs."""
-    backend = Wrong(mode, size)
+    backend = WrongReference(mode, size)
     outcome = started(backend=backend, verify=True)
     used = [f.entry for f in outcome.report.forwards if f.role is Role.TARGET and f.entry is not None]
     assert (mode, size) in {(entry.mode, entry.num_tokens) for entry in used}
@@ -170,8 +170,10 @@ def test_a_report_is_complete(choices):
 
 def test_text_is_given_where_a_tokenizer_is():
     """``decode`` is asked about the output of each request."""
-    registry = registry_of(Counting())
-    outcome = launch(plan(SPEC, HERE, registry), registry, requests_of, Choices(page_size=4), Shown(), decode=repr)
+    registry = registry_of(CountingReference())
+    outcome = launch(
+        plan(SPEC, HERE, registry), registry, requests_of, Choices(page_size=4), ProgressRecord(), decode=repr
+    )
     assert all(done.text == repr(done.tokens) for done in outcome.report.served)
 
 
@@ -264,7 +266,7 @@ def test_the_same_seed_gives_the_same_batches_and_tokens():
 )
 def test_an_interruption_ends_in_a_report_of_what_there_is(task, after, drafter):
     """Whenever Ctrl-C comes: what was captured and served until then, and everything is released."""
-    shown, backend = Shown(task, after), Counting()
+    shown, backend = ProgressRecord(task, after), CountingReference()
     report = (outcome := started(backend=backend, shown=shown, drafter=drafter, verify=True)).report
     check_report(report)
     assert report.interrupted
@@ -290,7 +292,7 @@ def test_a_request_that_had_its_last_token_is_not_cut_off_by_an_interruption():
     """Two requests end in one step, and Ctrl-C comes when the first is reported."""
     requests = [Request(name=name, arrival=0.0, prompt=(1, 2), max_new_tokens=4) for name in "ab"]
     spec = replace(SPEC, speculative=None)
-    report = started(spec, workload=lambda _: requests, shown=Shown("serve", 1)).report
+    report = started(spec, workload=lambda _: requests, shown=ProgressRecord("serve", 1)).report
     assert [len(done.tokens) for done in report.served] == [4, 4]
     assert all(done.finished is not None for done in report.served)
 
@@ -298,7 +300,7 @@ def test_a_request_that_had_its_last_token_is_not_cut_off_by_an_interruption():
 # What backends see -------------------------------------------------------------------------------
 
 
-class ReadsPages(Counting):
+class ReadsPages(CountingReference):
     """A backend that plans on the host from page lists, as FlashInfer does, and looks at each of them."""
 
     FIELDS = (

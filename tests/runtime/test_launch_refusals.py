@@ -13,7 +13,18 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Method, Speculative
 from capture_planner.records.spec import Parallel
 from capture_planner.runtime.launch import Choices, launch
-from support.launches import CONFIG, HERE, MODEL, SPEC, Counting, Shown, one_request, registry_of, requests_of, started
+from support.launches import (
+    CONFIG,
+    HERE,
+    MODEL,
+    SPEC,
+    CountingReference,
+    ProgressRecord,
+    one_request,
+    registry_of,
+    requests_of,
+    started,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 H100 = Environment(
@@ -59,7 +70,7 @@ REFUSED = {
 
 def check_refused(given, says):
     """With what is wrong in the message, and before anything is begun; return the backend."""
-    backend, shown = Counting(), Shown()
+    backend, shown = CountingReference(), ProgressRecord()
     with pytest.raises(RunError) as caught:
         started(backend=backend, shown=shown, **given)
     assert says in str(caught.value)
@@ -92,7 +103,7 @@ def test_a_drafter_that_is_not_there_is_refused_before_anything_is_reserved_to_r
     if content is not None:
         folder.mkdir()
         (folder / "notes.json").write_text(json.dumps(content))
-    backend = Counting()
+    backend = CountingReference()
     with pytest.raises(CapturePlannerError) as caught:
         started(backend=backend, drafter=folder)
     assert str(folder) in str(caught.value)
@@ -101,7 +112,7 @@ def test_a_drafter_that_is_not_there_is_refused_before_anything_is_reserved_to_r
 
 def with_error():
     """A plan whose lint finds an error: a batch that no entry and no waiver covers."""
-    registry = registry_of(Counting())
+    registry = registry_of(CountingReference())
     made = plan(SPEC, HERE, registry)
     target = made.role(Role.TARGET)
     kept = tuple(e for e in target.entries if e.mode is GraphMode.FULL)
@@ -110,11 +121,13 @@ def with_error():
 
 def test_a_plan_with_errors_is_refused_unless_it_is_wanted():
     """``any_plan`` runs what the plan has; what it does not cover runs eager."""
-    backend, made = Counting(), with_error()
+    backend, made = CountingReference(), with_error()
     with pytest.raises(RunError, match=r"the plan has errors: .*CP\d{3}"):
-        launch(made, registry_of(backend), requests_of, Choices(page_size=4), Shown())
+        launch(made, registry_of(backend), requests_of, Choices(page_size=4), ProgressRecord())
     assert backend.reserved == 0
-    outcome = launch(made, registry_of(backend), requests_of, Choices(page_size=4, any_plan=True, verify=True), Shown())
+    outcome = launch(
+        made, registry_of(backend), requests_of, Choices(page_size=4, any_plan=True, verify=True), ProgressRecord()
+    )
     assert outcome.differing == ()
 
 
@@ -144,7 +157,7 @@ def test_another_model_than_the_plans_is_refused_number_by_number(tmp_path, name
     """Each is named, with what the plan says and what the model has."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    backend = Counting()
+    backend = CountingReference()
     with pytest.raises(RunError) as caught:
         started(changed_model(**{name: planned}), backend=backend, model=config)
     says = str(caught.value)
@@ -156,7 +169,7 @@ def test_another_model_than_the_plans_is_refused_number_by_number(tmp_path, name
 
 def test_a_cache_too_small_for_a_request_is_refused_before_capture():
     """5 + 5 tokens and 2 drafts are 3 pages of 4; with 2 they could never be free."""
-    shown, backend = Shown(), Counting()
+    shown, backend = ProgressRecord(), CountingReference()
     with pytest.raises(RunError, match="the request r needs 3 pages of 4 tokens, and the KV cache has 2"):
         started(workload=one_request(), backend=backend, pages=2, shown=shown)
     assert backend.held == 0
@@ -172,7 +185,7 @@ def test_a_cache_that_no_memory_holds_is_refused():
 def test_a_backend_without_an_executor_is_named():
     """What ``reserve`` returned lacks every call."""
 
-    class Empty(Counting):
+    class Empty(CountingReference):
         def reserve(self, reservation):
             return object()
 

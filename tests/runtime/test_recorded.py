@@ -14,7 +14,7 @@ from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from support.recording import GRAPHS
 
 
-class Passing(TorchDispatchMode):
+class NoOpMode(TorchDispatchMode):
     """A mode of somebody else, which changes nothing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -247,7 +247,7 @@ def test_captures_do_not_mix():
     )
 
     def within_another_mode():
-        with Passing():
+        with NoOpMode():
             graph.replay()
 
     for code in (*inner, within_another_mode):

@@ -201,7 +201,7 @@ def device_fields(made, padding):
     return found
 
 
-class Held(dict):
+class BufferedFields(dict):
     """Fields by name, that go through their buffers as the runner's do."""
 
     def __getitem__(self, name):
@@ -215,7 +215,7 @@ class Held(dict):
 def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
     """Both are the reference at every step of a chain of k - 1, and padded rows stay padding."""
     inputs = draft_decode(batch)
-    held = Held(device_fields(inputs.declared, padding))
+    held = BufferedFields(device_fields(inputs.declared, padding))
     rows, dtypes = inputs.num_reqs, {name: str(array.dtype) for name, array in inputs.declared.items()}
     token_fields = TokenFields.of(held, batch.pages.page_size, batch.max_model_len)
     updates = Updates()

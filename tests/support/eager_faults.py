@@ -20,7 +20,7 @@ SIZES = Sizes(policy=Policy.EXPLICIT, num_tokens=(5, 16), num_reqs=(3, 4))
 """Graphs that pad tokens and requests."""
 
 
-class Faulty(Reference):
+class FaultyReference(Reference):
     """The reference backend; ``spoil`` is called after each attention inside a graph, and may change it.
 
     ``metadata`` returns what attention inside a graph is given instead of its metadata.

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Method, Model, Speculative
@@ -49,7 +49,7 @@ SCHEDULE = ((1, 1, 4), (2, 2, 1), (3, 3, 0))
 """From four drafts to none, as the batch grows."""
 
 
-class Counting(Reference):
+class CountingReference(Reference):
     """The reference backend; it counts what is reserved, on trial with one page or to run, and not yet
     released.
     """
@@ -77,20 +77,20 @@ class Counting(Reference):
         """Leave it as it is."""
 
 
-class Shown:
+class ProgressRecord:
     """Progress that is kept, and stopped by Ctrl-C after so many parts of one task."""
 
     def __init__(self, stop=None, after=0):
         self.totals, self.done, self._stop, self._after = {}, [], stop, after
 
     @contextmanager
-    def __call__(self, what, total):
+    def __call__(self, task, total):
         """Begin a task."""
-        self.totals[what] = total
+        self.totals[task] = total
 
         def advance(name):
-            self.done.append((what, name))
-            if what == self._stop and sum(task == what for task, _ in self.done) == self._after:
+            self.done.append((task, name))
+            if task == self._stop and sum(task == task for task, _ in self.done) == self._after:
                 raise KeyboardInterrupt
 
         yield advance
@@ -98,7 +98,7 @@ class Shown:
 
 def registry_of(backend):
     """A registry of one backend."""
-    return Registry([Registered(backend=backend, distribution="of-a-test", version="1.2")])
+    return Registry([RegisteredBackend(backend=backend, distribution="of-a-test", version="1.2")])
 
 
 def requests_of(vocab_size, count=7, output_tokens=(3, 12)):
@@ -108,9 +108,9 @@ def requests_of(vocab_size, count=7, output_tokens=(3, 12)):
 
 def started(spec=SPEC, backend=None, workload=requests_of, shown=None, environment=HERE, **choices):
     """Plan a spec for this machine and launch it."""
-    registry = registry_of(backend or Counting())
+    registry = registry_of(backend or CountingReference())
     made = plan(spec, environment, registry)
-    return launch(made, registry, workload, Choices(**{"page_size": 4} | choices), shown or Shown())
+    return launch(made, registry, workload, Choices(**{"page_size": 4} | choices), shown or ProgressRecord())
 
 
 @cache

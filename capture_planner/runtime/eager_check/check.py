@@ -21,7 +21,7 @@ from capture_planner.modes import Role
 from capture_planner.records.backend import Axis
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.eager_check.agreement import HALF, finite, prints, row_errors, shortfall, tolerance_of
-from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSeen, Largest
+from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSnapshot, LargestError
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import TensorRef, tensor_of
@@ -260,7 +260,7 @@ class EagerCheck:
                 self._refuse(forward, key, actual, expected, errors, tolerance, after, at)
             if expected.is_floating_point() and len(errors):
                 worst = float(errors.max())
-                seen = Largest(tensor=key.name, error=worst, tolerance=tolerance, role=role.role, layer=key.layer)
+                seen = LargestError(tensor=key.name, error=worst, tolerance=tolerance, role=role.role, layer=key.layer)
                 self._log.saw(seen)
             if is_cache and key.layer is not None:
                 self._compare_foreign(forward, key, before_graph[key.layer, key.name], after)
@@ -350,12 +350,14 @@ def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
             yield layer, name, tensor.flatten(0, 1).flatten(1)
 
 
-def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSeen]:
+def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSnapshot]:
     """Yield the fields as they were staged, and the scalars of each group."""
     for buffer in forward.role.fields:
         actual, field = forward.fields[buffer.key], buffer.field
         real, padded = forward.step.real.rows(field), forward.step.extents.rows(field)
-        yield FieldSeen(name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist())
+        yield FieldSnapshot(
+            name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist()
+        )
     for group, metadata in forward.role.attention.metadata.items():
         for name in ("num_reqs", "num_tokens", "max_query_len", "max_seq_len"):
-            yield FieldSeen(name=f"{group}.{name}", real=getattr(metadata, name))
+            yield FieldSnapshot(name=f"{group}.{name}", real=getattr(metadata, name))

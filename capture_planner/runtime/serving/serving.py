@@ -12,7 +12,7 @@ import torch
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import RunError
 from capture_planner.runtime.execution.inputs import Array
-from capture_planner.runtime.ledger import Served, Session, Step
+from capture_planner.runtime.ledger import RequestResult, Session, Step
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import PendingStep, StepLauncher
@@ -42,10 +42,10 @@ class Serving:
         drafter: Drafter | None,
         session: Session,
         answers: Answers,
-        progress: Callable[[Served], None] | None,
+        progress: Callable[[RequestResult], None] | None,
     ) -> None:
         self.scheduler = scheduler
-        self.served: list[Served] = []
+        self.served: list[RequestResult] = []
         self.is_over = False
         """Whether it was cut off."""
         self._launcher = StepLauncher(scheduler, parts, dispatcher, pages, session)
@@ -166,10 +166,10 @@ class Serving:
         tokens = states.tokens[live.state_index, start : int(states.length[live.state_index])]
         return live.request.cut(tuple(tokens[tokens >= 0].tolist()))
 
-    def _finish(self, live: Live, *, cut_off: bool = False) -> Served:
+    def _finish(self, live: Live, *, cut_off: bool = False) -> RequestResult:
         clock = perf_counter()
         output = self._output(live)
-        served = Served(
+        served = RequestResult(
             name=live.request.name,
             prompt_tokens=len(live.request.prompt),
             output_tokens=len(output),

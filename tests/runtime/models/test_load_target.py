@@ -154,7 +154,7 @@ def mask(layer, args, kwargs):
     return args, kwargs | {"attention_mask": torch.zeros(2, 2)}
 
 
-class Silent(torch.nn.Module):
+class LayerWithoutAttention(torch.nn.Module):
     """A layer without attention."""
 
     def forward(self, states, **kwargs):
@@ -173,7 +173,7 @@ BREAKS = {
     "asks for a window of 7": lambda layers: setattr(layers[1].self_attn, "sliding_window", 7),
     "or has no index": lambda layers: setattr(layers[1].self_attn, "layer_idx", None),
     "layer 0 attends twice": lambda layers: setattr(layers[2].self_attn, "layer_idx", 0),
-    "layers .1. do not attend": lambda layers: layers.__setitem__(1, Silent()),
+    "layers .1. do not attend": lambda layers: layers.__setitem__(1, LayerWithoutAttention()),
     "different heads": widen,
     "its forward fails: ": lambda layers: setattr(layers[1].self_attn, "head_dim", 5),
 }
