@@ -213,7 +213,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 2}
     [
         ({"max_batch": 4}, ("max_batch",), "unknown key"),
         ({GRAPHS: {"batch_size": [1]}}, (GRAPHS, "batch_size"), "unknown key"),
-        ({GRAPHS: {"batch_sizes": [1, 8], "max_batch_size": 4}}, (GRAPHS, "max_batch_size"), "the same"),
+        ({GRAPHS: {"batch_sizes": [1, 8], "max_batch_size": 4}}, (GRAPHS, "max_batch_size"), "must be equal"),
         ({GRAPHS: {"max_batch_size": -1}}, (GRAPHS, "max_batch_size"), "at least 0"),
         ({GRAPHS: {"batch_sizes": 8}}, (GRAPHS, "batch_sizes"), "expected a list"),
         ({GRAPHS: {"batch_sizes": [4, "x"]}}, (GRAPHS, "batch_sizes", 1), "expected an integer"),
@@ -224,7 +224,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 2}
         ({GRAPHS: {"mode": "prefill"}}, (GRAPHS, "mode"), "expected decode or encode"),
         ({"prefill_cuda_graph_backend": "piecewise"}, ("prefill_cuda_graph_backend",), "graphs of prompts"),
         ({"tensor_parallel_size": None}, ("tensor_parallel_size",), "null"),
-        ({SPEC: {"decoding_type": "Medusa"}}, (SPEC, "decoding_type"), "knows no"),
+        ({SPEC: {"decoding_type": "Medusa"}}, (SPEC, "decoding_type"), "unknown decoding_type"),
         ({SPEC: {"decoding_type": "SaveState"}}, (SPEC, "decoding_type"), "not emulated"),
         ({SPEC: {"decoding_type": "MTP"}}, (SPEC, "max_draft_len"), "checkpoint"),
         ({SPEC: {"decoding_type": "NGram"}}, (SPEC, "max_draft_len"), "at least one token"),
@@ -237,7 +237,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 2}
             (SPEC, "max_concurrency"),
             "exclude each other",
         ),
-        ({SPEC: MTP | {"use_dynamic_tree": True}}, (SPEC, "dynamic_tree_max_topK"), "needs it"),
+        ({SPEC: MTP | {"use_dynamic_tree": True}}, (SPEC, "dynamic_tree_max_topK"), "needs a value"),
         (
             {SPEC: MTP | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 5}},
             (SPEC, "max_total_draft_tokens"),

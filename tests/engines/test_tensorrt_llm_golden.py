@@ -19,7 +19,7 @@ def test_golden_answers_are_the_engines(tmp_path):
     cases = itertools.islice(drawn.cases(RECORDED["seed"]), len(RECORDED["cases"]))
     for case, wanted in zip(cases, RECORDED["cases"], strict=True):
         if "refused" in wanted:
-            with pytest.raises(FlagError, match="none is left"):
+            with pytest.raises(FlagError, match="no size is left"):
                 emulated(case, file)
         else:
             assert shortened(emulated(case, file)) == wanted, case

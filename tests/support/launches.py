@@ -90,7 +90,7 @@ class ProgressRecord:
 
         def advance(name):
             self.done.append((task, name))
-            if task == self._stop and sum(task == task for task, _ in self.done) == self._after:
+            if task == self._stop and sum(name == task for name, _ in self.done) == self._after:
                 raise KeyboardInterrupt
 
         yield advance
