@@ -204,7 +204,7 @@ class Deployment:
     pages: PageFormat
     requests: tuple[Request, ...]
     kind: str
-    """Whose proposals are drafts: those of a random head, of the answers by chance, of the answers."""
+    """Where drafts come from: a random head, the answers by chance, or the answers."""
     seed: int
     device: torch.device
     grapher: Grapher

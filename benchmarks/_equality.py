@@ -52,7 +52,7 @@ def check(
 
     ``eager``: once more without graphs at real extents. ``other_pool``: once more with the other kind of
     pool. ``poison``: everything that a forward of the graphs may not depend on is overwritten before it.
-    Other options are those of all runs of the plan.
+    Other options apply to all runs of the plan.
     """
     plain = deployment.serve(without_speculation(deployment.plan, REGISTRY)).tokens
     answers = {request.name: request.prompt + plain[request.name] for request in deployment.requests}

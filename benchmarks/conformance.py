@@ -6,7 +6,7 @@ r"""The conformance suite on a GPU: backends at a thorough profile, one after th
 
 The scenes of a backend are done in portions, each with a seed of its own: what they tried is added up, and
 what they found is kept with the command that shows it again. The audits of declared fields run before them.
-Audits and scenes are processes of their own, so that an illegal access takes nobody with it. Several may
+Audits and scenes are processes of their own, so that an illegal access ends no other. Several may
 search at once (``--jobs``): on a CPU, and on a GPU that they share through CUDA's multi-process service
 (``nvidia-cuda-mps-control -d``): eight that did made 17 scenes a second on an H100, one alone 2 to 5, and six
 that took turns without it fewer than one. ``--device cpu`` has the reference backend with recorded graphs.
@@ -59,7 +59,7 @@ Data = dict[str, Any]
 PORTION = 60
 """Scenes of one seed: the clock is looked at between two portions."""
 SEEDS = 1000
-"""From the first seed of one process to that of the next."""
+"""From the first seed of one process to the first of the next."""
 
 NAMES = ("flash_attention", "flashinfer", "flashinfer_wrappers", "triton")
 

@@ -2,7 +2,7 @@
 
 Two plans a backend: without a drafter for steps, preparation, throughput and capture, and with K=5 for
 the draft chain, the pools and the preparation of all roles. Transformers' continuous batching does not depend
-on our backend: it is measured once, beside the first, and all are compared with that.
+on our backend: it is measured once, with the first backend, and all are compared with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 r"""Thousands of random steps on a GPU: graphs against the same kernels, eager steps and float32 logits.
 
 For each backend that runs here, random tiny deployments and two of Qwen3-0.6B's shape are served until
-so many steps came. Every token from graphs must be that of the same kernels without a graph; in
-float32 also that of plain greedy decoding; and no row's logits are more than 2 % off those of a dense
+so many steps came. Every token from graphs must equal the token of the same kernels without a graph; in
+float32 also the token of plain greedy decoding; no row's logits are more than 2 % off a dense
 forward in float32. ``--short`` serves one small deployment of each backend, for compute-sanitizer:
 
     python benchmarks/gpu_equality.py --compile     # what libraries compile on first use, all at once

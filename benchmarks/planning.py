@@ -1,7 +1,7 @@
 """Time to import, to plan every shipped spec, to plan a large one, and how planning scales.
 
 Import time is taken inside fresh processes. All other times are the best of the repeats, in this
-process. The slope is that of log time over log number of entries, in the upper half of a family
+process. The slope is of log time over log number of entries, in the upper half of a family
 of growing specs, where constant costs no longer hide it: 1 is linear.
 """
 

@@ -7,7 +7,7 @@ compatibility, not ``Entry.rejection``), leave no rank with less than its batch,
 the ranks, ignore idle ranks, and be eager for all where one rank has no graph. Exit code 1 on any
 violation, each with the command that repeats it.
 
-Counted beside it: in how many vectors ranks that dispatch their own batches would have gone apart, which
+Also counted: in how many vectors ranks that dispatch their own batches would have gone apart, which
 on a device is a hang or a wrong result.
 """
 

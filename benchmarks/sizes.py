@@ -1,7 +1,7 @@
 """Worst padding by size policy, and the graphs that no batch can reach.
 
 Padding is the worst padded/real ratio minus one over the batch sizes that a policy covers; sizes
-that it leaves to eager are counted beside it. Reachability is over every admissible batch of every
+that it leaves to eager are counted too. Reachability is over every admissible batch of every
 shipped spec on every shipped environment; vLLM's column is its own rule over the graphs that its
 default sizes capture for the same target and resolved mode, at the same limits.
 """
@@ -68,7 +68,7 @@ def padding(most: int) -> list[dict[str, Any]]:
 
 
 def reachability() -> list[dict[str, Any]]:
-    """Return, for every shipped plan, its graphs and unreachable graphs beside vLLM's."""
+    """Return, for every shipped plan, its graphs and unreachable graphs, and vLLM's."""
     backends = registry.load_backends()
     rows: list[dict[str, Any]] = []
     emulated: dict[tuple[str, GraphMode, int], tuple[int, int]] = {}

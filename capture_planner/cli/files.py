@@ -60,7 +60,7 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
 
 
 def _refuse_to_replace(output: str, spec: str) -> None:
-    """Keep --output from replacing anything but a plan: a slip must not cost somebody a spec."""
+    """Keep --output from replacing anything but a plan: a typing error must not overwrite a spec."""
     if not output:
         raise click.UsageError("--output needs the name of a file.")
     target = Path(output)

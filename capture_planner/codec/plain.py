@@ -31,7 +31,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_fields(value: Any, *properties: str, omit: Collection[str] = (), **keys: str) -> dict[str, Any]:
-    """Return every field of a record but those of ``omit``, and then the properties that are named.
+    """Return every field of a record except ``omit``, and then the properties that are named.
 
     The key of a field is its key in files (``key_of``), or what ``keys`` has for it: ``message="says"``.
     """

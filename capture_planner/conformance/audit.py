@@ -263,7 +263,7 @@ def _cut(
         elif buffer.field.axis is not Axis.REQUEST_PLUS_ONE:
             # Wrong offsets would have a kernel read anywhere: not on a device.
             indexes, bounds = buffer.field.indexes, role.bounds
-            # Slots are those of the null page.
+            # Slots are the null page's.
             below = {None: bounds.positions, Bound.SLOTS: bounds.slots // bounds.pages, Bound.TOKENS: 2}.get(indexes)
             if below is None and indexes is not None:
                 below = bounds.of(indexes, step.extents)

@@ -63,7 +63,7 @@ def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(
     tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(st.one_of(tight, roomy))
     explicit = draw(st.integers(0, 3)) > 0
-    # Sizes of mixed batches close to those of decodes, so that the nearest graph is not always the best.
+    # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
     close = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
     near = st.sampled_from([size for size in close if 1 <= size <= num_tokens])
     some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
@@ -280,7 +280,7 @@ class PlayResult:
 
 
 def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), **options: object) -> PlayResult:
-    """Run a case from its beginning, up to the first failure; options are those of ``Stage``."""
+    """Run a case from its beginning, up to the first failure; ``Stage`` has the options."""
     log, skipped, failure = Log(examples=1), [], None
     try:
         with Stage(subject, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2
 """Relative error of a row's norm: more than kernels of that type round, far less than one wrong key."""
 
 SPARE_REQS = 2
-"""Requests whose pages are free in addition to those of all places."""
+"""Requests whose pages are free in addition to the pages of all places."""
 
 
 class Stage:

@@ -56,7 +56,7 @@ class SuiteOptions:
     profile: Profile = DEFAULT
     seed: int = 0
     shapes: tuple[Shape, ...] = ()
-    """Shapes to test; empty: those of ``shapes.CANDIDATES`` that the backend runs."""
+    """Shapes to test; empty: all of ``shapes.CANDIDATES`` that the backend runs."""
     drafts: tuple[int, ...] = DRAFTS
     shrink: bool = True
     """Minimize a failing case. It takes longer than finding it."""

@@ -173,7 +173,7 @@ class Watch:
                 )
 
     def _own_slots(self, role: RoleRun, step: ForwardStep) -> Slots:
-        """Return the slots that the batch may write: those of its tokens, and the null page."""
+        """Return the slots that the batch may write: its tokens' slots, and the null page."""
         entry, inputs = step.entry, step.inputs
         mine = None if inputs.slot_mapping is None else set(inputs.slot_mapping.tolist())
         table, positions = inputs.block_table, inputs.positions

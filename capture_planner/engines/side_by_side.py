@@ -1,7 +1,7 @@
 """Two deployments side by side: what each captures, what it serves, and where only one runs eager.
 
 Each is a plan or the emulation of an engine: a plan answers by our dispatcher, an emulation as the engine
-does. Every admissible batch is dispatched, or those of a trace. For what changes where one plan replaces
+does. Every admissible batch is dispatched, or every batch of a trace. For what changes where one plan replaces
 another, see ``capture_planner.analysis.diff``.
 """
 
@@ -112,7 +112,7 @@ class SideBySide:
     """What the first is called."""
     b: str
     from_traffic: bool
-    """Whether batches are those of a trace; else all that are admissible."""
+    """Whether batches come from a trace; else all admissible ones."""
     modes: tuple[Modes, ...]
     graphs: tuple[GraphCounts, ...]
     families: tuple[Pair, ...]
@@ -126,7 +126,7 @@ def compare(
     *,
     names: tuple[str, str] | None = None,
 ) -> SideBySide:
-    """Compare two deployments over all batches that each admits, or over those of a trace.
+    """Compare two deployments over all batches that each admits, or over a trace's batches.
 
     Figures of a side are over its own batches: those are what it meets. Holes are over the batches of
     both. ``names`` is what the sides are called, where not as they call themselves.

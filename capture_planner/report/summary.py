@@ -318,7 +318,7 @@ def _latency(report: RunReport) -> Latency:
     return Latency(
         first_token=Percentiles.of(first_token_times(report)),
         per_token=Percentiles.of(per_token_times(report)),
-        finished=Percentiles.of(served.finished for served in report.served if served.finished is not None),
+        finished=Percentiles.of(request.finished for request in report.served if request.finished is not None),
         step=Percentiles.of(step.seconds for step in report.steps),
         forward_host=Percentiles.of(host),
     )

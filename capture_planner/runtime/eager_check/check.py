@@ -269,7 +269,7 @@ class EagerCheck:
     def _compare_foreign(
         self, forward: _ComparedForward, key: TapKey, before_graph: torch.Tensor, after: TapKey | None
     ) -> None:
-        """Refuse a slot that the graph wrote and this batch does not; the null page is anybody's."""
+        """Refuse a slot that the graph wrote and this batch does not; any row may write the null page."""
         role = forward.role
         cache = next(tensor for *of, tensor in _caches(role) if of == [key.layer, key.name])
         changed = prints(cache) != before_graph

@@ -42,7 +42,7 @@ class Extents:
     """Pages of one request."""
 
     def along(self, axis: Axis) -> int:
-        """Return the extent of an axis; a vector of pages has those of all requests."""
+        """Return the extent of an axis; a vector of pages has all requests' pages."""
         if axis is Axis.TOKEN:
             return self.tokens
         if axis is Axis.REQUEST:

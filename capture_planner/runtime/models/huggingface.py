@@ -153,7 +153,7 @@ class HuggingFaceModel:
         far = logits.shape != expected.shape or (logits - expected).abs().max() > 0.02 * expected.abs().max()
         if far:
             raise RunError(
-                f"{self.name}: its logits are not those of its output embeddings; supported: with "
+                f"{self.name}: its logits do not come from its output embeddings; supported: with "
                 "final_logit_softcapping, times logit_scale, or divided by logits_scaling"
             )
         return *part.seen[0], part.sinks
@@ -262,7 +262,7 @@ def _pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: 
     missing = sorted(loading["missing_keys"])
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise RunError(f"{folder}: its safetensors lack {listed}; they are not those of config.json")
+        raise RunError(f"{folder}: its safetensors lack {listed}; they do not belong to config.json")
     loaded: PreTrainedModel = model
     return loaded
 

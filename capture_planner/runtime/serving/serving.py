@@ -95,7 +95,7 @@ class Serving:
         """Store a step's tokens, finish the requests that are complete, and draft for the others."""
         scheduled, states = step.scheduled, self.scheduler.states
         verification = self._settled(step)
-        # A row that was filled up with any token is no draft of anybody.
+        # A row that was filled up with any token is not a draft.
         drafts = np.minimum(scheduled.drafts, states.proposed[scheduled.state_indices])
         drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, verification.accepted).sum())
         finished = self._finished(scheduled, verification)

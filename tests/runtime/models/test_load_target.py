@@ -90,7 +90,7 @@ REFUSED = {
     "is not a causal language model": lambda: transformers.T5Config(num_layers=1),
     "no list of its layers": lambda: transformers.BertConfig(num_hidden_layers=1, **SMALL),
     "is not causal": lambda: transformers.Gemma3TextConfig(**BASE, use_bidirectional_attention=True),
-    "logits are not those of its output embeddings": lambda: transformers.HyperCLOVAXConfig(**BASE, logits_scaling=4.0),
+    "logits do not come from its output embeddings": lambda: transformers.HyperCLOVAXConfig(**BASE, logits_scaling=4.0),
     "is quantized": lambda: transformers.LlamaConfig(**BASE, quantization_config={"quant_method": "fp8"}),
 }
 
