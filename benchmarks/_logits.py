@@ -59,7 +59,7 @@ class Watching:
         """Return the sequences that were served, and every row of a forward that is one's.
 
         A row is ``(sequence, position)``; the third holds its hidden state, ``[rows, hidden_size]``. Rows
-        behind a refused draft are nobody's, and are left out.
+        behind a refused draft belong to no sequence, and are omitted.
         """
         sequences: list[list[int]] = []
         of_place: dict[int, int] = {}

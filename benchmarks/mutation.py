@@ -94,7 +94,7 @@ class Mutant:
         return attrs.asdict(self, filter=attrs.filters.exclude("module", "source"))
 
 
-class _Unannotated(ast.NodeTransformer):
+class _AnnotationRemover(ast.NodeTransformer):
     """Takes annotations away, and whether parameters are given by name."""
 
     def visit(self, node: ast.AST) -> ast.AST:
@@ -116,7 +116,7 @@ def _tree(source: str) -> str | None:
         tree = ast.parse(source)
     except SyntaxError:
         return None
-    return ast.dump(_Unannotated().visit(tree))
+    return ast.dump(_AnnotationRemover().visit(tree))
 
 
 def mutants(module: str) -> Iterator[Mutant | str]:

@@ -13,6 +13,8 @@ SOURCES = sorted(
 )
 SCRIPTS = sorted(path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py"))
 """Tests, benchmarks and tools; only their length is checked."""
+WITH_TEXT = [*SOURCES, *(path for path in SCRIPTS if path.relative_to(ROOT).parts[0] != "tests")]
+"""What users, or readers of results, meet."""
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MAX_LINES = 400
 KEYS = {"mend"}
@@ -23,6 +25,7 @@ WORDS = {
     r"\bheeded\b": "applied",
     r"\bwhoever\b": "name the person or the part",
     r"\bnobody\b": "name what does not: no rank, no caller, nothing",
+    r"\b(?:some|any|every)body\b": "name the person or the part",
     r"\bbeside\b": "next to, and, besides",
     r"\blikewise\b": "also, too",
     r"\bstands? in for\b": "replaces",
@@ -57,7 +60,18 @@ def test_class_names_are_unique() -> None:
     assert {name: sorted(where) for name, where in modules.items() if len(where) > 1} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_class_names_are_nouns() -> None:
+    """No participle: what a class is, not what was done to it."""
+    classes = {
+        node.name
+        for path in SOURCES + SCRIPTS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name in classes if re.fullmatch(r"_?[A-Z][a-z]+(?:ed|wn|eld)", name)} == set()
+
+
+@pytest.mark.parametrize("path", WITH_TEXT, ids=lambda path: str(path.relative_to(ROOT)))
 def test_strings_use_plain_words(path: Path) -> None:
     """Docstrings, messages and help texts."""
     assert [f"line {line}: {word}" for line, text in texts(path) for word in found_in(text)] == []

@@ -13,7 +13,7 @@ from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
 from gallery.core import Mutant, with_field
 from gallery.padding import RenamedReference
-from gallery.paged import SPLITS, Paged, PagedExecutor, Work
+from gallery.paged import SPLITS, PagedBackend, PagedExecutor, Work
 
 
 class PlanNotRefreshed(PagedExecutor):
@@ -85,7 +85,7 @@ class GrowsWorkspace(PagedExecutor):
         return work, with_field(metadata, "paged_kv_indices", self._list)
 
 
-class SharesStaging(Paged):
+class SharesStaging(PagedBackend):
     """Gives the same pinned memory to all groups."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ MUTANTS = (
         threads=("TRT-LLM#18769",),
         bug_class=F,
         says="A graph's plan is made at its capture and used again for every batch",
-        backend=lambda: Paged(PlanNotRefreshed),
+        backend=lambda: PagedBackend(PlanNotRefreshed),
     ),
     Mutant(
         name="lengths-not-refreshed",
@@ -254,7 +254,7 @@ MUTANTS = (
         threads=("flashinfer#4399", "flashinfer#4553"),
         bug_class=F,
         says="A step that needs more workspace replaces it, and graphs that are there read the old one",
-        backend=lambda: Paged(GrowsWorkspace),
+        backend=lambda: PagedBackend(GrowsWorkspace),
     ),
     Mutant(
         name="shares-staging",
@@ -268,42 +268,42 @@ MUTANTS = (
         threads=("sglang#37975",),
         bug_class=F,
         says="Page offsets are rebuilt in the buffer of eager steps, and not in the one that graphs read",
-        backend=lambda: Paged(OffsetsOfEagerSteps),
+        backend=lambda: PagedBackend(OffsetsOfEagerSteps),
     ),
     Mutant(
         name="keeps-mask",
         threads=(),
         bug_class=F,
         says="A step without a mask runs with the bits of the last one that had one",
-        backend=lambda: Paged(KeepsMask),
+        backend=lambda: PagedBackend(KeepsMask),
     ),
     Mutant(
         name="split-of-first-batch",
         threads=("vllm#20301",),
         bug_class=F,
         says="The split of sequences is chosen at capture, and later plans split otherwise",
-        backend=lambda: Paged(SplitOfFirstBatch),
+        backend=lambda: PagedBackend(SplitOfFirstBatch),
     ),
     Mutant(
         name="grid-of-batch",
         threads=("vllm#20301",),
         bug_class=F,
         says="A graph launches as many blocks as the batch of its capture needed",
-        backend=lambda: Paged(GridOfBatch),
+        backend=lambda: PagedBackend(GridOfBatch),
     ),
     Mutant(
         name="layout-of-batch",
         threads=("TRT-LLM#18002",),
         bug_class=F,
         says="The layout of a plan follows the batch, so that no other batch can be replayed",
-        backend=lambda: Paged(LayoutOfBatch),
+        backend=lambda: PagedBackend(LayoutOfBatch),
     ),
     Mutant(
         name="longest-of-batch",
         threads=("vllm#19106",),
         bug_class=F,
         says="The longest sequence of the batch is baked in, instead of the model's",
-        backend=lambda: Paged(LongestOfBatch),
+        backend=lambda: PagedBackend(LongestOfBatch),
     ),
     Mutant(
         name="reads-lengths",

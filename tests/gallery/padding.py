@@ -18,7 +18,7 @@ from capture_planner.runtime.executor import Executor, Metadata, Reservation, Sc
 from capture_planner_reference.backend import Reference
 from capture_planner_reference.executor import ReferenceExecutor
 from gallery.core import Mutant, with_field
-from gallery.paged import SPLITS, Paged, PagedExecutor, Work
+from gallery.paged import SPLITS, PagedBackend, PagedExecutor, Work
 from gallery.scheduled import METADATA, ScheduledExecutor, ScheduledReference
 
 
@@ -192,21 +192,21 @@ MUTANTS = (
         threads=("flashinfer#4002", "flashinfer#5176", "sglang#34190"),
         bug_class=D,
         says="Blocks launched beyond the plan are not masked, and read plan entries that were never written",
-        backend=lambda: Paged(PaddedBlocksRun),
+        backend=lambda: PagedBackend(PaddedBlocksRun),
     ),
     Mutant(
         name="merges-unwritten-partials",
         threads=(),
         bug_class=D,
         says="The merge reads partial results that no block wrote, which is right in a fresh workspace alone",
-        backend=lambda: Paged(MergesUnwritten),
+        backend=lambda: PagedBackend(MergesUnwritten),
     ),
     Mutant(
         name="each-block-writes",
         threads=("flashinfer#4161",),
         bug_class=D,
         says="Each block of a split sequence writes the output, and a late one overwrites the merged row",
-        backend=lambda: Paged(EachBlockWrites),
+        backend=lambda: PagedBackend(EachBlockWrites),
     ),
     Mutant(
         name="stale-tile-counts",
@@ -220,7 +220,7 @@ MUTANTS = (
         threads=(),
         bug_class=D,
         says="Query offsets are read along tokens instead of requests",
-        backend=lambda: Paged(OffsetsByToken),
+        backend=lambda: PagedBackend(OffsetsByToken),
     ),
     Mutant(
         name="zero-filled-offsets",
@@ -234,6 +234,6 @@ MUTANTS = (
         threads=(),
         bug_class=D,
         says="The output's padded rows keep what was in their memory",
-        backend=lambda: Paged(PaddedRowsUnwritten),
+        backend=lambda: PagedBackend(PaddedRowsUnwritten),
     ),
 )

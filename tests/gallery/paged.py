@@ -115,7 +115,7 @@ class Sizes:
         return cls(ints=-(-ints // 4) * 4, rows=tokens * SPLITS + 1)
 
 
-class Paged:
+class PagedBackend:
     """Work items planned on the host; ``executor`` is what runs them."""
 
     name = "paged"

@@ -64,11 +64,11 @@ class Planning:
 
     def reserve(self, reservation: Reservation) -> Executor:
         """Reserve the reference, and a length for each row."""
-        return _Planned(self._beneath.reserve(reservation), torch.zeros_like(reservation.fields["seq_lens"]))
+        return _PlannedExecutor(self._beneath.reserve(reservation), torch.zeros_like(reservation.fields["seq_lens"]))
 
 
 @attrs.frozen(eq=False)
-class _Planned:
+class _PlannedExecutor:
     """The executor of one group."""
 
     beneath: Executor

@@ -11,14 +11,14 @@ from capture_planner.records.backend import Backend
 from gallery.backends import MUTANTS
 from gallery.core import LATE, Mutant, detect
 from gallery.padding import CopiesTable, RenamedReference
-from gallery.paged import Paged
+from gallery.paged import PagedBackend
 from gallery.scheduled import ScheduledReference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = conformance.Profile(name="few", examples=4, steps=12)
 
 
-@pytest.mark.parametrize("brought", [Paged, ScheduledReference, RenamedReference, CopiesTable])
+@pytest.mark.parametrize("brought", [PagedBackend, ScheduledReference, RenamedReference, CopiesTable])
 def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     """What a mutant does wrong is its own: without its one change nothing is found."""
     outcome = conformance.conform(

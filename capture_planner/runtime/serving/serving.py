@@ -17,7 +17,7 @@ from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import PendingStep, StepLauncher
 from capture_planner.runtime.serving.parts import Parts
-from capture_planner.runtime.serving.scheduler import Live, ScheduledBatch, Scheduler
+from capture_planner.runtime.serving.scheduler import AdmittedRequest, ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
 
 Answers = Mapping[str, tuple[int, ...]]
@@ -150,7 +150,7 @@ class Serving:
         states.proposed[scheduled.state_indices] = np.where(verification.gained > 0, k, 0)
         states.tokens[rows[:, None], states.length[rows][:, None] + np.arange(k)] = proposed[rows, :k]
 
-    def _finished(self, scheduled: ScheduledBatch, verification: Verification) -> list[Live]:
+    def _finished(self, scheduled: ScheduledBatch, verification: Verification) -> list[AdmittedRequest]:
         """Return the requests that had their last token in this step."""
         states, rows = self.scheduler.states, scheduled.state_indices
         length = verification.at + verification.gained
@@ -160,13 +160,13 @@ class Serving:
             ended[row] = not scheduled.live[row].request.stop.isdisjoint(new.tolist())
         return [scheduled.live[row] for row in np.flatnonzero(ended)]
 
-    def _output(self, live: Live) -> tuple[int, ...]:
+    def _output(self, live: AdmittedRequest) -> tuple[int, ...]:
         """Return what a request has been given; a token that is on its way is negative."""
         states, start = self.scheduler.states, len(live.request.prompt)
         tokens = states.tokens[live.state_index, start : int(states.length[live.state_index])]
         return live.request.cut(tuple(tokens[tokens >= 0].tolist()))
 
-    def _finish(self, live: Live, *, cut_off: bool = False) -> RequestResult:
+    def _finish(self, live: AdmittedRequest, *, cut_off: bool = False) -> RequestResult:
         clock = perf_counter()
         output = self._output(live)
         served = RequestResult(
