@@ -378,4 +378,4 @@ def _range(length: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(length, device=like.device, dtype=torch.int32)
 
 
-__all__ = ["FIELDS", "SPLITS", "TILE", "Grid", "Paged", "PagedExecutor", "Sizes", "Work"]
+__all__ = ["FIELDS", "SPLITS", "TILE", "Grid", "PagedBackend", "PagedExecutor", "Sizes", "Work"]
