@@ -281,13 +281,14 @@ def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
     return tuple(Fallback(**dict(zip(names, key, strict=True)), forwards=count) for key, count in counts.most_common())
 
 
-def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
+def _used(captured: Sequence[Captured], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
     uses: Counter[tuple[Role, Entry]] = Counter()
     for forward in forwards:
         if forward.entry is not None:
             uses[forward.role, forward.entry] += forward.repeats
-    used = [GraphUse(graph=graph, forwards=uses[graph.role, graph.entry]) for graph in captured]
-    return tuple(sorted(used, key=lambda graph: -graph.forwards))
+    # Of an entry that a plan lists twice (lint finds it), the later capture replaced the earlier one.
+    latest = [GraphUse(graph=graph, forwards=uses.pop((graph.role, graph.entry), 0)) for graph in reversed(captured)]
+    return tuple(sorted(reversed(latest), key=lambda graph: -graph.forwards))
 
 
 def _acceptance(steps: Iterable[Step]) -> Acceptance:
