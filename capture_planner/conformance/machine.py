@@ -34,6 +34,7 @@ from capture_planner.conformance.scene import (
 from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.steps import admits, run_step
 from capture_planner.conformance.subject import Subject
+from capture_planner.conformance.tampering import Tampering
 from capture_planner.conformance.watch import Watch
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import GraphMode
@@ -279,11 +280,11 @@ class PlayResult:
     """Steps that did not apply, counted from 1."""
 
 
-def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), **options: object) -> PlayResult:
-    """Run a case from its beginning, up to the first failure; options are those of ``Stage``."""
+def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), tampering: Tampering | None = None) -> PlayResult:
+    """Run a case from its beginning, up to the first failure; ``spared`` and ``tampering`` as of ``Stage``."""
     log, skipped, failure = Log(examples=1), [], None
     try:
-        with Stage(subject, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]
+        with Stage(subject, case.scene, spared=spared, tampering=tampering) as stage:
             try:
                 for number, step in enumerate(case.steps, 1):
                     if run_step(stage, step):

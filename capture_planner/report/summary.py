@@ -287,8 +287,13 @@ def _used(captured: Sequence[Captured], forwards: Iterable[Forward]) -> tuple[Gr
         if forward.entry is not None:
             uses[forward.role, forward.entry] += forward.repeats
     # Of an entry that a plan lists twice (lint finds it), the later capture replaced the earlier one.
-    latest = [GraphUse(graph=graph, forwards=uses.pop((graph.role, graph.entry), 0)) for graph in reversed(captured)]
-    return tuple(sorted(reversed(latest), key=lambda graph: -graph.forwards))
+    latest = {(graph.role, graph.entry): graph for graph in captured}
+    used = [
+        GraphUse(graph=graph, forwards=uses[key] if latest[key] is graph else 0)
+        for graph in captured
+        for key in [(graph.role, graph.entry)]
+    ]
+    return tuple(sorted(used, key=lambda graph: -graph.forwards))
 
 
 def _acceptance(steps: Iterable[Step]) -> Acceptance:

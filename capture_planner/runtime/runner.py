@@ -17,6 +17,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import capture_all
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Captured, Served, Session
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
@@ -29,7 +30,10 @@ from capture_planner.runtime.serving.workload import Request
 
 
 class Runner:
-    """Executes one plan on one model. Use it as a context: leaving releases the backends."""
+    """Executes one plan on one model. Use it as a context: leaving releases the backends.
+
+    :param observer: watches the forwards of all roles; not with ``Options.compare``, which is an observer itself.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,11 @@ class Runner:
         pages: PageFormat,
         device: torch.device | None = None,
         options: Options | None = None,
+        observer: ForwardObserver | None = None,
     ) -> None:
+        options = options or Options()
+        if observer is not None and options.compare:
+            raise RunError("options.compare watches the forwards, and an observer is given too; use one or the other")
         if (plan.speculative is None) != (drafter is None):
             raise RunError(
                 "the plan has a drafter and none was given"
@@ -54,7 +62,15 @@ class Runner:
         self.device = device or torch.device("cpu")
         self.session = Session()
         self.parts = assemble(
-            plan, model, drafter, registry, grapher, pages=pages, device=self.device, options=options or Options()
+            plan,
+            model,
+            drafter,
+            registry,
+            grapher,
+            pages=pages,
+            device=self.device,
+            options=options,
+            observer=observer or ForwardObserver(),
         )
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
