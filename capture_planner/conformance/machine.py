@@ -114,6 +114,15 @@ class Log:
     on_change: Callable[[Log], None] = lambda log: None
     """Called at each example."""
 
+    def begin(self) -> None:
+        """Count an example."""
+        self.examples += 1
+        self.on_change(self)
+
+    def fail(self, violation: Violation) -> None:
+        """Note the last violation."""
+        self.violation = violation
+
     def add(self, watch: Watch) -> None:
         self.forwards.update(watch.ran)
         self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
@@ -140,8 +149,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
         """Reserve the backend, and capture all entries of a random plan."""
-        self.log.examples += 1
-        self.log.on_change(self.log)
+        self.log.begin()
         self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
         with self._recorded():
             self._stage = Stage(self.subject, self._scene)
@@ -256,8 +264,9 @@ class ConformanceMachine(RuleBasedStateMachine):
             yield
         except Exception as error:
             case = dumps(Case(scene=self._scene, steps=tuple(self._steps)))
-            self.log.violation = Violation.of(error, case=case)
-            raise self.log.violation from error
+            violation = Violation.of(error, case=case)
+            self.log.fail(violation)
+            raise violation from error
 
 
 def _lengths(scene: Scene) -> SearchStrategy[int]:

@@ -101,15 +101,11 @@ class Runner:
             self.dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
-        started = perf_counter()
-        try:
-            with torch.no_grad():
-                for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
-                    self.session.captured.append(done)
-                    if progress is not None:
-                        progress(done)
-        finally:
-            self.session.capture_seconds = perf_counter() - started
+        with self.session.capturing(), torch.no_grad():
+            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
+                self.session.captured.append(done)
+                if progress is not None:
+                    progress(done)
         self.dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
 
     def serve(
@@ -127,18 +123,16 @@ class Runner:
         """
         serving = self.start(requests, answers=answers, progress=progress)
         scheduler = serving.scheduler
-        started = perf_counter()
         now = 0.0
-        try:
+        with contextlib.ExitStack() as end:
+            end.callback(serving.cut_off)
+            end.enter_context(self.session.serving())
             while not serving.done:
                 scheduler.arrive(now, perf_counter())
                 if not serving.step() and scheduler.next_arrival is not None:
                     now = scheduler.next_arrival
                 else:
                     now += step_seconds
-        finally:
-            self.session.serve_seconds += perf_counter() - started
-            serving.cut_off()
         return serving.served
 
     def start(
