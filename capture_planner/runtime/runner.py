@@ -32,7 +32,8 @@ from capture_planner.runtime.serving.workload import Request
 class Runner:
     """Executes one plan on one model. Use it as a context: leaving releases the backends.
 
-    :param observer: watches the forwards of all roles; not with ``Options.compare``, which is an observer itself.
+    :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``; not with
+        ``Options.compare``, which is an observer itself.
     """
 
     def __init__(
