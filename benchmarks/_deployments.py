@@ -221,6 +221,7 @@ class Deployment:
                 length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
                 seed=self.seed,
             )
+        watching = Watching() if watch else None
         runner = Runner(
             plan,
             self.target,
@@ -230,13 +231,11 @@ class Deployment:
             pages=self.pages,
             device=self.device,
             options=Options(**options),
+            observer=watching,
         )
         with runner:
-            watching = Watching(runner) if watch else None
             runner.capture()
             served = runner.serve(self.requests, answers=answers)
-            if watching is not None:
-                watching.stop()
             pools = {id(role.pool): role.pool for role in runner.parts.roles.values() if role.pool}
             return Run(
                 tokens={done.name: done.tokens for done in served},

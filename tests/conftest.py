@@ -74,8 +74,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*given: object, **named: object) -> NoReturn:
         raise AssertionError("a model was loaded")
 
-    # By its name: the package has a function that is named as the module.
-    monkeypatch.setattr(importlib.import_module("capture_planner.runtime.launch"), "load_target", load)
+    monkeypatch.setattr(importlib.import_module("capture_planner.runtime.models.huggingface"), "load_target", load)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -25,9 +25,12 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
-from capture_planner.runtime.models.huggingface import HuggingFaceModel
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.serving.kv import PageFormat
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6
@@ -107,7 +110,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
         model=model,
         drafter=drafter,
         registry=registry,
-        grapher=launch.grapher_for(device),
+        grapher=grapher_for(device),
         device=device,
         pages=PageFormat(page_size=page_size, num_pages=1 + pages),
         clock=clock_of(device),

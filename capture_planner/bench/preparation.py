@@ -134,6 +134,10 @@ class PrepareTimer:
     calls: list[tuple[Executor, Metadata]] = attrs.Factory(list)
     """Each executor that prepared, with its argument."""
 
+    def add(self, seconds: float, executor: Executor, metadata: Metadata) -> None:
+        self.seconds += seconds
+        self.calls.append((executor, metadata))
+
     def clear(self) -> None:
         self.seconds = 0.0
         self.calls.clear()
@@ -194,5 +198,4 @@ class _TimedExecutor:
     def prepare(self, metadata: Metadata) -> None:
         started = perf_counter()
         self._executor.prepare(metadata)
-        self._timer.seconds += perf_counter() - started
-        self._timer.calls.append((self._executor, metadata))
+        self._timer.add(perf_counter() - started, self._executor, metadata)

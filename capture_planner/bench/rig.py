@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -25,12 +26,14 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
-from capture_planner.runtime.models.huggingface import HuggingFaceModel
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 REQUESTS = (1, 8, 64, 256)
 """Default numbers of requests."""

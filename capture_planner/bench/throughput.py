@@ -6,19 +6,20 @@ import copy
 import inspect
 import statistics
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
-from capture_planner.runtime.models.huggingface import HuggingFaceModel
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 ATTENTION = "sdpa"
 """The attention that needs no other package; transformers makes it paged."""
@@ -114,7 +115,7 @@ def _transformers(rig: Rig, load: Load, advance: Callable[[str], None]) -> float
 
 def description() -> str:
     """Return version and attention, for the report."""
-    return f"transformers {transformers.__version__}, continuous batching, {ATTENTION}"
+    return f"transformers {metadata.version('transformers')}, continuous batching, {ATTENTION}"
 
 
 def copied(target: HuggingFaceModel) -> Any:
@@ -122,6 +123,8 @@ def copied(target: HuggingFaceModel) -> Any:
 
     Raises ``Absence`` if transformers cannot make one, or it has other weights.
     """
+    from transformers import AutoModelForCausalLM
+
     decoder: Any = target._decoder
     config = copy.deepcopy(decoder.config)
     weights = {name: getattr(module, attribute) for name, module, attribute in target.weights()}
@@ -143,6 +146,8 @@ def copied(target: HuggingFaceModel) -> Any:
 
 def config_of() -> Any:
     """Return its configuration, without the options that the installed version does not know."""
+    from transformers import ContinuousBatchingConfig
+
     options: dict[str, Any] = {
         "use_cuda_graph": True,
         # A batch must not reuse the cached prompts of an earlier one.
@@ -150,10 +155,8 @@ def config_of() -> Any:
         # It might download the attention that it switches to.
         "auto_switch_to_flash": False,
     }
-    parameters = inspect.signature(transformers.ContinuousBatchingConfig).parameters
-    return transformers.ContinuousBatchingConfig(
-        **{name: value for name, value in options.items() if name in parameters}
-    )
+    known = inspect.signature(ContinuousBatchingConfig).parameters
+    return ContinuousBatchingConfig(**{name: value for name, value in options.items() if name in known})
 
 
 def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], output_tokens: int) -> list[float]:
@@ -162,6 +165,8 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     CUDA graphs are as in versions 5.17 to 5.23; the times include neither capture nor compilation.
     Decoding is greedy, with exactly ``output_tokens`` per prompt; raises ``Absence`` for other results.
     """
+    from transformers import GenerationConfig
+
     generation = GenerationConfig(  # type: ignore[no-untyped-call, unused-ignore]
         max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

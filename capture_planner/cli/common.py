@@ -147,12 +147,10 @@ def _try_to_write(target: Path) -> None:
 
 
 def prepare_torch(threads: int) -> None:
-    """Set the threads of an operator, and silence the progress bars of transformers."""
+    """Set the threads of an operator."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
-    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def progress_bars(visible: bool | None) -> Any:

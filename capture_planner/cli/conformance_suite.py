@@ -17,10 +17,11 @@ from capture_planner import conformance as suite
 from capture_planner.cli.common import progress_bars
 from capture_planner.codec import shipped as catalog
 from capture_planner.conformance import conform
-from capture_planner.conformance.audit import Attack, AuditResult, attack_case
+from capture_planner.conformance.audit import AuditResult, attack_case
 from capture_planner.conformance.failure import Failure
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.suite import DRAFTS
+from capture_planner.conformance.tampering import Attack
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.records.environment import DeviceKind

@@ -30,6 +30,9 @@ class LiveRequest:
     """Tokens whose keys and values are final."""
     pages: list[int]
 
+    def advance(self, tokens: int) -> None:
+        self.computed += tokens
+
 
 @attrs.define(eq=False)
 class ModelCache:

@@ -281,12 +281,18 @@ def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
     return tuple(Fallback(**dict(zip(names, key, strict=True)), forwards=count) for key, count in counts.most_common())
 
 
-def _used(captured: Iterable[GraphCapture], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
+def _used(captured: Sequence[GraphCapture], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
     uses: Counter[tuple[Role, Entry]] = Counter()
     for forward in forwards:
         if forward.entry is not None:
             uses[forward.role, forward.entry] += forward.repeats
-    used = [GraphUse(graph=graph, forwards=uses[graph.role, graph.entry]) for graph in captured]
+    # Of an entry that a plan lists twice (lint finds it), the later capture replaced the earlier one.
+    latest = {(graph.role, graph.entry): graph for graph in captured}
+    used = [
+        GraphUse(graph=graph, forwards=uses[key] if latest[key] is graph else 0)
+        for graph in captured
+        for key in [(graph.role, graph.entry)]
+    ]
     return tuple(sorted(used, key=lambda graph: -graph.forwards))
 
 

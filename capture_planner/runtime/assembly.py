@@ -20,7 +20,7 @@ from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
 from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
-from capture_planner.runtime.execution.role import ExecutionContext, RoleRun
+from capture_planner.runtime.execution.role import ExecutionContext, ForwardObserver, RoleRun
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
 from capture_planner.runtime.graphs.graph import Grapher
@@ -55,10 +55,13 @@ def assemble(
     pages: kv.PageFormat,
     device: torch.device,
     options: Options,
+    observer: ForwardObserver,
 ) -> Parts:
     """Allocate everything that the plan needs, once, and reserve its backends.
 
     Raises ``RunError`` where the plan, the model and the installed backends do not belong together.
+
+    :param observer: of all roles; where graphs are compared, an ``EagerCheck`` of each role instead.
     """
     refuse_planning_backends(plan, registry)
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
@@ -118,8 +121,8 @@ def assemble(
         mine = fields[role.role]
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
-        observer = None if comparison is None else EagerCheck(comparison, largest)
-        roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, observer)
+        watching = observer if comparison is None else EagerCheck(comparison, largest)
+        roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, watching)
     return Parts(
         policy=policy,
         roles=roles,

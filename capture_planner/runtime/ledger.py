@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 
 import attrs
 
@@ -170,7 +172,27 @@ class Session:
     steps: list[Step] = attrs.Factory(list)
     served: list[RequestResult] = attrs.Factory(list)
     capture_seconds: float = 0.0
+    """Of the last capture."""
     serve_seconds: float = 0.0
+    """Of all requests that were served to their end."""
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Time a capture, also one that breaks off."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.capture_seconds = perf_counter() - started
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Add the time of serving, also where that breaks off."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.serve_seconds += perf_counter() - started
 
 
 @attrs.frozen(kw_only=True)

@@ -17,6 +17,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import capture_all
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
@@ -29,7 +30,11 @@ from capture_planner.runtime.serving.workload import Request
 
 
 class Runner:
-    """Executes one plan on one model. Use it as a context: leaving releases the backends."""
+    """Executes one plan on one model. Use it as a context: leaving releases the backends.
+
+    :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``; not with
+        ``Options.compare``, which is an observer itself.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,11 @@ class Runner:
         pages: PageFormat,
         device: torch.device | None = None,
         options: Options | None = None,
+        observer: ForwardObserver | None = None,
     ) -> None:
+        options = options or Options()
+        if observer is not None and options.compare:
+            raise RunError("options.compare watches the forwards, and an observer is given too; use one or the other")
         if (plan.speculative is None) != (drafter is None):
             raise RunError(
                 "the plan has a drafter and none was given"
@@ -54,7 +63,15 @@ class Runner:
         self.device = device or torch.device("cpu")
         self.session = Session()
         self.parts = assemble(
-            plan, model, drafter, registry, grapher, pages=pages, device=self.device, options=options or Options()
+            plan,
+            model,
+            drafter,
+            registry,
+            grapher,
+            pages=pages,
+            device=self.device,
+            options=options,
+            observer=observer or ForwardObserver(),
         )
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
@@ -85,15 +102,11 @@ class Runner:
             self.dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
-        started = perf_counter()
-        try:
-            with torch.no_grad():
-                for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
-                    self.session.captured.append(done)
-                    if progress is not None:
-                        progress(done)
-        finally:
-            self.session.capture_seconds = perf_counter() - started
+        with self.session.capturing(), torch.no_grad():
+            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
+                self.session.captured.append(done)
+                if progress is not None:
+                    progress(done)
         self.dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
 
     def serve(
@@ -111,18 +124,16 @@ class Runner:
         """
         serving = self.start(requests, answers=answers, progress=progress)
         scheduler = serving.scheduler
-        started = perf_counter()
         now = 0.0
-        try:
+        with contextlib.ExitStack() as end:
+            end.callback(serving.cut_off)
+            end.enter_context(self.session.serving())
             while not serving.done:
                 scheduler.arrive(now, perf_counter())
                 if not serving.step() and scheduler.next_arrival is not None:
                     now = scheduler.next_arrival
                 else:
                     now += step_seconds
-        finally:
-            self.session.serve_seconds += perf_counter() - started
-            serving.cut_off()
         return serving.served
 
     def start(

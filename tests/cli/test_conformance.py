@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from capture_planner import conformance
 from capture_planner.cli import cli
 from capture_planner.cli.conformance import DTYPES, SHAPES, shapes_named
-from capture_planner.conformance.audit import Attack
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.stage import TOLERANCE
+from capture_planner.conformance.tampering import Attack
 from capture_planner.modes import GraphSupport, Role
 from capture_planner.plugins import registry
 from capture_planner.records.backend import Support
@@ -193,14 +193,14 @@ def test_an_over_declared_field_is_a_warning_and_with_strict_a_finding(
 ) -> None:
     """The audits are told to look at that field alone, which takes long enough."""
     audit = importlib.import_module("capture_planner.conformance.audit")
-    attackable = audit._attackable
+    attackable = audit.attackable
 
     def few(role: Any) -> dict[str, Any]:
         return {
             key: field for key, field in attackable(role).items() if role.role is Role.TARGET and key.endswith("wanted")
         }
 
-    monkeypatch.setattr(audit, "_attackable", few)
+    monkeypatch.setattr(audit, "attackable", few)
     one_scene = (*PLAIN, "--examples", "1", "--audits", "--progress")
     ran = run("greedy", *one_scene)
     assert ran.code == 0

@@ -21,7 +21,7 @@ from _logits import errors, in_float32
 from capture_planner.modes import Chain, Pool
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method, Speculative
-from capture_planner.runtime.launch import grapher_for
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.plan_variants import without_speculation
 

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from capture_planner import conformance as suite
-from capture_planner.conformance.audit import Attack, AuditResult, Verdict, verdicts
+from capture_planner.conformance.audit import AuditResult, Verdict, verdicts
 from capture_planner.conformance.case_text import describe_case
 from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve
 from capture_planner.conformance.shapes import CANDIDATES, RefusedShape
+from capture_planner.conformance.tampering import Attack
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment

@@ -79,6 +79,20 @@ def test_forwards_are_counted_once(report):
         assert role.covered == sum(f.repeats for f in mine if f.entry)
 
 
+@given(ledgers.captures(EMPTY.plan), st.integers(1, 7))
+def test_an_entry_that_is_captured_twice_serves_from_the_later_capture(captured, repeats):
+    """A plan can list an entry twice: lint finds it, and ``--any-plan`` runs it. Its forwards count once."""
+    assume(captured)
+    twice = [attrs.evolve(graph, waiver=None) for graph in (*captured, captured[0])]
+    role, entry = captured[0].role, captured[0].entry
+    batch = {"num_reqs": entry.num_reqs or 1, "num_tokens": entry.num_tokens, "query_len": entry.query_len}
+    ran = Forward(step=0, role=role, entry=entry, reason=None, repeats=repeats, **batch)
+    numbers = summary(attrs.evolve(EMPTY, captured=tuple(twice), forwards=(ran,)))
+    assert numbers.graphs[0].graph is twice[-1]
+    assert [used.forwards for used in numbers.graphs] == [repeats] + [0] * (len(twice) - 1)
+    assert numbers.unused == tuple(twice[:-1])
+
+
 @given(REPORTS, st.integers(0, 2 * MAX_FALLBACKS))
 def test_fallbacks_are_exactly_the_eager_forwards(report, more):
     """By role, reason and shape, the most frequent first; tables list a few and count the rest."""

@@ -18,6 +18,7 @@ from capture_planner.records.model import DataType, DraftModel, Method, Model, S
 from capture_planner.records.plan import GroupPlan, RolePlan, Support
 from capture_planner.records.spec import GroupSpec, Limits, Roles, RoleSpec, Spec
 from capture_planner.runtime.assembly import assemble, capacity_of, dtype_of, layers_of
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.eagle import load_drafter
 from capture_planner.runtime.models.huggingface import load_target
@@ -114,7 +115,15 @@ def put_together(spec, *backends, planned_with=None, target=None):
     target = target or load_target(None, made.model, device=CPU, dtype=dtype_of(made.model.dtype))
     drafter = load_drafter(None, made.speculative, target) if made.speculative else None
     parts = assemble(
-        made, target, drafter, registry_of(*backends), RecordedGraphs(), pages=PAGES, device=CPU, options=Options()
+        made,
+        target,
+        drafter,
+        registry_of(*backends),
+        RecordedGraphs(),
+        pages=PAGES,
+        device=CPU,
+        options=Options(),
+        observer=ForwardObserver(),
     )
     return made, parts
 

@@ -20,6 +20,7 @@ from capture_planner.runtime.assembly import DTYPES, dtype_of
 from capture_planner.runtime.eager_check import agreement
 from capture_planner.runtime.eager_check import check as compare
 from capture_planner.runtime.eager_check.check import EagerCheck
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.execution.taps import TapKey, Taps
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
@@ -223,7 +224,7 @@ def test_a_role_that_is_not_compared_is_the_plain_one():
     """Nothing is captured in addition; comparing poisons, and runs no step ahead."""
     made = world(k=2)
     with made.runner() as plain, made.runner(options=COMPARE) as runner:
-        assert {role._observer for role in plain.parts.roles.values()} == {None}
+        assert {type(role._observer) for role in plain.parts.roles.values()} == {ForwardObserver}
         assert plain.parts.comparison is None
         assert {type(role._observer) for role in runner.parts.roles.values()} == {EagerCheck}
         assert runner.policy.options.poison

@@ -9,6 +9,7 @@ what the caches hold, and attention, then results. So the first that differs is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 from typing import NoReturn
 
@@ -26,9 +27,8 @@ from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import TensorRef, tensor_of
 from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
-from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
+from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.execution.taps import TapKey, Taps
-from capture_planner.runtime.models.protocols import Attend, Scoring
 
 _RESULTS = (
     "aux",
@@ -83,8 +83,8 @@ class _ComparedForward:
         return np.array([at is not None and step >= untied[at] for at, step in zip(owners, steps, strict=True)])
 
 
-class EagerCheck:
-    """The ``ForwardObserver`` of one role that compares its graphs with eager forwards.
+class EagerCheck(ForwardObserver):
+    """Compares the graphs of one role with eager forwards.
 
     :param log: what all roles of a run add to.
     :param max_tokens: rows of the role's largest graph.
@@ -96,21 +96,24 @@ class EagerCheck:
 
     # What is tapped.
 
-    def attend(self, number: int, attend: Attend) -> Attend:
+    @contextmanager
+    def attention(
+        self,
+        role: RoleRun,
+        number: int,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Iterator[None]:
         """Keep what goes into attention and what comes out; see ``ForwardObserver``."""
+        for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
+            self._taps.keep(TapKey(number, layer, name), tensor)
+        yield
+        self._taps.keep(TapKey(number, layer, "attention"), out)
 
-        def tapped(
-            layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
-        ) -> torch.Tensor:
-            for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
-                self._taps.keep(TapKey(number, layer, name), tensor)
-            out = attend(layer, query, keys, values, scoring)
-            self._taps.keep(TapKey(number, layer, "attention"), out)
-            return out
-
-        return tapped
-
-    def tokens_done(self, role: RoleRun, number: int) -> None:
+    def after_tokens(self, role: RoleRun, number: int) -> None:
         """Keep the state of a draft decode: each one goes on from the one before, and changes it."""
         if role.role is Role.DRAFT_DECODE:
             for name, tensor in _in_order(role.body.inputs()):

@@ -35,6 +35,14 @@ class AdmittedRequest:
     first_token: float | None = None
     is_finished: bool = False
 
+    def answer(self, clock: float) -> None:
+        """Note the wall clock of its first token; later ones change nothing."""
+        if self.first_token is None:
+            self.first_token = clock
+
+    def finish(self) -> None:
+        self.is_finished = True
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class ScheduledBatch:
@@ -271,6 +279,6 @@ class Scheduler:
     def finish(self, live: AdmittedRequest) -> None:
         """Let a request go: its state and its pages are free."""
         (self._leaving if live in self._leaving else self._running).remove(live)
-        live.is_finished = True
+        live.finish()
         self._free.append(live.state_index)
         self._pool.give_back(live.pages)

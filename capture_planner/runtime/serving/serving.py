@@ -139,8 +139,8 @@ class Serving:
         if scheduled.prompts:
             clock = perf_counter()
             for live, gained in zip(scheduled.live, verification.gained, strict=True):
-                if gained and live.first_token is None:
-                    live.first_token = clock
+                if gained:
+                    live.answer(clock)
         return verification
 
     def _propose(self, scheduled: ScheduledBatch, verification: Verification, proposed: Array) -> None:
