@@ -2,7 +2,8 @@
 
 Each case is a vLLM engine in a process of its own (benchmarks/_vllm_worker.py); all of a group are alive at once, and
 only one works at a time. Cases alternate within each round, load by load. Medians over the rounds are reported with
-their spread; ratios are between the best rounds, since other work on a shared host only slows one. Weights are random and acceptance is synthetic, except in the group ``greedy``.
+their spread; ratios are between the best rounds, since other work on a shared host only slows one.
+Weights are random and acceptance is synthetic, except in the group ``greedy``.
 
 Groups: ``main`` (EAGLE-3, K=3, 256 requests: vLLM by itself, with --max-cudagraph-capture-size 1024, and under plans
 with the draft roles full, draft decodes eager, and all eager), ``dynamic`` (a schedule of draft lengths), ``compile``
