@@ -78,7 +78,6 @@ class Case:
     name: str
     words: tuple[str, ...]
     plan: Plan | None = None
-    observed: bool = True
 
 
 @attrs.frozen(kw_only=True)
@@ -156,7 +155,6 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
             Case(name="vLLM by itself", words=small),
             Case(name="flags of check", words=(*small, *largest)),
             Case(name="plan", words=small, plan=plan),
-            Case(name="plan, not observed", words=small, plan=plan, observed=False),
             Case(
                 name="plan, draft decodes eager",
                 words=small,

@@ -7,6 +7,7 @@ engine is (``facts``), then one answer for each further line of stdin:
 - ``{"requests": 8, "prompt": 128, "output": 192, "seed": 1}``: serve so many requests that arrive together, and
   answer with tokens per second, times per output token, inter-token latencies, and the observed batches;
 - ``{"tokens": true, ...}``: the same, with the tokens of each request in order;
+- ``{"observing": 20, ...}``: serve so many pairs of the load, one observed and one not, and answer with the seconds;
 - ``{"dispatch": [[1, 4], ...]}``: nanoseconds that the target's manager takes to dispatch decodes of so many requests
   and tokens each, median of 9 rounds.
 """
@@ -14,6 +15,7 @@ engine is (``facts``), then one answer for each further line of stdin:
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -183,6 +185,22 @@ def observed_batches() -> dict[str, dict[str, int]]:
     return steps
 
 
+def observing_costs(engine: Any, load: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the seconds of each load with and without observing, by turns in the same engine."""
+    from capture_planner_vllm.observe import Observer
+
+    observer = next(each for each in gc.get_objects() if type(each) is Observer)
+    watch = observer._active
+    seconds: dict[str, list[float]] = {"observed": [], "not observed": []}
+    for pair in range(load["observing"]):
+        for observed in (pair % 2 == 0, pair % 2 == 1):
+            observer._active = watch if observed else None
+            name = "observed" if observed else "not observed"
+            seconds[name].append(serve(engine, load, f"o{pair}-{name}")["seconds"])
+    observer._active = watch
+    return seconds
+
+
 def dispatch_times(engine: Any, batches: Sequence[Sequence[int]]) -> dict[str, float]:
     """Return the median nanoseconds of a dispatch over these decodes, (requests, query length) each, by role."""
     times = {}
@@ -217,6 +235,8 @@ def main() -> None:
         answer = (
             {"dispatch_ns": dispatch_times(engine, request["dispatch"])}
             if "dispatch" in request
+            else {"observing": observing_costs(engine, request)}
+            if "observing" in request
             else serve(engine, request, f"r{number}")
         )
         print(json.dumps(answer), file=out)
