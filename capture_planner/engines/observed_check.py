@@ -221,9 +221,9 @@ def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterato
 
 def shape(count: BatchCount) -> str:
     """Write the shape of a batch in a few words."""
-    text = f"{counted(count.num_reqs, 'request')} of "
-    text += counted(count.num_tokens, "token") + " in all" if count.query_len is None else str(count.query_len)
-    text += "" if count.past_prompt else " with prompts"
+    text = counted(count.num_reqs, "request")
+    text += f", {counted(count.num_tokens, 'token')}" if count.query_len is None else f" of {count.query_len}"
+    text += "" if count.past_prompt else ", with prompts"
     return text + (f", {count.active_loras} active LoRA" if count.active_loras else "")
 
 

@@ -60,13 +60,13 @@ def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]
     """Compare what decides which batches are admissible, and the plan that was applied."""
     if old.limits != new.limits:
         yield Change(None, "limits", f"limits: {differing_fields(old.limits, new.limits)}")
-    if decode_tiers(old) != decode_tiers(new):
-        before, after = (", ".join(f"{k} from {first}" for first, _, k in decode_tiers(each)) for each in (old, new))
+    before, after = (", ".join(f"{k} from {first}" for first, _, k in decode_tiers(each)) for each in (old, new))
+    if before != after:
         yield Change(None, "speculative", f"drafted tokens by requests: {before} became {after}")
     for name in ("lora", "parallel"):
-        before, after = getattr(old, name), getattr(new, name)
-        if before != after:
-            yield Change(None, name, f"{name}: {differing_fields(before, after)}")
+        own, other = getattr(old, name), getattr(new, name)
+        if own != other:
+            yield Change(None, name, f"{name}: {differing_fields(own, other)}")
     applied = [digest(each) if isinstance(each, Plan) else each.plan for each in (old, new)]
     if applied[0] != applied[1]:
         before, after = ("the engine by itself" if each is None else f"the plan {each[:19]}" for each in applied)
