@@ -15,7 +15,7 @@ from capture_planner.engines import find_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.walk import BatchAnswer, Run, runs, walk
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
 
@@ -27,6 +27,8 @@ class CheckInput:
     engine: Engine
     emulation: Emulation
     answers: tuple[BatchAnswer, ...]
+    unknown: frozenset[Role] = frozenset()
+    """Roles of an observation with batches that the engine was not asked about; ``answers`` lacks those."""
 
     def by_role(self, condition: Callable[[BatchAnswer], bool]) -> Iterator[tuple[Role, list[Run]]]:
         """Yield each role that has batches under a condition, with the runs of them."""
@@ -48,6 +50,8 @@ class Diagnosis:
     """What to set, where it can be worked out; "": as the engine's general advice has it."""
     severity: Severity | None = None
     """Where it is less than the rule's."""
+    concerns: Callable[[BatchAnswer], bool] | None = attrs.field(default=None, eq=False, repr=False)
+    """Whether it is about a batch of its role; None where it is about no batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +91,10 @@ def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> C
 def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFinding, ...]:
     """Return all findings, by code; ``engine`` is the installed one of the emulation's name by default."""
     engine = engine or find_engine(emulation.engine)
-    subject = CheckInput(engine=engine, emulation=emulation, answers=walk(emulation))
+    walked = walk(emulation)
+    unknown = {each.batch.role for each in walked if each.answer.reason is Reason.UNKNOWN}
+    answers = tuple(each for each in walked if each.answer.reason is not Reason.UNKNOWN)
+    subject = CheckInput(engine=engine, emulation=emulation, answers=answers, unknown=frozenset(unknown))
     return tuple(
         EngineFinding(rule=each, diagnosis=diagnosis, fix=diagnosis.fix or engine.fixes.general.get(each.code, ""))
         for _, each in sorted(ENGINE_RULES.items())
@@ -131,7 +138,8 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         how = "eager" if eager == _count(selected) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
         message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
-        yield Diagnosis(role, message, _count(selected), subject.engine.fixes.uncovered(subject.emulation, selected))
+        fix = subject.engine.fixes.uncovered(subject.emulation, selected)
+        yield Diagnosis(role, message, _count(selected), fix, concerns=lacking)
 
 
 @rule("EN002", Severity.WARNING, BugClass.C, "vllm#56136", "vllm#53407")
@@ -141,7 +149,11 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     vLLM looks at the smallest captured size alone: where that belongs to another query length, the batch
     runs piecewise or eager although a graph of its own is captured.
     """
-    for role, selected in subject.by_role(lambda answer: answer.misses_graph):
+
+    def missing(answer: BatchAnswer) -> bool:
+        return answer.misses_graph
+
+    for role, selected in subject.by_role(missing):
         first, count = selected[0].answers[0], _count(selected)
         deliberate = subject.engine.skips_wide_padding and all(r.batch.kind is Kind.MIXED for r in selected)
         miss = "1 batch misses" if count == 1 else f"{count} batches miss"
@@ -150,7 +162,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
             f"{counted(first.batch.num_tokens, 'token')} runs {first.answer.mode.value}, and captured is {first.best}"
         )
         fix = subject.engine.fixes.missed(subject.emulation, role, selected)
-        yield Diagnosis(role, message, count, fix, Severity.NOTE if deliberate else None)
+        yield Diagnosis(role, message, count, fix, Severity.NOTE if deliberate else None, missing)
 
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
@@ -158,6 +170,8 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
     """Graphs are captured that no admissible batch is answered with: start-up time and memory for nothing."""
     for manager in subject.emulation.managers:
         role = manager.role
+        if role in subject.unknown:
+            continue
         reached = {answer.answer.entry for answer in subject.answers if answer.batch.role is role}
         entries = [graph.entry for graph in manager.graphs]
         unused = [entry for entry in entries if entry not in reached]
@@ -225,4 +239,5 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
         real = worst.batch.num_tokens
         padded = f"{real} to {real + worst.answer.padded_tokens} at worst"
         message = f"{role}: {_in_words(selected)} are padded to more than twice their tokens, {padded}"
-        yield Diagnosis(role, message, _count(selected), subject.engine.fixes.padded(subject.emulation, selected[0]))
+        fix = subject.engine.fixes.padded(subject.emulation, selected[0])
+        yield Diagnosis(role, message, _count(selected), fix, concerns=heavy)
