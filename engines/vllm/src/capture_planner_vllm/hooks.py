@@ -100,7 +100,7 @@ def _plan_at(path: str) -> Plan:
 
 def observe_managers(module: ModuleType) -> None:
     """Let the observer attach to the managers, after the plan."""
-    importlib.import_module("capture_planner_vllm.observe").attach(module, current_plan())
+    importlib.import_module("capture_planner_vllm.observe").attach(module, current_plan(), decisions)
 
 
 # The configuration
