@@ -182,8 +182,8 @@ def _omission(planned: RolePlan, facts: ManagerFacts, rule: str, entries: Sequen
             "the model's recurrent state has a workspace for decodes only",
         ),
     }[rule]
-    subject = "graph is" if len(entries) == 1 else "graphs are"
-    message = f"{len(entries)} of {len(planned.entries)} {subject} not captured: {why}"
+    verb = "is" if len(entries) == 1 else "are"
+    message = f"{len(entries)} of {counted(len(planned.entries), 'graph')} {verb} not captured: {why}"
     return Decision(rule=rule, before=before, after=after, role=facts.role, message=message)
 
 
