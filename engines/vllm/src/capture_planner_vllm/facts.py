@@ -193,7 +193,7 @@ def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation
             max_num_tokens=config.scheduler_config.max_num_batched_tokens,
         ),
         speculative=tracks[0].speculative,
-        drafts=_passes(runner, tracks),
+        drafts=passes(tracks, runner.max_num_reqs),
         lora=_lora(runner),
         parallel=Parallel(
             data=replicas,
@@ -215,7 +215,8 @@ def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
     families = emulation_of(base).families
     target = tracks[0]
     # Answers to draft prefills change where the target's padding does.
-    counts = {graph.entry.num_reqs for graph in target.graphs if graph.entry.num_reqs is not None}
+    mixed = [graph.entry for graph in target.graphs if graph.entry.query_len is None]
+    counts = {each.num_reqs for each in mixed if each.num_reqs is not None}
     roles = (
         replace(
             role,
@@ -225,7 +226,7 @@ def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
                 track.graphs,
                 dispatcher(track, target),
                 families=families(role.role),
-                request_counts=counts,
+                request_counts=counts if track.role is Role.DRAFT_PREFILL else (),
             ),
         )
         for role, track in zip(base.roles, tracks, strict=True)
@@ -285,11 +286,11 @@ def _speculative(runner: Any, note: Note) -> Speculative | None:
     )
 
 
-def _passes(runner: Any, tracks: Sequence[Track]) -> tuple[DraftPass, ...] | None:
-    """Return the passes of a drafter that makes all drafts at once."""
-    decodes = [track for track in tracks if track.role is Role.DRAFT_DECODE and not track.specialized]
-    most = runner.max_num_reqs
-    return tuple(DraftPass(query_len=track.manager.decode_query_len, first=1, last=most) for track in decodes) or None
+def passes(tracks: Sequence[Track], max_num_reqs: int) -> tuple[DraftPass, ...] | None:
+    """Return the passes of a drafter that makes all drafts at once; None for others."""
+    decodes = [track.manager for track in tracks if track.role is Role.DRAFT_DECODE and not track.specialized]
+    found = (DraftPass(query_len=each.decode_query_len, first=1, last=max_num_reqs) for each in decodes)
+    return tuple(found) or None
 
 
 def _lora(runner: Any) -> Lora | None:
