@@ -9,6 +9,7 @@ import attrs
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export.export import Export
+from capture_planner.engines.launch import Launch
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
@@ -64,6 +65,10 @@ class Engine:
     """From a plan to the flags that come closest to it, and what they lose. The result is not proved yet:
     ``engines.export.prove`` emulates it and compares every batch. Raises ``DispatchError`` for a plan without a
     target."""
+    launch: Callable[[Plan, Sequence[str]], Launch] | None = None
+    """From a plan and the words of a command line behind the program, to what the command lacks so that the plugin
+    inside the engine runs the plan. Raises ``FlagError`` for flags that contradict the plan, with the value to give.
+    None: the engine has no such plugin."""
     flags: Mapping[str, str]
     """Each flag that graphs can depend on, with its help in a few words; others are accepted and ignored."""
     programs: tuple[str, ...]

@@ -21,6 +21,7 @@ from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import export_vllm
 from capture_planner_vllm.fixes import VllmFixes
 from capture_planner_vllm.flags import name_of, read
+from capture_planner_vllm.launch import launch_vllm
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS
 from capture_planner_vllm.refusals import not_emulated
@@ -171,6 +172,7 @@ ENGINE = Engine(
     version=VERSION,
     emulate=emulate,
     export=export_vllm,
+    launch=launch_vllm,
     flags=FLAGS,
     programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),

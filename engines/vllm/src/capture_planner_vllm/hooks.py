@@ -126,18 +126,19 @@ def _with_plan_sizes(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_cudagraph_sizes(config: Any) -> None:
         plan = current_plan()
         if plan is not None:
-            _set_sizes(plan, config)
+            set_sizes(plan, config)
         original(config)
 
     return set_cudagraph_sizes
 
 
-def _set_sizes(plan: Plan, config: Any) -> None:
+def set_sizes(plan: Plan, config: Any) -> None:
+    """Set the capture sizes of a configuration, unless it captures nothing or no plan can be applied to it."""
     compilation, model = config.compilation_config, config.model_config
     if model is None or model.enforce_eager or compilation.cudagraph_mode.name == GraphMode.NONE.name:
         return
     if not getattr(config, "use_v2_model_runner", True):
-        unsupported = getattr(config, "_get_v2_model_runner_unsupported_features", list)()
+        unsupported = _asked(config, "_get_v2_model_runner_unsupported_features")
         why = f"it does so for {', '.join(unsupported)}" if unsupported else "leave VLLM_USE_V2_MODEL_RUNNER=0 out"
         report(logging.ERROR, [f"no plan is applied: model runner V1 has one list of sizes for all roles; {why}"])
         return
