@@ -6,18 +6,16 @@ release of the engine.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
-
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch, served
+from capture_planner.engines.answers import Answers
 from capture_planner.engines.emulation import CapturedGraph, Emulation, Setting
 from capture_planner.engines.probe import captured
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, is_admissible
-from capture_planner.records.observation import DispatchRun, DraftPass, Observation, ObservedRole
+from capture_planner.records.observation import DraftPass, Observation, ObservedRole
 
 SOURCE = "observed"
 """The source of the settings of an observation."""
@@ -61,41 +59,8 @@ def _manager(role: ObservedRole, observation: Observation, drafts: tuple[DecodeF
         graphs=tuple(captured(role.role, graph) for graph in role.graphs),
         observation=observation,
         families=own,
-        tables=_tables(role.answers),
+        answers=Answers(role.answers),
     )
-
-
-_Class = tuple[int | None, bool]
-"""Query length, and whether past the prompt."""
-
-
-@attrs.frozen
-class _Table:
-    """The answers to batches of one class, of some numbers of requests and adapters: ascending ranges."""
-
-    requests: range
-    loras: range
-    firsts: list[int]
-    runs: list[DispatchRun]
-
-
-def _tables(answers: Iterable[DispatchRun]) -> dict[_Class, list[_Table]]:
-    alike: dict[tuple[object, ...], list[DispatchRun]] = {}
-    for run in answers:
-        bounds = (run.min_reqs, run.max_reqs, run.min_loras, run.max_loras)
-        alike.setdefault((run.query_len, run.past_prompt, *bounds), []).append(run)
-    tables: dict[_Class, list[_Table]] = {}
-    for runs in alike.values():
-        runs.sort(key=lambda run: run.first)
-        one = runs[0]
-        table = _Table(
-            requests=range(one.min_reqs, (one.max_reqs or 1 << 62) + 1),
-            loras=range(one.min_loras, one.max_loras + 1),
-            firsts=[run.first for run in runs],
-            runs=runs,
-        )
-        tables.setdefault((one.query_len, one.past_prompt), []).append(table)
-    return tables
 
 
 @attrs.frozen(kw_only=True)
@@ -107,26 +72,13 @@ class _ObservedManager:
     graphs: tuple[CapturedGraph, ...]
     observation: Observation = attrs.field(repr=False)
     families: tuple[DecodeFamily, ...]
-    tables: dict[_Class, list[_Table]] = attrs.field(repr=False, eq=False)
+    answers: Answers = attrs.field(repr=False, eq=False)
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the engine's answer."""
         if not is_admissible(batch, self.observation, self.families):
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
-        run = self._run(batch)
+        run = self.answers.find(batch)
         if run is None or run.graph is None:
             return Dispatch(None, reason=Reason.UNKNOWN if run is None else run.reason)
         return served(self.graphs[run.graph].entry, batch)
-
-    def _run(self, batch: Batch) -> DispatchRun | None:
-        """Return the range of answers that the batch is in."""
-        width = batch.query_len if batch.num_reqs * (batch.query_len or 0) == batch.num_tokens else None
-        if (width, batch.past_prompt) not in self.tables:
-            width = None  # Longer than any decode: a graph for one query length cannot serve it.
-        count = batch.num_tokens if width is None else batch.num_reqs
-        for table in self.tables.get((width, batch.past_prompt), ()):
-            if batch.active_loras in table.loras and (width is not None or batch.num_reqs in table.requests):
-                index = bisect_right(table.firsts, count) - 1
-                if index >= 0 and count <= table.runs[index].last:
-                    return table.runs[index]
-        return None

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import attrs
 
+from capture_planner.engines.answers import Answers, form_of
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
@@ -135,10 +136,31 @@ class _Probe:
     def all(self) -> Iterator[DispatchRun]:
         """Yield the answers, with the numbers of adapters that are answered alike together."""
         for first, last, runs in _bands(self._lora_points(), self._with_loras, _with_at_least):
-            yield from (attrs.evolve(run, min_loras=first, max_loras=last) for run in runs)
+            yield from (attrs.evolve(run, min_loras=first, max_loras=last) for run in self._needed(runs, first))
+
+    def _needed(self, runs: Sequence[DispatchRun], loras: int) -> Sequence[DispatchRun]:
+        """Leave out forms of batches that are answered as ``Answers`` answers without them."""
+        for form in sorted({form_of(run) for run in runs}, key=lambda form: form[0] or 0):
+            own = [run for run in runs if form_of(run) == form]
+            rest = [run for run in runs if form_of(run) != form]
+            if form == (None, True):
+                past = (attrs.evolve(run, past_prompt=False) for run in own)
+                repeats = list(past) == [run for run in rest if form_of(run) == (None, False)]
+            else:
+                others = Answers(attrs.evolve(run, max_loras=loras) for run in rest)
+                repeats = form != (None, False) and all(
+                    (found := others.find(self._batch(count, count * (run.query_len or 1), *form, loras))) is not None
+                    and (found.graph, found.reason) == (run.graph, run.reason)
+                    for run in own
+                    for count in range(run.first, run.last + 1)
+                )
+            if repeats and self.role is not Role.DRAFT_DECODE:
+                runs = rest
+        return runs
 
     def _lora_points(self) -> list[int]:
-        most = min(most_loras(self.role, self.deployment), self.deployment.limits.max_num_reqs)
+        limits = self.deployment.limits
+        most = min(most_loras(self.role, self.deployment), limits.max_num_reqs, limits.max_num_tokens)
         cases = {graph.entry.active_loras + more for graph in self.graphs for more in (0, 1)}
         return sorted({0, min(1, most), most} | {case for case in cases if case <= most})
 
@@ -226,15 +248,16 @@ class _Probe:
         return _merged(asked)
 
     def _ask(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Answer:
-        return self.dispatch(
-            Batch(
-                role=self.role,
-                num_reqs=num_reqs,
-                num_tokens=num_tokens,
-                query_len=query_len,
-                past_prompt=past_prompt,
-                active_loras=loras,
-            )
+        return self.dispatch(self._batch(num_reqs, num_tokens, query_len, past_prompt, loras))
+
+    def _batch(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Batch:
+        return Batch(
+            role=self.role,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_len=query_len,
+            past_prompt=past_prompt,
+            active_loras=loras,
         )
 
 
