@@ -111,7 +111,9 @@ class Observer:
             # Without it, dummy runs would count as steps.
             return
         self._wrap(seams.EXECUTE, self._execute_model)
-        self._wrap_step()
+        original = getattr(sys.modules.get(seams.RANKS), seams.STEP.name, None)
+        if self._wrap(seams.STEP, self._dispatch_step):
+            seams.replace_copies(original, getattr(sys.modules[seams.RANKS], seams.STEP.name))
         self._wrap(seams.FORWARD, self._forward_start)
         self._wrap(seams.SAMPLE, self._sample_tokens)
         self._wrap(seams.OUTPUT, self._get_output)
@@ -136,16 +138,6 @@ class Observer:
             self._note(f"not observed: {seam.part}, as {error}")
             return False
         return True
-
-    def _wrap_step(self) -> None:
-        """Wrap the function that dispatches, in its module and where it was imported by name."""
-        module = sys.modules.get(seams.RANKS)
-        original = getattr(module, seams.STEP.name, None)
-        if self._wrap(seams.STEP, self._dispatch_step):
-            wrapper = getattr(module, seams.STEP.name)
-            for name, other in list(sys.modules.items()):
-                if name.startswith(seams.GPU) and getattr(other, seams.STEP.name, None) is original:
-                    setattr(other, seams.STEP.name, wrapper)
 
     def _note(self, text: str) -> None:
         """Keep a note for the file and log it, once; an error in strict mode."""

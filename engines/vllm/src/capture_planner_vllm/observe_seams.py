@@ -77,3 +77,12 @@ SPECIALIZE = Seam(
 )
 
 SEAMS = (INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE)
+
+
+def replace_copies(original: Any, replacement: Any) -> None:
+    """Replace a function in every module of the model runner that imported it by name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(GPU):
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, attribute, replacement)
