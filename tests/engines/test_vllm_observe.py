@@ -1,6 +1,7 @@
 """Observing vLLM, by a stand-in: what is counted is what ran, the file says it, and vLLM never notices."""
 
 import importlib
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -13,18 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.engines.observed import emulation_of
 from capture_planner.errors import RunError
-from capture_planner_vllm import device, observe, seam
+from capture_planner.modes import Reason, Role
+from capture_planner.records._base import digest
+from capture_planner.records.plan import Decision
+from capture_planner_vllm import device, observe, seam, watch
 from capture_planner_vllm import observe_seams as seams
 
 STANDIN = Path(__file__).parent / "standin"
+PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 
 
 class Event:
     """A CUDA event whose time is the count of events before it; it has passed once ``ready`` says so."""
 
-    clock = 0
-    ready = True
+    clock, ready = 0, True
 
     def record(self):
         Event.clock += 1
@@ -63,7 +68,7 @@ def process(**environment):
     sys.modules.update(before)
 
 
-def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(3, 2)):
+def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, rank=0, lengths=(3, 2), eager=False):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
     return SimpleNamespace(
@@ -76,13 +81,13 @@ def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(
         ),
         parallel_config=SimpleNamespace(
             data_parallel_size=ranks,
-            data_parallel_rank=0,
+            data_parallel_rank=rank,
             rank=0,
             world_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
         ),
-        model_config=SimpleNamespace(model="some/model", max_model_len=4096, dtype="bfloat16", enforce_eager=False),
+        model_config=SimpleNamespace(model="some/model", max_model_len=4096, dtype="bfloat16", enforce_eager=eager),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, gpu_memory_utilization=0.9),
         speculative_config=SimpleNamespace(
             method="eagle3",
@@ -99,12 +104,14 @@ def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(
     )
 
 
-def started(fused=False, **changes):
+def started(fused=False, plan=None, decisions=None, **changes):
     """A model runner of the stand-in, observed, as far as its capture."""
-    observe.attach(importlib.import_module(seams.MANAGERS))
+    observe.attach(importlib.import_module(seams.MANAGERS), plan, decisions)
     runner_module = importlib.import_module(seams.RUNNER)
     runner = runner_module.GPUModelRunner(config(**changes), fused)
     runner.initialize_kv_cache()
+    if runner.vllm_config.model_config.enforce_eager:
+        return runner
     runner.capture_model(profile_only=True)
     runner.initialize_kv_cache()
     runner.capture_model()
@@ -132,9 +139,10 @@ def run(runner, output):
     return runner.sample_tokens(None).get_output()
 
 
-def observed(folder):
+def observed(folder, rank=0):
     """The only observation in a folder, written after ``shutdown``."""
-    (path,) = folder.glob("vllm.rank0.*.yaml")
+    (path,) = folder.glob("*.yaml")
+    assert path.name == f"vllm.rank{rank}.{os.getpid()}.yaml"
     return codec.load_observation(path)
 
 
@@ -302,3 +310,97 @@ def break_seam(function, damage):
         return original(*arguments, **named)
 
     setattr(owner, name, changed)
+
+
+@pytest.mark.parametrize("method", ["begin", "dispatched", "specialized", "forward", "end", "drafts", "accepted"])
+def test_error_of_ours_ends_the_observation_only(method, monkeypatch, caplog):
+    """The engine runs on with the same answers; the log and the file say what happened."""
+
+    def broken(*arguments):
+        raise ZeroDivisionError("of ours")
+
+    steps = [step(4, 4, sampled=[2] * 4) for _ in range(5)]
+    with process() as folder:
+        runner = started()
+        run(runner, steps[0])
+        monkeypatch.setattr(watch.StepWatch, method, broken)
+        outputs = [run(runner, each).sampled_token_ids for each in steps]
+        runner.shutdown()
+        assert outputs == [each.sampled for each in steps]
+        assert len(runner.answers) == 6
+        assert sum("of ours" in record.message for record in caplog.records) == 1
+        assert any("of ours" in note for note in observed(folder).notes)
+
+
+def test_only_sampled_steps_are_timed_and_never_waited_for():
+    """One step in ``EVERY``; a time is read when the device is done, at a later sampled step or at the end."""
+    with process() as folder:
+        runner, before = started(), Event.clock
+        Event.ready = False
+        for _ in range(watch.EVERY - 1):
+            run(runner, step(4, 4))
+        assert Event.clock == before
+        for _ in range(watch.EVERY + 1):
+            run(runner, step(4, 4))
+        assert Event.clock == before + 2 * 6  # two steps of three roles, a pair of events each
+        Event.ready = True
+        runner.shutdown()
+        for role in observed(folder).roles:
+            (batch,) = role.batches
+            passes = 2 if role.role is Role.DRAFT_DECODE else 1  # K - 1 replays of a graph of one step
+            assert (batch.steps, batch.samples, batch.milliseconds) == (2 * watch.EVERY, 2, 1.0 / passes)
+
+
+def test_each_rank_and_each_runner_has_a_file():
+    """A second model runner in one process does not overwrite the file of the first."""
+    with process() as folder:
+        runner = started(ranks=2, rank=1)
+        run(runner, step(3, 4))
+        runner.shutdown()
+        assert observed(folder, rank=1).rank == 1
+        second = started(ranks=2, rank=1)
+        second.shutdown()
+        names = {path.name for path in folder.iterdir()}
+        assert names == {f"vllm.rank1.{os.getpid()}.yaml", f"vllm.rank1.{os.getpid()}.2.yaml"}
+
+
+def test_engine_without_graphs_is_observed_from_its_first_step():
+    """With ``enforce_eager`` vLLM captures nothing; every step has the mode as its reason."""
+    with process() as folder:
+        runner = started(eager=True, mode="NONE")
+        for _ in range(3):
+            run(runner, step(2, 4))
+        runner.shutdown()
+        seen = observed(folder)
+        assert seen.num_graphs == 0
+        assert [(role.role, role.eager_steps) for role in seen.roles] == [(role, 3) for role in Role]
+        assert {batch.reason for role in seen.roles for batch in role.batches} == {Reason.MODE}
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_plan_is_named_where_it_was_applied(applied):
+    """By its digest, with the decisions where vLLM could not follow."""
+    decision = Decision(rule="any", before="1", after="2", role=Role.TARGET, message="A sentence.")
+    with process() as folder:
+        decisions = {Role.TARGET: (decision,)} if applied else {}
+        started(plan=PLAN, decisions=decisions).shutdown()
+        seen = observed(folder)
+    assert seen.plan == (digest(PLAN) if applied else None)
+    assert seen.decisions == ((decision,) if applied else ())
+
+
+@given(steps=STEPS, fused=st.booleans(), mode=st.sampled_from(MODES))
+def test_file_answers_as_the_engine_dispatches(steps, fused, mode):
+    """Each batch that ran, asked of the observation as a deployment, has the graph that it ran on."""
+    with process() as folder:
+        runner = started(fused, mode=mode)
+        for num_reqs, query_len, prompts, _ in steps:
+            run(runner, step(num_reqs, query_len, prompts))
+        runner.shutdown()
+        seen = observed(folder)
+    deployment = emulation_of(seen)
+    for role in seen.roles:
+        for count in role.batches:
+            answer = deployment.dispatch(count.batch(role.role))
+            entry = None if count.graph is None else role.graphs[count.graph].entry
+            assert (answer.entry, answer.reason) == (entry, count.reason)

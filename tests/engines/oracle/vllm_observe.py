@@ -26,7 +26,7 @@ from capture_planner.records.spec import Limits, Lora
 from capture_planner_vllm import device, facts
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
-from capture_planner_vllm.watch import Track, Watch
+from capture_planner_vllm.watch import StepWatch, Track
 from engines.generators.vllm_managers import Case, Rows
 from support.files import module_at
 
@@ -200,7 +200,7 @@ class Observed:
     def _counted(self, step: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
         """Run a step; return the graphs of its roles as they are counted, and as the engine answers."""
         counts = Counts()
-        watch = Watch(self.tracks, counts, object, every=1 << 30)
+        watch = StepWatch(self.tracks, counts, object, every=1 << 30)
         ranks = self.engine.ranks
         real = ranks.dispatch_cg_and_sync_dp
         drafters = self.engine.engine.modules[seams.DRAFTERS].SpeculatorCudaGraphManager

@@ -33,7 +33,7 @@ from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
 from capture_planner_vllm.observe_seams import Seam
 from capture_planner_vllm.seam import LOG, report, wrap
-from capture_planner_vllm.watch import Drafts, Track, Watch
+from capture_planner_vllm.watch import Drafts, StepWatch, Track
 
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
@@ -81,7 +81,7 @@ class Observer:
         self._folder, self._seconds, self._plan, self._decisions = folder, seconds, plan, decisions
         self._profile = os.environ.get(PROFILE) == "1"
         self._base: Observation | None = None
-        self._active: Watch | None = None
+        self._active: StepWatch | None = None
         self._captures: Captures | None = None
         self._recorder: Recorder | None = None
         self._runners = 0
@@ -223,7 +223,7 @@ class Observer:
         if self._runners == 1:
             atexit.register(self._finish)  # before the recorder's own, which was registered earlier
         self._recorder = recorder
-        self._active = Watch(self._tracks, recorder, device.event, bonus=facts.bonus_tokens(runner))
+        self._active = StepWatch(self._tracks, recorder, device.event, bonus=facts.bonus_tokens(runner))
         LOG.info("observing: %s", recorder.path)
 
     def _described(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> Observation:
@@ -254,7 +254,7 @@ class Observer:
             self._runners = self._runners or 1
 
     @contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
+    def _watching(self, watch: StepWatch) -> Iterator[None]:
         """Let ``watch`` follow the steps for a while."""
         self._active = watch
         try:

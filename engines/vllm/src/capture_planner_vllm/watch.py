@@ -171,7 +171,7 @@ class Clock:
                 self._pending.append((key, start, end))
 
 
-class Watch:
+class StepWatch:
     """Follows the steps of one model runner, and passes to a sink what they dispatch, take and accept.
 
     A step calls ``begin``, then for each role ``dispatched`` and, of draft decodes, ``specialized``; ``forward``
