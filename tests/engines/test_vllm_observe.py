@@ -404,3 +404,18 @@ def test_file_answers_as_the_engine_dispatches(steps, fused, mode):
             answer = deployment.dispatch(count.batch(role.role))
             entry = None if count.graph is None else role.graphs[count.graph].entry
             assert (answer.entry, answer.reason) == (entry, count.reason)
+
+
+def test_model_runner_v1_is_not_observed_and_says_so(caplog):
+    """When one is made, once."""
+
+    class GPUModelRunner:
+        def __init__(self, config):
+            self.config = config
+
+    seams.refuse(SimpleNamespace(GPUModelRunner=GPUModelRunner))
+    with process():
+        assert [GPUModelRunner(number).config for number in range(2)] == [0, 1]
+    assert [record.message for record in caplog.records if "V1" in record.message] == [
+        "nothing is observed: this is model runner V1; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2"
+    ]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
-from capture_planner.testing import batches, plans
+from capture_planner.testing import batches
 from capture_planner_vllm import hooks
+from engines.generators.vllm_plans import vllm_plans
 from support import reference
 from support.vllm_module import MANAGERS, CUDAGraphMode, capture, config_for, manager_for, vllm_modules
 
@@ -71,7 +72,7 @@ def answer(manager, batch, plan, tokens=None):
     return descriptor_row(desc)
 
 
-@given(plans(max_reqs=48, max_tokens=512), st.data())
+@given(vllm_plans(), st.data())
 def test_vllm_captures_the_entries_and_answers_as_the_dispatcher(modules, plan, data):
     """Law 12: role by role, in the plan's order, and every batch as a scan over all entries answers."""
     usable = within_limits(plan)
@@ -86,7 +87,7 @@ def test_vllm_captures_the_entries_and_answers_as_the_dispatcher(modules, plan, 
             assert answer(manager, batch, plan) == (None if entry is None else entry_row(entry, dynamic))
 
 
-@given(plans(max_reqs=48, max_tokens=512), st.data())
+@given(vllm_plans(), st.data())
 def test_draft_prefill_takes_the_next_fit_of_the_padded_tokens(modules, plan, data):
     """Law 12: the drafter asks with the tokens that the target's batch is padded to, and the real requests."""
     usable = within_limits(plan)
@@ -99,7 +100,7 @@ def test_draft_prefill_takes_the_next_fit_of_the_padded_tokens(modules, plan, da
         assert answer(manager, batch, plan, tokens) == (None if best is None else entry_row(best, dynamic))
 
 
-@given(plans(max_reqs=48, max_tokens=512), st.sampled_from(GraphMode), st.data())
+@given(vllm_plans(), st.sampled_from(GraphMode), st.data())
 def test_lower_mode_leaves_graphs_out_and_says_so(modules, plan, mode, data):
     """Law 12: what the resolved mode cannot run is a decision; the rest is next fit, and nothing raises."""
     for role in plan.roles:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import attrs
+
+from capture_planner_vllm.seam import report, wrap
 
 GPU = "vllm.v1.worker.gpu"
 MANAGERS = f"{GPU}.cudagraph_utils"
@@ -86,3 +91,18 @@ def replace_copies(original: Any, replacement: Any) -> None:
             for attribute, value in list(vars(module).items()):
                 if value is original:
                     setattr(module, attribute, replacement)
+
+
+def refuse(module: ModuleType) -> None:
+    """Say that nothing is observed where a model runner V1 is made; ``vllm.v1.worker.gpu_model_runner``, executed."""
+    if hasattr(module, "GPUModelRunner"):
+        wrap(module.GPUModelRunner, "__init__", _refused)
+
+
+def _refused(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        report(logging.WARNING, ["nothing is observed: this is model runner V1; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2"])
+        original(*args, **kwargs)
+
+    return init
