@@ -398,7 +398,7 @@ def test_missing_configuration_class_is_a_warning(modules, caplog):
 def test_observer_attaches_after_the_plan(modules, monkeypatch):
     """With the plan, or without one where none is named."""
     attached = []
-    observer = SimpleNamespace(attach=lambda module, plan: attached.append((module, plan)))
+    observer = SimpleNamespace(attach=lambda module, plan, decisions: attached.append((module, plan)))
     monkeypatch.setitem(sys.modules, "capture_planner_vllm.observe", observer)
     monkeypatch.setenv(vllm_plugin.OBSERVE, "folder")
     vllm_plugin.register()

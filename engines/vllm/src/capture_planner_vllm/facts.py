@@ -278,12 +278,16 @@ def _speculative(runner: Any, note: Note) -> Speculative | None:
         note(f"speculative.method: vLLM runs {config.method}, written as eagle: only the numbers of drafts matter here")
     fused = bool(getattr(runner.speculator, "supports_decode_metadata_update", False))
     schedule = getattr(config, "num_speculative_tokens_per_batch_size", None) or ()
-    return Speculative(
+    plain = Speculative(
         method=Method(method) if method in known else Method.EAGLE,
         num_tokens=tokens,
-        schedule=tuple(sorted((first, last, k) for first, last, k in schedule)),
         chain=Chain.FUSED if fused else Chain.SINGLE,
     )
+    try:
+        return replace(plain, schedule=tuple(sorted((first, last, k) for first, last, k in schedule)))
+    except CapturePlannerError as error:
+        note(f"speculative.schedule: {error}; answers are those of {tokens} drafts for every batch size")
+        return plain
 
 
 def passes(tracks: Sequence[Track], max_num_reqs: int) -> tuple[DraftPass, ...] | None:

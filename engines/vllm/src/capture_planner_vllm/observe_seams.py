@@ -102,7 +102,9 @@ def refuse(module: ModuleType) -> None:
 def _refused(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
-        report(logging.WARNING, ["nothing is observed: this is model runner V1; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2"])
+        report(
+            logging.WARNING, ["nothing is observed: this is model runner V1; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2"]
+        )
         original(*args, **kwargs)
 
     return init

@@ -223,6 +223,7 @@ class StepWatch:
             return
         role = track.role
         if query_len is not None:
+            query_len = int(query_len)  # drafters count with numpy
             num_tokens = num_reqs * query_len
         if role is Role.TARGET:
             past_prompt = query_len is not None or rest.get("max_query_len") is not None
