@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import _observations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -419,3 +420,25 @@ def test_model_runner_v1_is_not_observed_and_says_so(caplog):
     assert [record.message for record in caplog.records if "V1" in record.message] == [
         "nothing is observed: this is model runner V1; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2"
     ]
+
+
+@given(steps=STEPS, mode=st.sampled_from(MODES), data=st.data())
+def test_figures_of_a_benchmark_are_those_of_the_engine(steps, mode, data):
+    """Graphs, the share of eager steps and the tokens of a verification, against the engine's own log."""
+    verified, tokens = 0, 0
+    with process() as folder:
+        runner = started(mode=mode)
+        for num_reqs, query_len, prompts, k in steps:
+            counts = [data.draw(st.integers(1, query_len)) for _ in range(num_reqs)] + [0] * prompts
+            run(runner, step(num_reqs, query_len, prompts, k, sampled=counts))
+            verified += num_reqs * (query_len > 1)
+            tokens += sum(counts) * (query_len > 1)
+        runner.shutdown()
+        (seen,) = _observations.newest(folder)
+    figures = _observations.figures(seen)
+    assert figures["tokens_per_step"] == (pytest.approx(tokens / verified) if verified else None)
+    for role in Role:
+        answers = [answer[role.value] for _, answer in runner.answers if role.value in answer]
+        share = sum(not desc.cg_mode for desc in answers) / len(answers) if answers else None
+        assert figures["eager_share"][role.value] == share
+        assert sum(figures["eager_reasons"][role.value].values()) == sum(not desc.cg_mode for desc in answers)
