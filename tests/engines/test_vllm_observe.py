@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -350,6 +351,21 @@ def test_only_sampled_steps_are_timed_and_never_waited_for():
             (batch,) = role.batches
             passes = 2 if role.role is Role.DRAFT_DECODE else 1  # K - 1 replays of a graph of one step
             assert (batch.steps, batch.samples, batch.milliseconds) == (2 * watch.EVERY, 2, 1.0 / passes)
+
+
+def test_file_has_what_ran_before_the_engine_ends():
+    """Every so many seconds, so that a killed process loses no more: counts and drafts."""
+    with process(**{observe.SECONDS: "0.05"}) as folder:
+        runner = started()
+        for _ in range(5):
+            run(runner, step(4, 4, sampled=[3] * 4))
+        until = time.monotonic() + 20
+        while observed(folder).accepted != (20, 20, 0) and time.monotonic() < until:
+            time.sleep(0.02)
+        seen = observed(folder)
+        runner.shutdown()
+    assert (seen.drafted, seen.accepted) == ((20, 20, 20), (20, 20, 0))
+    assert [role.steps for role in seen.roles] == [5, 5, 5]
 
 
 def test_each_rank_and_each_runner_has_a_file():

@@ -23,17 +23,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.observation import EagerCost, Observation
 from capture_planner.records.plan import Decision, Plan
-from capture_planner_vllm import device, facts, profile
+from capture_planner_vllm import facts, profile
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
 from capture_planner_vllm.observe_seams import Seam
 from capture_planner_vllm.seam import LOG, report, wrap
-from capture_planner_vllm.watch import Drafts, StepWatch, Track
+from capture_planner_vllm.watch import Drafts, StepRecorder, StepWatch, Track
 
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
@@ -83,7 +82,7 @@ class Observer:
         self._base: Observation | None = None
         self._active: StepWatch | None = None
         self._captures: Captures | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: StepRecorder | None = None
         self._runners = 0
         self._attached = False
         self._asks = True
@@ -218,12 +217,12 @@ class Observer:
         self._finish()
         self._runners += 1
         again = "" if self._runners == 1 else f".{self._runners}"
-        recorder = Recorder(self._folder, f"vllm.rank{base.rank}.{os.getpid()}{again}", self._seconds)
+        name = f"vllm.rank{base.rank}.{os.getpid()}{again}"
+        recorder = StepRecorder(self._folder, name, self._seconds, self._tracks, facts.bonus_tokens(runner))
         recorder.begin(base)
         if self._runners == 1:
             atexit.register(self._finish)  # before the recorder's own, which was registered earlier
-        self._recorder = recorder
-        self._active = StepWatch(self._tracks, recorder, device.event, bonus=facts.bonus_tokens(runner))
+        self._recorder, self._active = recorder, recorder.watch
         LOG.info("observing: %s", recorder.path)
 
     def _described(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> Observation:

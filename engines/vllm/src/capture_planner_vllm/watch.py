@@ -6,19 +6,23 @@ per request. A step is timed once in ``EVERY``; its CUDA events are read in a la
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
 
 from capture_planner.engines.probe import why_eager
+from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.model import Speculative
-from capture_planner.records.observation import ObservedGraph
+from capture_planner.records.observation import Observation, ObservedGraph
+from capture_planner_vllm import device
 
 EVERY = 64
 """One step in so many is timed."""
@@ -198,7 +202,8 @@ class StepWatch:
         self.sink, self.dummies = sink, dummies
         self._tracks = {id(track.manager): track for track in tracks}
         self._clock, self._every, self._bonus = Clock(event), every, bonus
-        self._step = self._verified = 0
+        self._step = 0
+        self._lock = threading.Lock()
         self._pairs: Counter[tuple[int, int]] = Counter()
         self._uniform: dict[int, Counter[int]] = {}
         self._timing = False
@@ -296,19 +301,18 @@ class StepWatch:
         :param requests: the requests of the step.
         :param tokens: the tokens that each of them got.
         """
-        if isinstance(drafts, int):
-            self._uniform.setdefault(drafts, Counter()).update(map(len, tokens))
-        else:
-            proposed = map(len, map(drafts.get, requests, repeat(())))
-            self._pairs.update(zip(proposed, map(len, tokens), strict=False))
-        self._verified += 1
-        if self._verified % EVERY == 0:
-            self.flush()
+        with self._lock:
+            if isinstance(drafts, int):
+                self._uniform.setdefault(drafts, Counter()).update(map(len, tokens))
+            else:
+                proposed = map(len, map(drafts.get, requests, repeat(())))
+                self._pairs.update(zip(proposed, map(len, tokens), strict=False))
 
     def flush(self) -> None:
-        """Pass on the drafts that were counted, by position."""
-        pairs, self._pairs = self._pairs, Counter()
-        uniform, self._uniform = self._uniform, {}
+        """Pass on the drafts that were counted, by position; from any thread."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, Counter()
+            uniform, self._uniform = self._uniform, {}
         for proposed, counts in uniform.items():
             pairs.update({(proposed, sampled): count for sampled, count in counts.items()})
         most = max((proposed for proposed, _ in pairs), default=0)
@@ -321,3 +325,16 @@ class StepWatch:
                     accepted[position] += count
         if any(drafted):
             self.sink.draft(drafted, accepted)
+
+
+class StepRecorder(Recorder):
+    """Records what its ``watch`` sees, whose drafts are in every observation."""
+
+    def __init__(self, folder: Path, name: str, every: float, tracks: Sequence[Track], bonus: int) -> None:
+        super().__init__(folder, name, every)
+        self.watch = StepWatch(tracks, self, device.event, bonus=bonus)
+
+    def observation(self) -> Observation:
+        """Return what was observed so far."""
+        self.watch.flush()
+        return super().observation()
