@@ -1,5 +1,6 @@
 """The vLLM plugin under a plan: what it sets, what it leaves to vLLM, and that it never stops an engine."""
 
+import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -210,46 +211,66 @@ def test_role_without_a_plan_keeps_its_own_graphs(modules, monkeypatch, caplog):
     assert errors(caplog) == ["SpeculatorCudaGraphManager keeps vLLM's own graphs: the plan has no draft_decode"]
 
 
-@pytest.mark.parametrize("what", ["method", "parameter", "field", "class", "attribute"])
-def test_unknown_seam_leaves_vllm_alone(modules, caplog, what):
-    """Whatever it is that another release has otherwise: one line, and vLLM's own lists."""
-    managers = modules[MANAGERS]
+def other_seam(managers, what):
+    """Make something otherwise, as another release may."""
+    owner = managers.CudaGraphManager
     if what == "method":
-        managers.CudaGraphManager._init_candidates = lambda self, sizes=(): self._capture_descs.update({"own": []})
+        owner._init_candidates = lambda self, sizes=(): None
+    elif what == "no method":
+        del owner._init_candidates
     elif what == "parameter":
-        dispatch = managers.CudaGraphManager.dispatch
-        managers.CudaGraphManager.dispatch = lambda self, num_reqs, num_tokens, shape: dispatch
+        owner.dispatch = lambda self, num_reqs, num_tokens, uniform_token_count, num_active_loras, shape: None
     elif what == "field":
-        managers.BatchExecutionDescriptor = attrs.make_class("Other", ["cg_mode"])
-        managers.BatchExecutionDescriptor.__dataclass_fields__ = {}
-    elif what == "class":
-        del managers.BatchExecutionDescriptor
+        names = ["cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "is_prefill"]
+        managers.BatchExecutionDescriptor = dataclasses.make_dataclass("BatchExecutionDescriptor", names)
     else:
-        own = managers.CudaGraphManager._init_candidates
+        del managers.BatchExecutionDescriptor
 
-        def without_loras(self):
-            del self.lora_capture_cases
-            own_fill(self)
 
-        own_fill, managers.CudaGraphManager._init_candidates = own, own
-        managers.ModelCudaGraphManager._init_candidates = without_loras
-    if what != "attribute":
-        vllm_plugin.register()
-        (line, *more) = errors(caplog)
-        assert "this vLLM is not known" in line
-        configured(modules)
-        assert len(errors(caplog)) <= 1 + len(more) + 1
-        return
+@pytest.mark.parametrize("what", ["method", "no method", "parameter", "field", "class"])
+def test_unknown_seam_leaves_vllm_alone(modules, monkeypatch, caplog, what):
+    """One line, and neither the sizes nor the managers change; strict mode stops the start."""
+    other_seam(modules[MANAGERS], what)
+    own = getattr(modules[MANAGERS].CudaGraphManager, "_init_candidates", None)
     vllm_plugin.register()
-    seam.wrap(managers.ModelCudaGraphManager, "_init_candidates", hooks._with_plan)
-    manager = object.__new__(managers.ModelCudaGraphManager)
-    assert hooks._refusal(manager, PLAN).startswith("ModelCudaGraphManager keeps vLLM's own graphs: this vLLM is not")
+    assert getattr(modules[MANAGERS].CudaGraphManager, "_init_candidates", None) is own
+    assert configured(modules).compilation_config.cudagraph_capture_sizes == [1, 512]
+    (line,) = errors(caplog)
+    assert line.startswith("no plan is applied: this vLLM is not known: ")
+    monkeypatch.setenv(seam.STRICT, "1")
+    with pytest.raises(RunError, match="this vLLM is not known"):
+        vllm_plugin.register()
+
+
+def test_manager_with_other_attributes_keeps_its_own_graphs(modules, caplog):
+    """What the seam reads must be there, and what it fills must be empty."""
+    vllm_plugin.register()
+    config = configured(modules)
+    manager = manager_for(modules, config, PLAN, Role.TARGET)
+    assert not hooks.fill(manager, PLAN)
+    del manager.lora_capture_cases
+    assert not hooks.fill(manager, PLAN)
+    lines = errors(caplog)
+    assert lines[0].endswith("this vLLM is not known: its tables are filled before _init_candidates")
+    assert lines[1].endswith("this vLLM is not known: it has no lora_capture_cases")
+
+
+def test_unknown_managers_are_noticed_before_they_are_imported(modules, monkeypatch, tmp_path, caplog):
+    """The configuration is made in a process that never imports them."""
+    vllm_plugin.register()
+    monkeypatch.delitem(sys.modules, MANAGERS)
+    source = tmp_path / "cudagraph_utils.py"
+    spec = SimpleNamespace(origin=str(source))
+    monkeypatch.setattr(hooks.importlib.util, "find_spec", lambda name: spec)
+    source.write_text("class CudaGraphManager:\n    def _init_candidates(self) -> None: ...\n", "utf-8")
+    assert configured(modules).compilation_config.cudagraph_capture_sizes != [1, 512]
+    source.write_text("class CudaGraphManager: ...\n", "utf-8")
+    assert configured(modules).compilation_config.cudagraph_capture_sizes == [1, 512]
+    assert "has no CudaGraphManager._init_candidates" in errors(caplog)[0]
 
 
 def test_older_descriptor_is_built_from_the_fields_that_it_has(modules, monkeypatch):
     """VLLM 0.26 has neither ``max_query_len`` nor ``num_ubatches``."""
-    import dataclasses
-
     older = dataclasses.make_dataclass(
         "BatchExecutionDescriptor",
         [
@@ -398,13 +419,13 @@ def test_missing_configuration_class_is_a_warning(modules, caplog):
 def test_observer_attaches_after_the_plan(modules, monkeypatch):
     """With the plan, or without one where none is named."""
     attached = []
-    observer = SimpleNamespace(attach=lambda module, plan, decisions: attached.append((module, plan)))
+    observer = SimpleNamespace(attach=lambda module, plan, decisions: attached.append((module, plan, decisions)))
     monkeypatch.setitem(sys.modules, "capture_planner_vllm.observe", observer)
     monkeypatch.setenv(vllm_plugin.OBSERVE, "folder")
     vllm_plugin.register()
     monkeypatch.delenv(vllm_plugin.PLAN)
     vllm_plugin.register()
-    assert attached == [(modules[MANAGERS], PLAN), (modules[MANAGERS], None)]
+    assert attached == [(modules[MANAGERS], PLAN, hooks.decisions), (modules[MANAGERS], None, hooks.decisions)]
 
 
 def test_lines_reach_the_handlers_of_the_engine(monkeypatch):

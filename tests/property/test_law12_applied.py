@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
+from capture_planner.records.batch_space import decode_families, is_admissible
 from capture_planner.testing import batches
 from capture_planner_vllm import hooks
 from engines.generators.vllm_plans import vllm_plans
@@ -41,6 +42,12 @@ def descriptor_row(desc):
         return None
     drafts = getattr(desc, "num_speculative_tokens", None)
     return desc.cg_mode.name, desc.num_tokens, desc.num_reqs, desc.uniform_token_count, desc.num_active_loras, drafts
+
+
+def admissible(plan, role):
+    """Batches that the limits and the schedule admit."""
+    families = decode_families(role, plan)
+    return batches(plan, role).filter(lambda batch: is_admissible(batch, plan, families))
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +86,8 @@ def test_vllm_captures_the_entries_and_answers_as_the_dispatcher(modules, plan, 
     for role in usable.roles:
         manager, captured, dynamic = applied(modules, plan, role.role)
         assert [descriptor_row(desc) for desc in captured] == [entry_row(e, dynamic) for e in role.entries]
-        for batch in data.draw(st.lists(batches(plan, role.role), min_size=1, max_size=20)):
-            kind = reference.without_adapters(batch)
-            entry = reference.dispatch(usable, kind)
-            if role.role is Role.DRAFT_DECODE and not plan.speculative.draft_tokens(batch.num_reqs) > 1:
-                continue
+        for batch in data.draw(st.lists(admissible(plan, role.role), min_size=1, max_size=20)):
+            entry = reference.dispatch(usable, batch)
             assert answer(manager, batch, plan) == (None if entry is None else entry_row(entry, dynamic))
 
 
@@ -93,7 +97,7 @@ def test_draft_prefill_takes_the_next_fit_of_the_padded_tokens(modules, plan, da
     usable = within_limits(plan)
     for role in (each for each in usable.roles if each.role is Role.DRAFT_PREFILL):
         manager, _, dynamic = applied(modules, plan, role.role)
-        batch = data.draw(batches(plan, role.role))
+        batch = data.draw(admissible(plan, role.role))
         tokens = data.draw(st.integers(batch.num_tokens, max(batch.num_tokens, plan.limits.max_num_tokens)))
         serving = [e for e in role.entries if e.num_tokens >= tokens and e.rejection(batch) is None]
         best = min(serving, key=lambda entry: entry.cost, default=None)
@@ -112,7 +116,6 @@ def test_lower_mode_leaves_graphs_out_and_says_so(modules, plan, mode, data):
         assert ("engine-mode" in rules) == any(halves[e.query_len is None] is not e.mode for e in role.entries)
         for desc in captured:
             assert desc.num_tokens <= plan.limits.max_num_tokens
-        batch = data.draw(batches(plan, role.role))
-        if batch.role is not Role.DRAFT_DECODE or plan.speculative.draft_tokens(batch.num_reqs) > 1:
+        for batch in data.draw(st.lists(admissible(plan, role.role), max_size=5)):
             row = answer(manager, batch, plan)
             assert row is None or row[:5] in {descriptor_row(desc)[:5] for desc in captured}
