@@ -27,6 +27,8 @@ from capture_planner_vllm import device
 EVERY = 64
 """One step in so many is timed."""
 
+_TARGET = Role.TARGET
+
 Shape = tuple[int, int, int | None, bool, int]
 """num_reqs, num_tokens, query_len, past_prompt, active_loras: as in ``Batch``."""
 
@@ -207,16 +209,21 @@ class StepWatch:
         self._pairs: Counter[tuple[int, int]] = Counter()
         self._uniform: dict[int, Counter[int]] = {}
         self._timing = False
-        self._target: tuple[Any, ...] | None = None
-        self._decode: tuple[Track, Shape] | None = None
+        self._target: tuple[int, int | None, bool] | None = None
+        """The target's tokens, query length, and whether all are past their prompts."""
+        self._decode: tuple[Track, int] | None = None
+        """The draft decodes that were dispatched, and their requests."""
+        self._timed: tuple[Role, Shape, int] | None = None
+        """The target's batch in a step that is timed."""
 
     def begin(self) -> None:
         """Start a step."""
         self._target = self._decode = None
-        self._clock.drop()
         self._step += 1
         self._timing = self._step % self._every == 0
         if self._timing:
+            self._timed = None
+            self._clock.drop()
             self.read()
 
     def dispatched(
@@ -226,46 +233,46 @@ class StepWatch:
         track = self._tracks.get(id(manager))
         if track is None:
             return
-        role = track.role
+        role, past_prompt, active_loras = track.role, query_len is not None, 0
         if query_len is not None:
             query_len = int(query_len)  # drafters count with numpy
             num_tokens = num_reqs * query_len
-        if role is Role.TARGET:
-            past_prompt = query_len is not None or rest.get("max_query_len") is not None
-            shape: Shape = (num_reqs, num_tokens, query_len, past_prompt, rest.get("num_active_loras", 0))
-        elif role is Role.DRAFT_PREFILL and query_len is None and self._target is not None:
+        if role is _TARGET:
+            active_loras = rest.get("num_active_loras", 0)
+            past_prompt = past_prompt or rest.get("max_query_len") is not None
+            self._target = num_tokens, query_len, past_prompt
+        elif query_len is None and self._target is not None:
             # The drafter dispatches the target's padded tokens; a batch has the real ones.
-            shape = (num_reqs, self._target[2], None, self._target[4], 0)
-        else:
-            shape = (num_reqs, num_tokens, query_len, query_len is not None, 0)
+            num_tokens, _, past_prompt = self._target
         if track.specialized:
-            self._decode = track, shape
+            self._decode = track, num_reqs
             if self._timing:
                 self._clock.stop()
-            return
-        graph = track.graph(answer)
-        key = (role, *shape, graph, track.reason(shape) if graph is None else None)
-        self.sink.count(*key)
-        if role is Role.TARGET:
-            self._target = key
-        elif self._timing:
-            self._clock.start((key, 1))
+        else:
+            self._count(track, answer, (num_reqs, num_tokens, query_len, past_prompt, active_loras), 1)
 
     def specialized(self, answer: Any, draft_tokens: int) -> None:
         """Count the final answer for the draft decodes of a step."""
-        if self._decode is None:
-            return
-        (track, shape), self._decode = self._decode, None
+        if self._decode is not None:
+            (track, num_reqs), self._decode = self._decode, None
+            passes = 1 if track.fused else max(draft_tokens - 1, 1)
+            self._count(track, answer, (num_reqs, num_reqs, 1, True, 0), passes)
+
+    def _count(self, track: Track, answer: Any, shape: Shape, passes: int) -> None:
         graph = track.graph(answer)
-        key = (track.role, *shape, graph, track.reason(shape) if graph is None else None)
-        self.sink.count(*key)
+        role = track.role
+        self.sink.count(role, *shape, graph, track.reason(shape) if graph is None else None)
         if self._timing:
-            self._clock.start((key, 1 if track.fused else max(draft_tokens - 1, 1)))
+            key = role, shape, passes
+            if role is _TARGET:
+                self._timed = key  # its forward begins later
+            else:
+                self._clock.start(key)
 
     def forward(self) -> None:
         """Start the time of the target's forward."""
-        if self._timing and self._target is not None:
-            self._clock.start((self._target, 1))
+        if self._timing and self._timed is not None:
+            self._clock.start(self._timed)
 
     def forward_end(self) -> None:
         """End the time of the target's forward."""
@@ -280,9 +287,9 @@ class StepWatch:
 
     def read(self) -> None:
         """Pass on the times that are there."""
-        for (key, parts), milliseconds in self._clock.passed():
-            role, num_reqs, num_tokens, query_len, past_prompt, active_loras = key[:6]
-            time = milliseconds / parts
+        for (role, shape, passes), milliseconds in self._clock.passed():
+            num_reqs, num_tokens, query_len, past_prompt, active_loras = shape
+            time = milliseconds / passes
             self.sink.sample(role, num_reqs, num_tokens, query_len, past_prompt, active_loras, time)
 
     def drafts(self, scheduled: Mapping[str, Sequence[int]]) -> Drafts | None:
@@ -292,7 +299,7 @@ class StepWatch:
         """
         if not scheduled:
             return None
-        query_len = None if self._target is None else self._target[3]
+        query_len = None if self._target is None else self._target[1]
         return scheduled if query_len is None else query_len - 1
 
     def accepted(self, drafts: Drafts, requests: Iterable[str], tokens: Iterable[Sequence[int]]) -> None:
