@@ -294,6 +294,24 @@ def test_unknown_function_turns_one_part_off(function, damage, caplog):
             assert line in observed(folder).notes
 
 
+@pytest.mark.parametrize("record", seams.RECORDS, ids=lambda record: record.name)
+def test_unknown_fields_turn_one_part_off(record, caplog):
+    """With one line; the engine runs, and the rest is observed."""
+    with process() as folder:
+        cls = getattr(importlib.import_module(record.module), record.name)
+        del cls.__dataclass_fields__[record.fields[0]]
+        runner = started()
+        run(runner, step(4, 4, sampled=[3] * 4))
+        runner.shutdown()
+        (line,) = (each.message for each in caplog.records if "not observed" in each.message)
+        assert record.fields[0] in line
+        if record is seams.DESCRIPTOR:
+            assert list(folder.iterdir()) == []
+        else:
+            seen = observed(folder)
+            assert (seen.drafted, seen.notes, seen.roles[0].steps) == ((), (line,), 1)
+
+
 @pytest.mark.parametrize("function", seams.SEAMS, ids=lambda function: function.name)
 def test_unknown_function_is_an_error_in_strict_mode(function):
     """Before the first step, with the name of the function."""

@@ -47,9 +47,8 @@ CONFIGURATIONS = {
 }
 
 OTHERS = (
-    ("v1/worker/gpu/model_runner.py", "GPUModelRunner", facts.RUNNER),
-    ("v1/core/sched/output.py", "SchedulerOutput", ("scheduled_spec_decode_tokens",)),
-    ("v1/outputs.py", "ModelRunnerOutput", ("req_ids", "sampled_token_ids")),
+    ("v1/worker/gpu/model_runner.py", "GPUModelRunner", (*facts.RUNNER, "kv_cache_config", "attn_groups")),
+    *((f"{each.module[5:].replace('.', '/')}.py", each.name, each.fields) for each in seams.RECORDS),
     ("config/lora.py", "LoRAConfig", ("max_loras", "specialize_active_lora")),
     ("config/parallel.py", "ParallelConfig", ("data_parallel_rank", "rank", "world_size")),
 )
@@ -159,6 +158,7 @@ class Observed:
             cudagraph_manager=v2.target,
             speculator=v2.drafter,
             num_speculative_steps=self.case.configuration.num_speculative_tokens,
+            **dict.fromkeys(("model_state", "decode_query_len", "max_num_reqs", "max_num_tokens")),
         )
 
     def row(self, role: Role, graph: int | None) -> list[Any] | None:

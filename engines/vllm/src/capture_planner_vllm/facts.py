@@ -34,7 +34,7 @@ models), several MTP modules in one pass, and parallel drafts (DFlash)."""
 
 RUNNER = (
     *("cudagraph_manager", "speculator", "vllm_config", "model_state", "num_speculative_steps", "decode_query_len"),
-    *("max_num_reqs", "max_num_tokens", "kv_cache_config", "attn_groups"),
+    *("max_num_reqs", "max_num_tokens"),
 )
 """Attributes of vLLM's model runner that are read."""
 
@@ -92,6 +92,9 @@ def bonus_tokens(runner: Any) -> int:
 
 def tracks(runner: Any, captures: Captures | None, note: Note) -> tuple[Track, ...]:
     """Return the roles of a model runner with the graphs that were captured for them, target first."""
+    missing = [name for name in RUNNER if not hasattr(runner, name)]
+    if missing:
+        raise CapturePlannerError(f"vLLM's {type(runner).__name__} has no {', '.join(missing)}")
     speculative = _speculative(runner, note)
     managers = [(Role.TARGET, runner.cudagraph_manager)]
     for name, value in vars(runner.speculator).items() if runner.speculator is not None else ():

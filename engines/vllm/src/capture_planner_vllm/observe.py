@@ -30,7 +30,7 @@ from capture_planner.records.plan import Decision, Plan
 from capture_planner_vllm import facts, profile
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
-from capture_planner_vllm.observe_seams import Seam
+from capture_planner_vllm.observe_seams import Fields, Seam
 from capture_planner_vllm.seam import LOG, report, wrap
 from capture_planner_vllm.watch import Drafts, StepRecorder, StepWatch, Track
 
@@ -85,7 +85,7 @@ class Observer:
         self._recorder: StepRecorder | None = None
         self._runners = 0
         self._attached = False
-        self._asks = True
+        self._asks = self._reads_drafts = True
         self._tracks: tuple[Track, ...] = ()
         self._drafts: Mapping[str, list[int]] = {}
         self._outputs: dict[int, Drafts] = {}
@@ -95,7 +95,7 @@ class Observer:
 
     def watch_managers(self, module: ModuleType) -> None:
         """Wrap the managers, and wait for the first to be made."""
-        if self._wrap(seams.INIT, self._init, module):
+        if self._fits(seams.DESCRIPTOR, module) and self._wrap(seams.INIT, self._init, module):
             self._wrap(seams.CAPTURE, self._capture, module)
             self._asks = self._fits(seams.DISPATCH, module)
 
@@ -115,6 +115,7 @@ class Observer:
             seams.replace_copies(original, getattr(sys.modules[seams.RANKS], seams.STEP.name))
         self._wrap(seams.FORWARD, self._forward_start)
         self._wrap(seams.SAMPLE, self._sample_tokens)
+        self._reads_drafts = self._fits(seams.SCHEDULED) and self._fits(seams.SAMPLED)
         self._wrap(seams.OUTPUT, self._get_output)
         self._wrap(seams.SHUTDOWN, self._shutdown)
         if seams.DRAFTERS in sys.modules:
@@ -129,12 +130,12 @@ class Observer:
         wrap(*seam.owner(module), make)
         return True
 
-    def _fits(self, seam: Seam, module: ModuleType | None = None) -> bool:
-        """Return whether a function is as the wrapper needs it; note where not."""
+    def _fits(self, known: Seam | Fields, module: ModuleType | None = None) -> bool:
+        """Return whether a part of vLLM is as it is known; note where not."""
         try:
-            seam.owner(module)
+            known.check(module)
         except LookupError as error:
-            self._note(f"not observed: {seam.part}, as {error}")
+            self._note(f"not observed: {known.part}, as {error}")
             return False
         return True
 
@@ -299,7 +300,8 @@ class Observer:
                 return original(runner, scheduler_output, *args, **kwargs)
             try:
                 watch.begin()
-                self._drafts = scheduler_output.scheduled_spec_decode_tokens
+                if self._reads_drafts:
+                    self._drafts = scheduler_output.scheduled_spec_decode_tokens
             except Exception as error:
                 self._failed("beginning a step", error)
             result = original(runner, scheduler_output, *args, **kwargs)

@@ -33,6 +33,10 @@ class Seam:
     part: str
     """What is not observed without it."""
 
+    def check(self, module: ModuleType | None = None) -> None:
+        """Raise ``LookupError`` where the function is not as the wrapper needs it, as ``owner`` does."""
+        self.owner(module)
+
     def owner(self, module: ModuleType | None = None) -> tuple[Any, str]:
         """Return what has the function as an attribute, and the attribute's name.
 
@@ -55,6 +59,40 @@ class Seam:
             raise LookupError(f"{self.module}.{self.name} takes ({', '.join(has)}), expected ({expected}, ...)")
         return owner, name
 
+
+@attrs.frozen
+class Fields:
+    """One dataclass of vLLM that is read."""
+
+    module: str
+    name: str
+    fields: tuple[str, ...]
+    part: str
+    """What is not observed without them."""
+
+    def check(self, module: ModuleType | None = None) -> None:
+        """Raise ``LookupError`` where the class or a field is missing; the text says which.
+
+        :param module: the module, if it is not the imported one of that name.
+        """
+        owner = getattr(module or sys.modules.get(self.module), self.name, None)
+        has = getattr(owner, "__dataclass_fields__", {})
+        missing = [name for name in self.fields if name not in has]
+        if owner is None or missing:
+            what = self.name if owner is None else f"{', '.join(missing)} in {self.name}"
+            raise LookupError(f"{self.module} has no {what}")
+
+
+DESCRIPTOR = Fields(
+    MANAGERS,
+    "BatchExecutionDescriptor",
+    ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "num_active_loras"),
+    "everything",
+)
+SCHEDULED = Fields("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_spec_decode_tokens",), "drafts")
+SAMPLED = Fields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids", "sampled_token_ids"), "drafts")
+
+RECORDS = (DESCRIPTOR, SCHEDULED, SAMPLED)
 
 _BATCH = ("cudagraph_manager", "num_reqs", "num_tokens", "uniform_token_count")
 
