@@ -18,12 +18,13 @@ from capture_planner import codec
 from capture_planner.codec.json_schema import SCHEMAS, json_schema
 from capture_planner.errors import InvalidDocument
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
-from capture_planner.testing import environments, plans, specs
+from capture_planner.testing import environments, observations, plans, specs
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
-KINDS: dict[str, type] = {"spec": Spec, "plan": Plan, "environment": Environment}
+KINDS: dict[str, type] = {"spec": Spec, "plan": Plan, "environment": Environment, "observation": Observation}
 FOLDERS = {"spec": "specs", "plan": "locked", "environment": "environments"}
 SHIPPED = [
     pytest.param(kind, path, id=path.name)
@@ -69,6 +70,11 @@ def test_the_environment_schema_accepts_what_is_written_of_any(environment: Envi
 @given(plans())
 def test_the_plan_schema_accepts_what_is_written_of_any_plan(plan: Plan) -> None:
     validator("plan").validate(json.loads(codec.dumps_json(codec.to_data(plan))))
+
+
+@given(observations())
+def test_the_observation_schema_accepts_what_is_written_of_any(observation: Observation) -> None:
+    validator("observation").validate(json.loads(codec.dumps_json(codec.to_data(observation))))
 
 
 def _set(value: object, *path: str | int) -> Change:

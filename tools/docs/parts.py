@@ -23,12 +23,14 @@ from capture_planner.analysis.lint import core as lint_core
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines import engines
 from capture_planner.engines.check import ENGINE_RULES
+from capture_planner.engines.observed_check import OBSERVED_RULES
 from capture_planner.planning.sizing.minimax import worst_ratio
 from capture_planner.planning.sizing.policies import Context, decode_sizes
 from capture_planner.records import backend, spec
 from capture_planner.records.batch_space import Domain
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Speculative
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.report.findings import DRIFT_CODE
 
@@ -56,6 +58,16 @@ def engine_rules() -> str:
         sections += [f"Reported in {_links(rule.threads)}."]
         fixes = {name: installed.value.fixes.general.get(code) for name, installed in engines().items()}
         sections += ["\n".join(f"- {name}: {fix}." for name, fix in fixes.items() if fix)]
+    return "\n\n".join(sections)
+
+
+def observed_rules() -> str:
+    """Return a section for each rule that only observations have."""
+    sections = []
+    for code, rule in sorted(OBSERVED_RULES.items()):
+        kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
+        sections += [f"### {code}", f"**{rule.name}**: {rule.severity.value}, class {kind}.", rule.explanation]
+        sections += [f"Fix: {rule.remedy}."]
     return "\n\n".join(sections)
 
 
@@ -150,6 +162,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "laws": laws,
     "rules": rules,
     "engine-rules": engine_rules,
+    "observed-rules": observed_rules,
     "fields": fields,
     "policies": policies,
     "figures": figures,
@@ -157,6 +170,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "spec": lambda: _reference(spec.Spec),
     "environment": lambda: _reference(Environment),
     "plan": lambda: _reference(Plan, spec.Spec, Environment),
+    "observation": lambda: _reference(Observation, Plan, spec.Spec, Environment),
     **ranks_tables.PARTS,
     **conformance_tables.PARTS,
     **gpu_bench_tables.PARTS,
