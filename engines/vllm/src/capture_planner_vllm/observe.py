@@ -30,7 +30,7 @@ from capture_planner.records.plan import Decision, Plan
 from capture_planner_vllm import facts, profile
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
-from capture_planner_vllm.observe_seams import Fields, Seam
+from capture_planner_vllm.observe_seams import ObservedFields, Seam
 from capture_planner_vllm.seam import LOG, report, wrap
 from capture_planner_vllm.watch import Drafts, StepRecorder, StepWatch, Track
 
@@ -130,7 +130,7 @@ class Observer:
         wrap(*seam.owner(module), make)
         return True
 
-    def _fits(self, known: Seam | Fields, module: ModuleType | None = None) -> bool:
+    def _fits(self, known: Seam | ObservedFields, module: ModuleType | None = None) -> bool:
         """Return whether a part of vLLM is as it is known; note where not."""
         try:
             known.check(module)

@@ -61,7 +61,7 @@ class Seam:
 
 
 @attrs.frozen
-class Fields:
+class ObservedFields:
     """One dataclass of vLLM that is read."""
 
     module: str
@@ -83,14 +83,14 @@ class Fields:
             raise LookupError(f"{self.module} has no {what}")
 
 
-DESCRIPTOR = Fields(
+DESCRIPTOR = ObservedFields(
     MANAGERS,
     "BatchExecutionDescriptor",
     ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "num_active_loras"),
     "everything",
 )
-SCHEDULED = Fields("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_spec_decode_tokens",), "drafts")
-SAMPLED = Fields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids", "sampled_token_ids"), "drafts")
+SCHEDULED = ObservedFields("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_spec_decode_tokens",), "drafts")
+SAMPLED = ObservedFields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids", "sampled_token_ids"), "drafts")
 
 RECORDS = (DESCRIPTOR, SCHEDULED, SAMPLED)
 
