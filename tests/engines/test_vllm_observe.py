@@ -1,30 +1,37 @@
 """Observing vLLM, by a stand-in: what is counted is what ran, the file says it, and vLLM never notices."""
 
 import importlib
+import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import _observations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.engines.observed import emulation_of
 from capture_planner.errors import RunError
-from capture_planner_vllm import device, observe, seam
+from capture_planner.modes import Reason, Role
+from capture_planner.records._base import digest
+from capture_planner.records.plan import Decision
+from capture_planner_vllm import device, observe, seam, watch
 from capture_planner_vllm import observe_seams as seams
 
 STANDIN = Path(__file__).parent / "standin"
+PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 
 
 class Event:
     """A CUDA event whose time is the count of events before it; it has passed once ``ready`` says so."""
 
-    clock = 0
-    ready = True
+    clock, ready = 0, True
 
     def record(self):
         Event.clock += 1
@@ -63,7 +70,7 @@ def process(**environment):
     sys.modules.update(before)
 
 
-def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(3, 2)):
+def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, rank=0, lengths=(3, 2), eager=False):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
     return SimpleNamespace(
@@ -76,13 +83,13 @@ def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(
         ),
         parallel_config=SimpleNamespace(
             data_parallel_size=ranks,
-            data_parallel_rank=0,
+            data_parallel_rank=rank,
             rank=0,
             world_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
         ),
-        model_config=SimpleNamespace(model="some/model", max_model_len=4096, dtype="bfloat16", enforce_eager=False),
+        model_config=SimpleNamespace(model="some/model", max_model_len=4096, dtype="bfloat16", enforce_eager=eager),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, gpu_memory_utilization=0.9),
         speculative_config=SimpleNamespace(
             method="eagle3",
@@ -99,12 +106,14 @@ def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, lengths=(
     )
 
 
-def started(fused=False, **changes):
+def started(fused=False, plan=None, decisions=None, **changes):
     """A model runner of the stand-in, observed, as far as its capture."""
-    observe.attach(importlib.import_module(seams.MANAGERS))
+    observe.attach(importlib.import_module(seams.MANAGERS), plan, decisions)
     runner_module = importlib.import_module(seams.RUNNER)
     runner = runner_module.GPUModelRunner(config(**changes), fused)
     runner.initialize_kv_cache()
+    if runner.vllm_config.model_config.enforce_eager:
+        return runner
     runner.capture_model(profile_only=True)
     runner.initialize_kv_cache()
     runner.capture_model()
@@ -132,9 +141,10 @@ def run(runner, output):
     return runner.sample_tokens(None).get_output()
 
 
-def observed(folder):
+def observed(folder, rank=0):
     """The only observation in a folder, written after ``shutdown``."""
-    (path,) = folder.glob("vllm.rank0.*.yaml")
+    (path,) = folder.glob("*.yaml")
+    assert path.name == f"vllm.rank{rank}.{os.getpid()}.yaml"
     return codec.load_observation(path)
 
 
@@ -259,8 +269,16 @@ def test_engine_gets_what_it_gets_unobserved():
     assert results() == results(**{observe.OBSERVE: ""}) == results(**{observe.PROFILE: "1"})
 
 
-@pytest.mark.parametrize("function", seams.SEAMS, ids=lambda function: function.name)
-@pytest.mark.parametrize("damage", ["missing", "other parameters"])
+NEEDED = {seams.INIT, seams.CAPTURE_MODEL, seams.CAPTURE, seams.SPECIALIZE}
+"""Functions without which the stand-in cannot start."""
+
+
+@pytest.mark.parametrize(
+    ("function", "damage"),
+    [(each, "other parameters") for each in seams.SEAMS]
+    + [(each, "missing") for each in seams.SEAMS if each not in NEEDED],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_unknown_function_turns_one_part_off(function, damage, caplog):
     """With one line and a note in the file; the engine runs, and the rest is observed."""
     with process() as folder:
@@ -274,6 +292,24 @@ def test_unknown_function_turns_one_part_off(function, damage, caplog):
         (line,) = (line for line in lines if function.part in line and function.name in line)
         if files:
             assert line in observed(folder).notes
+
+
+@pytest.mark.parametrize("record", seams.RECORDS, ids=lambda record: record.name)
+def test_unknown_fields_turn_one_part_off(record, caplog):
+    """With one line; the engine runs, and the rest is observed."""
+    with process() as folder:
+        cls = getattr(importlib.import_module(record.module), record.name)
+        del cls.__dataclass_fields__[record.fields[0]]
+        runner = started()
+        run(runner, step(4, 4, sampled=[3] * 4))
+        runner.shutdown()
+        (line,) = (each.message for each in caplog.records if "not observed" in each.message)
+        assert record.fields[0] in line
+        if record is seams.DESCRIPTOR:
+            assert list(folder.iterdir()) == []
+        else:
+            seen = observed(folder)
+            assert (seen.drafted, seen.notes, seen.roles[0].steps) == ((), (line,), 1)
 
 
 @pytest.mark.parametrize("function", seams.SEAMS, ids=lambda function: function.name)
@@ -291,9 +327,6 @@ def break_seam(function, damage):
         importlib.import_module(each.module)
     owner, name = function.owner()
     if damage == "missing":
-        wanted = {seams.INIT, seams.CAPTURE_MODEL, seams.CAPTURE, seams.SPECIALIZE}
-        if function in wanted:
-            pytest.skip("the stand-in itself needs it")
         delattr(owner, name)
         return
     original = getattr(owner, name)
@@ -302,3 +335,149 @@ def break_seam(function, damage):
         return original(*arguments, **named)
 
     setattr(owner, name, changed)
+
+
+@pytest.mark.parametrize("method", ["begin", "dispatched", "specialized", "forward", "end", "drafts", "accepted"])
+def test_error_of_ours_ends_the_observation_only(method, monkeypatch, caplog):
+    """The engine runs on with the same answers; the log and the file say what happened."""
+
+    def broken(*arguments):
+        raise ZeroDivisionError("of ours")
+
+    steps = [step(4, 4, sampled=[2] * 4) for _ in range(5)]
+    with process() as folder:
+        runner = started()
+        run(runner, steps[0])
+        monkeypatch.setattr(watch.StepWatch, method, broken)
+        outputs = [run(runner, each).sampled_token_ids for each in steps]
+        runner.shutdown()
+        assert outputs == [each.sampled for each in steps]
+        assert len(runner.answers) == 6
+        assert sum("of ours" in record.message for record in caplog.records) == 1
+        assert any("of ours" in note for note in observed(folder).notes)
+
+
+def test_only_sampled_steps_are_timed_and_never_waited_for():
+    """One step in ``EVERY``; a time is read when the device is done, at a later sampled step or at the end."""
+    with process() as folder:
+        runner, before = started(), Event.clock
+        Event.ready = False
+        for _ in range(watch.EVERY - 1):
+            run(runner, step(4, 4))
+        assert Event.clock == before
+        for _ in range(watch.EVERY + 1):
+            run(runner, step(4, 4))
+        assert Event.clock == before + 2 * 6  # two steps of three roles, a pair of events each
+        Event.ready = True
+        runner.shutdown()
+        for role in observed(folder).roles:
+            (batch,) = role.batches
+            passes = 2 if role.role is Role.DRAFT_DECODE else 1  # K - 1 replays of a graph of one step
+            assert (batch.steps, batch.samples, batch.milliseconds) == (2 * watch.EVERY, 2, 1.0 / passes)
+
+
+def test_file_has_what_ran_before_the_engine_ends():
+    """Every so many seconds, so that a killed process loses no more: counts and drafts."""
+    with process(**{observe.SECONDS: "0.05"}) as folder:
+        runner = started()
+        for _ in range(5):
+            run(runner, step(4, 4, sampled=[3] * 4))
+        until = time.monotonic() + 20
+        while observed(folder).accepted != (20, 20, 0) and time.monotonic() < until:
+            time.sleep(0.02)
+        seen = observed(folder)
+        runner.shutdown()
+    assert (seen.drafted, seen.accepted) == ((20, 20, 20), (20, 20, 0))
+    assert [role.steps for role in seen.roles] == [5, 5, 5]
+
+
+def test_each_rank_and_each_runner_has_a_file():
+    """A second model runner in one process does not overwrite the file of the first."""
+    with process() as folder:
+        runner = started(ranks=2, rank=1)
+        run(runner, step(3, 4))
+        runner.shutdown()
+        assert observed(folder, rank=1).rank == 1
+        second = started(ranks=2, rank=1)
+        second.shutdown()
+        names = {path.name for path in folder.iterdir()}
+        assert names == {f"vllm.rank1.{os.getpid()}.yaml", f"vllm.rank1.{os.getpid()}.2.yaml"}
+
+
+def test_engine_without_graphs_is_observed_from_its_first_step():
+    """With ``enforce_eager`` vLLM captures nothing; every step has the mode as its reason."""
+    with process() as folder:
+        runner = started(eager=True, mode="NONE")
+        for _ in range(3):
+            run(runner, step(2, 4))
+        runner.shutdown()
+        seen = observed(folder)
+        assert seen.num_graphs == 0
+        assert [(role.role, role.eager_steps) for role in seen.roles] == [(role, 3) for role in Role]
+        assert {batch.reason for role in seen.roles for batch in role.batches} == {Reason.MODE}
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_plan_is_named_where_it_was_applied(applied):
+    """By its digest, with the decisions where vLLM could not follow."""
+    decision = Decision(rule="any", before="1", after="2", role=Role.TARGET, message="A sentence.")
+    with process() as folder:
+        decisions = {Role.TARGET: (decision,)} if applied else {}
+        started(plan=PLAN, decisions=decisions).shutdown()
+        seen = observed(folder)
+    assert seen.plan == (digest(PLAN) if applied else None)
+    assert seen.decisions == ((decision,) if applied else ())
+
+
+@given(steps=STEPS, fused=st.booleans(), mode=st.sampled_from(MODES))
+def test_file_answers_as_the_engine_dispatches(steps, fused, mode):
+    """Each batch that ran, asked of the observation as a deployment, has the graph that it ran on."""
+    with process() as folder:
+        runner = started(fused, mode=mode)
+        for num_reqs, query_len, prompts, _ in steps:
+            run(runner, step(num_reqs, query_len, prompts))
+        runner.shutdown()
+        seen = observed(folder)
+    deployment = emulation_of(seen)
+    for role in seen.roles:
+        for count in role.batches:
+            answer = deployment.dispatch(count.batch(role.role))
+            entry = None if count.graph is None else role.graphs[count.graph].entry
+            assert (answer.entry, answer.reason) == (entry, count.reason)
+
+
+def test_model_runner_v1_is_not_observed_and_says_so(caplog):
+    """When one is made, once."""
+
+    class GPUModelRunner:
+        def __init__(self, config):
+            self.config = config
+
+    seams.refuse(SimpleNamespace(GPUModelRunner=GPUModelRunner))
+    with process():
+        assert [GPUModelRunner(number).config for number in range(2)] == [0, 1]
+    assert [record.message for record in caplog.records if "V1" in record.message] == [
+        "nothing is observed: this is model runner V1; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2"
+    ]
+
+
+@given(steps=STEPS, mode=st.sampled_from(MODES), data=st.data())
+def test_figures_of_a_benchmark_are_those_of_the_engine(steps, mode, data):
+    """Graphs, the share of eager steps and the tokens of a verification, against the engine's own log."""
+    verified, tokens = 0, 0
+    with process() as folder:
+        runner = started(mode=mode)
+        for num_reqs, query_len, prompts, k in steps:
+            counts = [data.draw(st.integers(1, query_len)) for _ in range(num_reqs)] + [0] * prompts
+            run(runner, step(num_reqs, query_len, prompts, k, sampled=counts))
+            verified += num_reqs * (query_len > 1)
+            tokens += sum(counts) * (query_len > 1)
+        runner.shutdown()
+        (seen,) = _observations.newest(folder)
+    figures = _observations.figures(seen)
+    assert figures["tokens_per_step"] == (pytest.approx(tokens / verified) if verified else None)
+    for role in Role:
+        answers = [answer[role.value] for _, answer in runner.answers if role.value in answer]
+        share = sum(not desc.cg_mode for desc in answers) / len(answers) if answers else None
+        assert figures["eager_share"][role.value] == share
+        assert sum(figures["eager_reasons"][role.value].values()) == sum(not desc.cg_mode for desc in answers)

@@ -16,7 +16,9 @@ from engines.oracle.comparison import finish, options, oracle, say, sources
 
 def main() -> int:
     """Compare and print; exit code 1 on a difference."""
-    arguments = options(__doc__, "vllm", seed=0).parse_args()
+    parser = options(__doc__, "vllm", seed=0)
+    parser.set_defaults(count=500)
+    arguments = parser.parse_args()
     observing = oracle("vllm_observe")
     seen: Counter[str] = Counter()
     found, started = list(observing.problems(sources(arguments))), time.perf_counter()
@@ -37,6 +39,7 @@ def main() -> int:
             seen["batches"] += len(case.batches)
             seen["steps of several ranks"] += len(case.steps)
             seen["managers"] += len(observed.tracks)
+            seen["answers read from files"] += observed.read
             seen["graphs"] += sum(len(track.graphs) for track in observed.tracks)
     return finish("vllm_observe", arguments, dict(seen), differing, time.perf_counter() - started)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,18 +16,25 @@ from typing import Any
 
 import attrs
 
-from capture_planner.modes import Role
+from capture_planner import codec
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.observed import emulation_of
+from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.observation import Observation, ObservedRole
+from capture_planner.records.spec import Limits, Lora
 from capture_planner_vllm import device, facts
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
-from capture_planner_vllm.watch import Watch
+from capture_planner_vllm.watch import StepWatch, Track
 from engines.generators.vllm_managers import Case, Rows
 from support.files import module_at
 
 HERE = Path(__file__).parent
 managers = module_at(HERE / "vllm_managers.py")
 STANDIN = HERE.parent / "standin"
+
+ABSENT = "not in the file"
 
 CONFIGURATIONS = {
     "compilation_config": ("config/compilation.py", "CompilationConfig"),
@@ -39,9 +47,8 @@ CONFIGURATIONS = {
 }
 
 OTHERS = (
-    ("v1/worker/gpu/model_runner.py", "GPUModelRunner", facts.RUNNER),
-    ("v1/core/sched/output.py", "SchedulerOutput", ("scheduled_spec_decode_tokens",)),
-    ("v1/outputs.py", "ModelRunnerOutput", ("req_ids", "sampled_token_ids")),
+    ("v1/worker/gpu/model_runner.py", "GPUModelRunner", (*facts.RUNNER, "kv_cache_config", "attn_groups")),
+    *((f"{each.module[5:].replace('.', '/')}.py", each.name, each.fields) for each in seams.RECORDS),
     ("config/lora.py", "LoRAConfig", ("max_loras", "specialize_active_lora")),
     ("config/parallel.py", "ParallelConfig", ("data_parallel_rank", "rank", "world_size")),
 )
@@ -118,7 +125,7 @@ class Observed:
 
     def __init__(self, engine: Any, case: Case) -> None:
         device.free_memory = lambda: 0
-        self.case, self.captures = case, Captures()
+        self.case, self.captures, self.read = case, Captures(), 0
         table = engine.modules[seams.MANAGERS].CudaGraphManager
         original = table.capture
         table.capture = self._capture(original)
@@ -151,6 +158,7 @@ class Observed:
             cudagraph_manager=v2.target,
             speculator=v2.drafter,
             num_speculative_steps=self.case.configuration.num_speculative_tokens,
+            **dict.fromkeys(("model_state", "decode_query_len", "max_num_reqs", "max_num_tokens")),
         )
 
     def row(self, role: Role, graph: int | None) -> list[Any] | None:
@@ -179,9 +187,11 @@ class Observed:
             counted, answers = self._counted(lambda rows=rows, loras=loras: self.engine._batch(rows, loras, None)[0])
             if counted != answers:
                 yield f"{rows}, {loras}: counted {counted} for the engine's {answers}"
-            asked = self._asked(rows, loras)
+            asked, read = self._asked(rows, loras)
             if asked != answers:
                 yield f"{rows}, {loras}: asked {asked} for the engine's {answers}"
+            if any(mine not in (row, ABSENT) for mine, row in zip(read, asked, strict=True)):
+                yield f"{rows}, {loras}: the file has {read} for the engine's {answers}"
         for ranks in self.case.steps:
             counted, answers = self._counted(lambda ranks=ranks: [*chain.from_iterable(self.engine._step(ranks))])
             if counted != answers:
@@ -190,7 +200,7 @@ class Observed:
     def _counted(self, step: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
         """Run a step; return the graphs of its roles as they are counted, and as the engine answers."""
         counts = Counts()
-        watch = Watch(self.tracks, counts, object, every=1 << 30)
+        watch = StepWatch(self.tracks, counts, object, every=1 << 30)
         ranks = self.engine.ranks
         real = ranks.dispatch_cg_and_sync_dp
         drafters = self.engine.engine.modules[seams.DRAFTERS].SpeculatorCudaGraphManager
@@ -214,24 +224,49 @@ class Observed:
             ranks.dispatch_cg_and_sync_dp, drafters.specialize_spec_tokens = real, specialize
         return [self.row(key[0], key[6]) for key in counts.steps], [plain(row) for row in answers if row]
 
-    def _asked(self, rows: Rows, loras: int) -> list[Any]:
-        """Return the answers of the probe's dispatchers to the same batch."""
+    def _asked(self, rows: Rows, loras: int) -> tuple[list[Any], list[Any]]:
+        """Return the answers of the probe's dispatchers to the same batch, and those of the observation's file."""
         reqs, tokens, uniform, longest, _ = self.engine._asked(rows)
         past = uniform is not None or longest is not None
-        found = []
+        asked, read = [], []
         for track in self.tracks:
             shape = {"num_reqs": reqs, "num_tokens": tokens, "query_len": uniform, "past_prompt": past}
             if track.role is Role.DRAFT_DECODE:
-                if track.specialized and self.engine._drafts(reqs) < 2:
-                    continue
-                if not track.specialized and self.engine._drafts(reqs) < 1:
+                if self.engine._drafts(reqs) < (2 if track.specialized else 1):
                     continue
                 width = track.manager.decode_query_len
                 shape = {"num_reqs": reqs, "num_tokens": reqs * width, "query_len": width, "past_prompt": True}
-            ask = facts.dispatcher(track, self.tracks[0])
-            graph, _ = ask(Batch(role=track.role, active_loras=loras, **shape))  # type: ignore[arg-type]
-            found.append(self.row(track.role, graph))
-        return found
+            batch = Batch(role=track.role, active_loras=loras, **shape)  # type: ignore[arg-type]
+            graph, _ = facts.dispatcher(track, self.tracks[0])(batch)
+            asked.append(self.row(track.role, graph))
+            read.append(self._from_file(attrs.evolve(batch, active_loras=0) if track.role.is_drafter else batch, track))
+        return asked, read
+
+    def _from_file(self, batch: Batch, track: Track) -> Any:
+        """Return the answer that the file has."""
+        answer = self.emulation.dispatch(batch)
+        if answer.reason is Reason.NOT_ADMISSIBLE:
+            return ABSENT
+        self.read += 1
+        entries = [graph.entry for graph in track.graphs]
+        return self.row(track.role, None if answer.entry is None else entries.index(answer.entry))
+
+    @cached_property
+    def emulation(self) -> Emulation:
+        """The file of the observation as a deployment."""
+        found = self.case.configuration
+        base = Observation(
+            engine="vllm",
+            engine_version="0",
+            started="2026-11-22T00:00:00Z",
+            model="any",
+            limits=Limits(max_num_reqs=found.max_num_seqs, max_num_tokens=max(*found.sizes, 64)),
+            speculative=self.tracks[0].speculative,
+            drafts=facts.passes(self.tracks, found.max_num_seqs),
+            lora=Lora(max_active=found.max_loras, specialize=found.specialize_lora) if found.max_loras else None,
+            roles=tuple(ObservedRole(role=track.role, mode=track.mode, graphs=track.graphs) for track in self.tracks),
+        )
+        return emulation_of(codec.loads(codec.dumps(facts.with_answers(base, self.tracks)), Observation))
 
 
 def plain(row: list[Any]) -> list[Any] | None:

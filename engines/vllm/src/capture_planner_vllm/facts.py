@@ -34,7 +34,7 @@ models), several MTP modules in one pass, and parallel drafts (DFlash)."""
 
 RUNNER = (
     *("cudagraph_manager", "speculator", "vllm_config", "model_state", "num_speculative_steps", "decode_query_len"),
-    *("max_num_reqs", "max_num_tokens", "kv_cache_config", "attn_groups"),
+    *("max_num_reqs", "max_num_tokens"),
 )
 """Attributes of vLLM's model runner that are read."""
 
@@ -92,6 +92,9 @@ def bonus_tokens(runner: Any) -> int:
 
 def tracks(runner: Any, captures: Captures | None, note: Note) -> tuple[Track, ...]:
     """Return the roles of a model runner with the graphs that were captured for them, target first."""
+    missing = [name for name in RUNNER if not hasattr(runner, name)]
+    if missing:
+        raise CapturePlannerError(f"vLLM's {type(runner).__name__} has no {', '.join(missing)}")
     speculative = _speculative(runner, note)
     managers = [(Role.TARGET, runner.cudagraph_manager)]
     for name, value in vars(runner.speculator).items() if runner.speculator is not None else ():
@@ -193,7 +196,7 @@ def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation
             max_num_tokens=config.scheduler_config.max_num_batched_tokens,
         ),
         speculative=tracks[0].speculative,
-        drafts=_passes(runner, tracks),
+        drafts=passes(tracks, runner.max_num_reqs),
         lora=_lora(runner),
         parallel=Parallel(
             data=replicas,
@@ -215,7 +218,8 @@ def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
     families = emulation_of(base).families
     target = tracks[0]
     # Answers to draft prefills change where the target's padding does.
-    counts = {graph.entry.num_reqs for graph in target.graphs if graph.entry.num_reqs is not None}
+    mixed = [graph.entry for graph in target.graphs if graph.entry.query_len is None]
+    counts = {each.num_reqs for each in mixed if each.num_reqs is not None}
     roles = (
         replace(
             role,
@@ -225,7 +229,7 @@ def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
                 track.graphs,
                 dispatcher(track, target),
                 families=families(role.role),
-                request_counts=counts,
+                request_counts=counts if track.role is Role.DRAFT_PREFILL else (),
             ),
         )
         for role, track in zip(base.roles, tracks, strict=True)
@@ -277,19 +281,23 @@ def _speculative(runner: Any, note: Note) -> Speculative | None:
         note(f"speculative.method: vLLM runs {config.method}, written as eagle: only the numbers of drafts matter here")
     fused = bool(getattr(runner.speculator, "supports_decode_metadata_update", False))
     schedule = getattr(config, "num_speculative_tokens_per_batch_size", None) or ()
-    return Speculative(
+    plain = Speculative(
         method=Method(method) if method in known else Method.EAGLE,
         num_tokens=tokens,
-        schedule=tuple(sorted((first, last, k) for first, last, k in schedule)),
         chain=Chain.FUSED if fused else Chain.SINGLE,
     )
+    try:
+        return replace(plain, schedule=tuple(sorted((first, last, k) for first, last, k in schedule)))
+    except CapturePlannerError as error:
+        note(f"speculative.schedule: {error}; answers are those of {tokens} drafts for every batch size")
+        return plain
 
 
-def _passes(runner: Any, tracks: Sequence[Track]) -> tuple[DraftPass, ...] | None:
-    """Return the passes of a drafter that makes all drafts at once."""
-    decodes = [track for track in tracks if track.role is Role.DRAFT_DECODE and not track.specialized]
-    most = runner.max_num_reqs
-    return tuple(DraftPass(query_len=track.manager.decode_query_len, first=1, last=most) for track in decodes) or None
+def passes(tracks: Sequence[Track], max_num_reqs: int) -> tuple[DraftPass, ...] | None:
+    """Return the passes of a drafter that makes all drafts at once; None for others."""
+    decodes = [track.manager for track in tracks if track.role is Role.DRAFT_DECODE and not track.specialized]
+    found = (DraftPass(query_len=each.decode_query_len, first=1, last=max_num_reqs) for each in decodes)
+    return tuple(found) or None
 
 
 def _lora(runner: Any) -> Lora | None:

@@ -47,6 +47,7 @@ from capture_planner_vllm.seam import (
 PLAN = "CAPTURE_PLANNER_PLAN"
 CONFIG = "vllm.config.vllm"
 MANAGERS = "vllm.v1.worker.gpu.cudagraph_utils"
+LEGACY_RUNNER = "vllm.v1.worker.gpu_model_runner"
 DRAFTERS = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
 
 KNOWN_MANAGERS = {(MANAGERS, "ModelCudaGraphManager"), (DRAFTERS, "SpeculatorCudaGraphManager")}
@@ -77,6 +78,7 @@ def install(*, apply: bool, observe: bool) -> None:
         after_import(MANAGERS, check_managers)
     if observe:
         after_import(MANAGERS, observe_managers)
+        after_import(LEGACY_RUNNER, refuse_legacy_runner)
 
 
 def current_plan() -> Plan | None:
@@ -101,6 +103,11 @@ def _plan_at(path: str) -> Plan:
 def observe_managers(module: ModuleType) -> None:
     """Let the observer attach to the managers, after the plan."""
     importlib.import_module("capture_planner_vllm.observe").attach(module, current_plan(), decisions)
+
+
+def refuse_legacy_runner(module: ModuleType) -> None:
+    """Let the observer say that it does not know model runner V1, when one is made."""
+    importlib.import_module("capture_planner_vllm.observe_seams").refuse(module)
 
 
 # The configuration

@@ -23,17 +23,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.observation import EagerCost, Observation
 from capture_planner.records.plan import Decision, Plan
-from capture_planner_vllm import device, facts, profile
+from capture_planner_vllm import facts, profile
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
-from capture_planner_vllm.observe_seams import Seam
+from capture_planner_vllm.observe_seams import ObservedFields, Seam
 from capture_planner_vllm.seam import LOG, report, wrap
-from capture_planner_vllm.watch import Drafts, Track, Watch
+from capture_planner_vllm.watch import Drafts, StepRecorder, StepWatch, Track
 
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
@@ -81,12 +80,12 @@ class Observer:
         self._folder, self._seconds, self._plan, self._decisions = folder, seconds, plan, decisions
         self._profile = os.environ.get(PROFILE) == "1"
         self._base: Observation | None = None
-        self._active: Watch | None = None
+        self._active: StepWatch | None = None
         self._captures: Captures | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: StepRecorder | None = None
         self._runners = 0
         self._attached = False
-        self._asks = True
+        self._asks = self._reads_drafts = True
         self._tracks: tuple[Track, ...] = ()
         self._drafts: Mapping[str, list[int]] = {}
         self._outputs: dict[int, Drafts] = {}
@@ -96,7 +95,7 @@ class Observer:
 
     def watch_managers(self, module: ModuleType) -> None:
         """Wrap the managers, and wait for the first to be made."""
-        if self._wrap(seams.INIT, self._init, module):
+        if self._fits(seams.DESCRIPTOR, module) and self._wrap(seams.INIT, self._init, module):
             self._wrap(seams.CAPTURE, self._capture, module)
             self._asks = self._fits(seams.DISPATCH, module)
 
@@ -111,9 +110,12 @@ class Observer:
             # Without it, dummy runs would count as steps.
             return
         self._wrap(seams.EXECUTE, self._execute_model)
-        self._wrap_step()
+        original = getattr(sys.modules.get(seams.RANKS), seams.STEP.name, None)
+        if self._wrap(seams.STEP, self._dispatch_step):
+            seams.replace_copies(original, getattr(sys.modules[seams.RANKS], seams.STEP.name))
         self._wrap(seams.FORWARD, self._forward_start)
         self._wrap(seams.SAMPLE, self._sample_tokens)
+        self._reads_drafts = self._fits(seams.SCHEDULED) and self._fits(seams.SAMPLED)
         self._wrap(seams.OUTPUT, self._get_output)
         self._wrap(seams.SHUTDOWN, self._shutdown)
         if seams.DRAFTERS in sys.modules:
@@ -128,24 +130,14 @@ class Observer:
         wrap(*seam.owner(module), make)
         return True
 
-    def _fits(self, seam: Seam, module: ModuleType | None = None) -> bool:
-        """Return whether a function is as the wrapper needs it; note where not."""
+    def _fits(self, known: Seam | ObservedFields, module: ModuleType | None = None) -> bool:
+        """Return whether a part of vLLM is as it is known; note where not."""
         try:
-            seam.owner(module)
+            known.check(module)
         except LookupError as error:
-            self._note(f"not observed: {seam.part}, as {error}")
+            self._note(f"not observed: {known.part}, as {error}")
             return False
         return True
-
-    def _wrap_step(self) -> None:
-        """Wrap the function that dispatches, in its module and where it was imported by name."""
-        module = sys.modules.get(seams.RANKS)
-        original = getattr(module, seams.STEP.name, None)
-        if self._wrap(seams.STEP, self._dispatch_step):
-            wrapper = getattr(module, seams.STEP.name)
-            for name, other in list(sys.modules.items()):
-                if name.startswith(seams.GPU) and getattr(other, seams.STEP.name, None) is original:
-                    setattr(other, seams.STEP.name, wrapper)
 
     def _note(self, text: str) -> None:
         """Keep a note for the file and log it, once; an error in strict mode."""
@@ -226,12 +218,12 @@ class Observer:
         self._finish()
         self._runners += 1
         again = "" if self._runners == 1 else f".{self._runners}"
-        recorder = Recorder(self._folder, f"vllm.rank{base.rank}.{os.getpid()}{again}", self._seconds)
+        name = f"vllm.rank{base.rank}.{os.getpid()}{again}"
+        recorder = StepRecorder(self._folder, name, self._seconds, self._tracks, facts.bonus_tokens(runner))
         recorder.begin(base)
         if self._runners == 1:
             atexit.register(self._finish)  # before the recorder's own, which was registered earlier
-        self._recorder = recorder
-        self._active = Watch(self._tracks, recorder, device.event, bonus=facts.bonus_tokens(runner))
+        self._recorder, self._active = recorder, recorder.watch
         LOG.info("observing: %s", recorder.path)
 
     def _described(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> Observation:
@@ -262,7 +254,7 @@ class Observer:
             self._runners = self._runners or 1
 
     @contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
+    def _watching(self, watch: StepWatch) -> Iterator[None]:
         """Let ``watch`` follow the steps for a while."""
         self._active = watch
         try:
@@ -308,7 +300,8 @@ class Observer:
                 return original(runner, scheduler_output, *args, **kwargs)
             try:
                 watch.begin()
-                self._drafts = scheduler_output.scheduled_spec_decode_tokens
+                if self._reads_drafts:
+                    self._drafts = scheduler_output.scheduled_spec_decode_tokens
             except Exception as error:
                 self._failed("beginning a step", error)
             result = original(runner, scheduler_output, *args, **kwargs)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import attrs
+
+from capture_planner_vllm.seam import report, wrap
 
 GPU = "vllm.v1.worker.gpu"
 MANAGERS = f"{GPU}.cudagraph_utils"
@@ -27,6 +32,10 @@ class Seam:
     parameters: tuple[str, ...]
     part: str
     """What is not observed without it."""
+
+    def check(self, module: ModuleType | None = None) -> None:
+        """Raise ``LookupError`` where the function is not as the wrapper needs it, as ``owner`` does."""
+        self.owner(module)
 
     def owner(self, module: ModuleType | None = None) -> tuple[Any, str]:
         """Return what has the function as an attribute, and the attribute's name.
@@ -50,6 +59,40 @@ class Seam:
             raise LookupError(f"{self.module}.{self.name} takes ({', '.join(has)}), expected ({expected}, ...)")
         return owner, name
 
+
+@attrs.frozen
+class ObservedFields:
+    """One dataclass of vLLM that is read."""
+
+    module: str
+    name: str
+    fields: tuple[str, ...]
+    part: str
+    """What is not observed without them."""
+
+    def check(self, module: ModuleType | None = None) -> None:
+        """Raise ``LookupError`` where the class or a field is missing; the text says which.
+
+        :param module: the module, if it is not the imported one of that name.
+        """
+        owner = getattr(module or sys.modules.get(self.module), self.name, None)
+        has = getattr(owner, "__dataclass_fields__", {})
+        missing = [name for name in self.fields if name not in has]
+        if owner is None or missing:
+            what = self.name if owner is None else f"{', '.join(missing)} in {self.name}"
+            raise LookupError(f"{self.module} has no {what}")
+
+
+DESCRIPTOR = ObservedFields(
+    MANAGERS,
+    "BatchExecutionDescriptor",
+    ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "num_active_loras"),
+    "everything",
+)
+SCHEDULED = ObservedFields("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_spec_decode_tokens",), "drafts")
+SAMPLED = ObservedFields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids", "sampled_token_ids"), "drafts")
+
+RECORDS = (DESCRIPTOR, SCHEDULED, SAMPLED)
 
 _BATCH = ("cudagraph_manager", "num_reqs", "num_tokens", "uniform_token_count")
 
@@ -77,3 +120,29 @@ SPECIALIZE = Seam(
 )
 
 SEAMS = (INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE)
+
+
+def replace_copies(original: Any, replacement: Any) -> None:
+    """Replace a function in every module of the model runner that imported it by name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(GPU):
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, attribute, replacement)
+
+
+def refuse(module: ModuleType) -> None:
+    """Say that nothing is observed where a model runner V1 is made; ``vllm.v1.worker.gpu_model_runner``, executed."""
+    if hasattr(module, "GPUModelRunner"):
+        wrap(module.GPUModelRunner, "__init__", _refused)
+
+
+def _refused(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        report(
+            logging.WARNING, ["nothing is observed: this is model runner V1; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2"]
+        )
+        original(*args, **kwargs)
+
+    return init

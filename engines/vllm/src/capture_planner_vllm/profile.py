@@ -15,7 +15,7 @@ from typing import Any
 from capture_planner.modes import Reason, Role
 from capture_planner.records.observation import EagerCost
 from capture_planner_vllm import device
-from capture_planner_vllm.watch import Shape, Track, Watch
+from capture_planner_vllm.watch import Shape, StepWatch, Track
 
 REPLAYS = 5
 
@@ -124,14 +124,14 @@ def eager_sizes(
 
 
 def eager_costs(
-    runner: Any, tracks: Sequence[Track], watching: Callable[[Watch], AbstractContextManager[None]]
+    runner: Any, tracks: Sequence[Track], watching: Callable[[StepWatch], AbstractContextManager[None]]
 ) -> Mapping[Role, tuple[EagerCost, ...]]:
     """Run dummy steps above the largest graphs, and return what each role took, where it ran eager.
 
     :param watching: lets a watch follow the steps for a while.
     """
     steps = EagerSteps()
-    watch = Watch(tracks, steps, device.event, every=1, dummies=True)
+    watch = StepWatch(tracks, steps, device.event, every=1, dummies=True)
     sizes = eager_sizes(
         tracks,
         query_len=runner.decode_query_len,

@@ -6,22 +6,28 @@ per request. A step is timed once in ``EVERY``; its CUDA events are read in a la
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
 
 from capture_planner.engines.probe import why_eager
+from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.model import Speculative
-from capture_planner.records.observation import ObservedGraph
+from capture_planner.records.observation import Observation, ObservedGraph
+from capture_planner_vllm import device
 
 EVERY = 64
 """One step in so many is timed."""
+
+_TARGET = Role.TARGET
 
 Shape = tuple[int, int, int | None, bool, int]
 """num_reqs, num_tokens, query_len, past_prompt, active_loras: as in ``Batch``."""
@@ -171,7 +177,7 @@ class Clock:
                 self._pending.append((key, start, end))
 
 
-class Watch:
+class StepWatch:
     """Follows the steps of one model runner, and passes to a sink what they dispatch, take and accept.
 
     A step calls ``begin``, then for each role ``dispatched`` and, of draft decodes, ``specialized``; ``forward``
@@ -198,20 +204,26 @@ class Watch:
         self.sink, self.dummies = sink, dummies
         self._tracks = {id(track.manager): track for track in tracks}
         self._clock, self._every, self._bonus = Clock(event), every, bonus
-        self._step = self._verified = 0
+        self._step = 0
+        self._lock = threading.Lock()
         self._pairs: Counter[tuple[int, int]] = Counter()
         self._uniform: dict[int, Counter[int]] = {}
         self._timing = False
-        self._target: tuple[Any, ...] | None = None
-        self._decode: tuple[Track, Shape] | None = None
+        self._target: tuple[int, int | None, bool] | None = None
+        """The target's tokens, query length, and whether all are past their prompts."""
+        self._decode: tuple[Track, int] | None = None
+        """The draft decodes that were dispatched, and their requests."""
+        self._timed: tuple[Role, Shape, int] | None = None
+        """The target's batch in a step that is timed."""
 
     def begin(self) -> None:
         """Start a step."""
         self._target = self._decode = None
-        self._clock.drop()
         self._step += 1
         self._timing = self._step % self._every == 0
         if self._timing:
+            self._timed = None
+            self._clock.drop()
             self.read()
 
     def dispatched(
@@ -221,45 +233,46 @@ class Watch:
         track = self._tracks.get(id(manager))
         if track is None:
             return
-        role = track.role
+        role, past_prompt, active_loras = track.role, query_len is not None, 0
         if query_len is not None:
+            query_len = int(query_len)  # drafters count with numpy
             num_tokens = num_reqs * query_len
-        if role is Role.TARGET:
-            past_prompt = query_len is not None or rest.get("max_query_len") is not None
-            shape: Shape = (num_reqs, num_tokens, query_len, past_prompt, rest.get("num_active_loras", 0))
-        elif role is Role.DRAFT_PREFILL and query_len is None and self._target is not None:
+        if role is _TARGET:
+            active_loras = rest.get("num_active_loras", 0)
+            past_prompt = past_prompt or rest.get("max_query_len") is not None
+            self._target = num_tokens, query_len, past_prompt
+        elif query_len is None and self._target is not None:
             # The drafter dispatches the target's padded tokens; a batch has the real ones.
-            shape = (num_reqs, self._target[2], None, self._target[4], 0)
-        else:
-            shape = (num_reqs, num_tokens, query_len, query_len is not None, 0)
+            num_tokens, _, past_prompt = self._target
         if track.specialized:
-            self._decode = track, shape
+            self._decode = track, num_reqs
             if self._timing:
                 self._clock.stop()
-            return
-        graph = track.graph(answer)
-        key = (role, *shape, graph, track.reason(shape) if graph is None else None)
-        self.sink.count(*key)
-        if role is Role.TARGET:
-            self._target = key
-        elif self._timing:
-            self._clock.start((key, 1))
+        else:
+            self._count(track, answer, (num_reqs, num_tokens, query_len, past_prompt, active_loras), 1)
 
     def specialized(self, answer: Any, draft_tokens: int) -> None:
         """Count the final answer for the draft decodes of a step."""
-        if self._decode is None:
-            return
-        (track, shape), self._decode = self._decode, None
+        if self._decode is not None:
+            (track, num_reqs), self._decode = self._decode, None
+            passes = 1 if track.fused else max(draft_tokens - 1, 1)
+            self._count(track, answer, (num_reqs, num_reqs, 1, True, 0), passes)
+
+    def _count(self, track: Track, answer: Any, shape: Shape, passes: int) -> None:
         graph = track.graph(answer)
-        key = (track.role, *shape, graph, track.reason(shape) if graph is None else None)
-        self.sink.count(*key)
+        role = track.role
+        self.sink.count(role, *shape, graph, track.reason(shape) if graph is None else None)
         if self._timing:
-            self._clock.start((key, 1 if track.fused else max(draft_tokens - 1, 1)))
+            key = role, shape, passes
+            if role is _TARGET:
+                self._timed = key  # its forward begins later
+            else:
+                self._clock.start(key)
 
     def forward(self) -> None:
         """Start the time of the target's forward."""
-        if self._timing and self._target is not None:
-            self._clock.start((self._target, 1))
+        if self._timing and self._timed is not None:
+            self._clock.start(self._timed)
 
     def forward_end(self) -> None:
         """End the time of the target's forward."""
@@ -274,9 +287,9 @@ class Watch:
 
     def read(self) -> None:
         """Pass on the times that are there."""
-        for (key, parts), milliseconds in self._clock.passed():
-            role, num_reqs, num_tokens, query_len, past_prompt, active_loras = key[:6]
-            time = milliseconds / parts
+        for (role, shape, passes), milliseconds in self._clock.passed():
+            num_reqs, num_tokens, query_len, past_prompt, active_loras = shape
+            time = milliseconds / passes
             self.sink.sample(role, num_reqs, num_tokens, query_len, past_prompt, active_loras, time)
 
     def drafts(self, scheduled: Mapping[str, Sequence[int]]) -> Drafts | None:
@@ -286,7 +299,7 @@ class Watch:
         """
         if not scheduled:
             return None
-        query_len = None if self._target is None else self._target[3]
+        query_len = None if self._target is None else self._target[1]
         return scheduled if query_len is None else query_len - 1
 
     def accepted(self, drafts: Drafts, requests: Iterable[str], tokens: Iterable[Sequence[int]]) -> None:
@@ -295,19 +308,18 @@ class Watch:
         :param requests: the requests of the step.
         :param tokens: the tokens that each of them got.
         """
-        if isinstance(drafts, int):
-            self._uniform.setdefault(drafts, Counter()).update(map(len, tokens))
-        else:
-            proposed = map(len, map(drafts.get, requests, repeat(())))
-            self._pairs.update(zip(proposed, map(len, tokens), strict=False))
-        self._verified += 1
-        if self._verified % EVERY == 0:
-            self.flush()
+        with self._lock:
+            if isinstance(drafts, int):
+                self._uniform.setdefault(drafts, Counter()).update(map(len, tokens))
+            else:
+                proposed = map(len, map(drafts.get, requests, repeat(())))
+                self._pairs.update(zip(proposed, map(len, tokens), strict=False))
 
     def flush(self) -> None:
-        """Pass on the drafts that were counted, by position."""
-        pairs, self._pairs = self._pairs, Counter()
-        uniform, self._uniform = self._uniform, {}
+        """Pass on the drafts that were counted, by position; from any thread."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, Counter()
+            uniform, self._uniform = self._uniform, {}
         for proposed, counts in uniform.items():
             pairs.update({(proposed, sampled): count for sampled, count in counts.items()})
         most = max((proposed for proposed, _ in pairs), default=0)
@@ -320,3 +332,16 @@ class Watch:
                     accepted[position] += count
         if any(drafted):
             self.sink.draft(drafted, accepted)
+
+
+class StepRecorder(Recorder):
+    """Records what its ``watch`` sees, whose drafts are in every observation."""
+
+    def __init__(self, folder: Path, name: str, every: float, tracks: Sequence[Track], bonus: int) -> None:
+        super().__init__(folder, name, every)
+        self.watch = StepWatch(tracks, self, device.event, bonus=bonus)
+
+    def observation(self) -> Observation:
+        """Return what was observed so far."""
+        self.watch.flush()
+        return super().observation()

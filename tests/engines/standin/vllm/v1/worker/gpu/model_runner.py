@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, StepTimingCollector
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
@@ -52,7 +54,7 @@ class GPUModelRunner:
     ):
         width = self.decode_query_len if uniform_decode else 0
         num_reqs = num_tokens // width if uniform_decode else min(num_tokens, self.max_num_reqs)
-        output = SimpleNamespace(
+        output = SchedulerOutput(
             num_scheduled_tokens={str(i): 0 for i in range(num_reqs)},
             total_num_scheduled_tokens=num_tokens,
             scheduled_spec_decode_tokens={},
@@ -98,7 +100,7 @@ class GPUModelRunner:
             answers |= self.speculator.propose(num_reqs, desc.num_tokens, output.uniform, output.drafts)
         if not dummy_run:
             self.answers.append((output, answers))
-        return AsyncOutput(SimpleNamespace(req_ids=list(output.num_scheduled_tokens), sampled_token_ids=output.sampled))
+        return AsyncOutput(ModelRunnerOutput(list(output.num_scheduled_tokens), output.sampled))
 
     def shutdown(self):
         self.cudagraph_manager = None

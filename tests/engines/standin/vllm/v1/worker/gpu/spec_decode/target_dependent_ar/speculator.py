@@ -1,5 +1,7 @@
 """A drafter that depends on the target: a draft prefill, then draft decodes."""
 
+import numpy as np
+
 from vllm.v1.worker.gpu.cudagraph_utils import CUDAGraphMode
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
@@ -28,6 +30,7 @@ class TargetDependentARSpeculator:
 
     def propose(self, num_reqs, num_tokens_padded, uniform, num_speculative_tokens):
         dp_size = self.vllm_config.parallel_config.data_parallel_size
+        uniform = None if uniform is None else np.int64(uniform)  # vLLM's drafters take a maximum by numpy
         answers = {}
         desc, _ = dispatch_cg_and_sync_dp(
             self.prefill_cudagraph_manager, num_reqs, num_tokens_padded, uniform, dp_size=dp_size, dp_rank=0
