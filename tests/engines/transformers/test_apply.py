@@ -103,6 +103,8 @@ def test_generate_batch_runs_the_plan_of_its_model(captures: list[tuple[int, int
     try:
         assert generated(model, LENGTHS) == stock
         assert captures
+        with pytest.raises(RunError, match="this model runs another plan"):
+            apply(model, planned())
     finally:
         application.remove()
     captures.clear()
