@@ -185,6 +185,8 @@ class Serving:
             capture(*arguments)
 
         runner._capture_graph = counted
+        if contender == EAGER:
+            runner.compute_batch = _ordered(runner)
         self._waiting: list[Request] = []
         self._first = 0
         self._started = 0.0
@@ -262,6 +264,22 @@ class Serving:
 def _buffers(inputs_and_outputs: Any) -> list[Any]:
     pairs = getattr(inputs_and_outputs, "io_pairs", None)
     return [inputs_and_outputs.graphs] if pairs is None else [pair.device_io.graphs for pair in pairs]
+
+
+def _ordered(runner: Any) -> Any:
+    """Return ``compute_batch`` such that a step waits for its inputs, so that the reference is one.
+
+    transformers' synchronous mode writes inputs on another stream than it computes on, without an order between them.
+    """
+    compute = runner.compute_batch
+
+    def compute_batch(*arguments: Any) -> None:
+        stream = runner.inputs_and_outputs.compute_stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        compute(*arguments)
+
+    return compute_batch
 
 
 def _settle() -> None:
