@@ -137,3 +137,5 @@ class Reason(enum.StrEnum):
     """A captured graph could serve it, but the engine's dispatcher does not find it."""
     UNCOVERED = "uncovered"
     """Neither an entry nor a waiver; ``check`` reports it as CP001."""
+    UNKNOWN = "unknown"
+    """Nothing was observed of such a batch, and an observation does not guess."""

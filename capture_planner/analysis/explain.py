@@ -40,6 +40,7 @@ WHY_NONE = {
     Reason.NOT_ADMISSIBLE: "the limits or the schedule do not admit such a batch",
     Reason.SHADOWED: "a captured graph could serve it, but the engine's dispatcher does not find it",
     Reason.UNCOVERED: "it has neither a graph nor a waiver: run check",
+    Reason.UNKNOWN: "the engine was not asked about such a batch",
 }
 """Each reason in words; "it" is the batch."""
 

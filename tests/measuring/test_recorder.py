@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -94,6 +95,8 @@ def test_counts_equal_those_of_a_plain_counter(
     recorder.close()
     observed = codec.load_observation(recorder.path)
     assert counted(observed) == Counter(given)
+    replays = Counter(outcome[6] for outcome in given if outcome[0] is Role.TARGET)
+    assert [graph.replays for graph in observed.roles[0].graphs] == [replays[index] for index in range(3)]
     assert observed.drafted == ((len(given),) * 2 if given else ())
     assert observed.accepted == ((len(given), 0) if given else ())
 
@@ -117,6 +120,9 @@ def test_memory_is_bounded_and_every_step_is_counted(
     steps = Counter(outcome[0] for outcome in given)
     assert {role.role: role.steps for role in observed.roles if role.steps} == dict(steps)
     assert not given or listed.roles == observed.roles
+    replays = Counter(outcome[6] for outcome in given if outcome[0] is Role.TARGET)
+    assert [graph.replays for graph in observed.roles[0].graphs] == [replays[index] for index in range(3)]
+    assert observed.roles[0].eager_steps == replays[None]
 
 
 @given(times=st.lists(st.floats(0, 1e6), min_size=1, max_size=100))
@@ -251,6 +257,27 @@ def test_fork_writes_nothing(tmp_path: Path) -> None:
     process = serve(tmp_path, 60.0, fork)
     process.communicate(timeout=60)
     assert codec.load_observation(tmp_path / "rank0.yaml").roles[0].steps == 0
+
+
+@pytest.mark.parametrize("graphs", [10, 1000])
+def test_file_with_many_batches_can_be_read(tmp_path: Path, graphs: int) -> None:
+    """Three roles with more shapes than are listed, all timed; with many graphs fewer are listed."""
+    many = tuple(
+        ObservedGraph(entry=Entry(mode=GraphMode.PIECEWISE, num_tokens=1 + n), seconds=0.5, mib=1.5, milliseconds=2.5)
+        for n in range(graphs)
+    )
+    recorder = Recorder(tmp_path, "rank0")
+    recorder.begin(
+        replace(BASE, roles=tuple(ObservedRole(role=r, mode=GraphMode.PIECEWISE, graphs=many) for r in Role))
+    )
+    for number, role in itertools.product(range(1, module.MAX_BATCHES + 100), Role):
+        recorder.count(role, 1, number, None, number % 2 == 0, 0, number % 10, None)
+        recorder.sample(role, 1, number, None, number % 2 == 0, 0, 1.25)
+    recorder.close()
+    observed = codec.load_observation(recorder.path)
+    assert observed.roles == recorder.observation().roles
+    assert {role.steps for role in observed.roles} == {module.MAX_BATCHES + 99}
+    assert {len(role.batches) == module.MAX_BATCHES for role in observed.roles} == {graphs == 10}
 
 
 def test_counting_takes_less_than_half_a_microsecond(tmp_path: Path) -> None:

@@ -1,0 +1,272 @@
+"""Ask an engine's own dispatcher what it answers, and compress the answers to ranges.
+
+This is what makes an observation the truth for any release: nothing is assumed about how the engine finds a graph.
+Asked are, for every number of active adapters at which answers can change:
+
+- batches in which every request has as many tokens as a decode or a graph may have, for each number of requests,
+  past their prompts and not;
+- batches whose requests differ, past their prompts and not, for each number of tokens up to the largest graph, and
+  for each number of requests at which answers can change.
+
+Between two numbers of requests, or of adapters, with the same answers, the answers are taken to be the same too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import attrs
+
+from capture_planner.engines.answers import Answers, form_of
+from capture_planner.engines.emulation import CapturedGraph
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras
+from capture_planner.records.observation import DispatchRun, ObservedGraph
+
+Answer = tuple[int | None, Reason | None]
+"""The index of a graph, or None and the reason."""
+
+Asked = Callable[[Batch], Answer]
+T = TypeVar("T")
+
+MAX_WIDTH = 16
+"""Up to this longest decode, uniform batches of every length are asked about; above it, of those that graphs have."""
+
+
+def answers(
+    role: Role,
+    deployment: Deployment,
+    graphs: Sequence[ObservedGraph],
+    dispatch: Asked,
+    *,
+    families: Iterable[DecodeFamily] | None = None,
+    request_counts: Iterable[int] = (),
+) -> tuple[DispatchRun, ...]:
+    """Return what a dispatcher answers, compressed.
+
+    :param graphs: the graphs of the role, which answers name by index.
+    :param dispatch: asks the engine's own dispatcher; ``why_eager`` helps where it gives no reason.
+    :param families: the role's decodes; None: ``decode_families``.
+    :param request_counts: where answers to mixed batches change with the requests, besides the graphs' ``num_reqs``.
+    """
+    probe = _Probe(
+        role=role,
+        deployment=deployment,
+        graphs=tuple(graphs),
+        dispatch=dispatch,
+        families=tuple(decode_families(role, deployment) if families is None else families),
+        request_counts=tuple(request_counts),
+    )
+    return tuple(probe.all())
+
+
+def why_eager(batch: Batch, mode: GraphMode, graphs: Iterable[ObservedGraph], draft_steps: int | None = None) -> Reason:
+    """Return why a batch that the limits admit has no graph, where the engine does not say.
+
+    :param mode: the resolved mode of the role.
+    :param draft_steps: how many draft decodes the schedule runs for this batch size.
+    """
+    graphs = tuple(graphs)
+    if any(captured(batch.role, graph).rejection(batch, draft_steps) is None for graph in graphs):
+        return Reason.SHADOWED
+    uniform = batch.uniform_query_len is not None
+    if (mode.decode_mode if uniform else mode.mixed_mode) is GraphMode.NONE:
+        return Reason.MODE
+    return Reason.SIZES if all(graph.entry.num_tokens < batch.num_tokens for graph in graphs) else Reason.UNCOVERED
+
+
+def captured(role: Role, graph: ObservedGraph) -> CapturedGraph:
+    """Return an observed graph as emulations have it."""
+    return CapturedGraph(
+        role=role, entry=graph.entry, max_query_len=graph.max_query_len, prompts_only=graph.prompts_only
+    )
+
+
+_Range = tuple[int, int, Answer]
+"""First and last count, and their answer."""
+
+
+def _merged(asked: Iterable[_Range]) -> tuple[_Range, ...]:
+    ranges: list[_Range] = []
+    for first, last, answer in asked:
+        if ranges and ranges[-1][2] == answer and ranges[-1][1] + 1 == first:
+            ranges[-1] = (ranges[-1][0], last, answer)
+        else:
+            ranges.append((first, last, answer))
+    return tuple(ranges)
+
+
+def _from(ranges: Iterable[_Range], least: int) -> tuple[_Range, ...]:
+    return tuple((max(first, least), last, answer) for first, last, answer in ranges if last >= least)
+
+
+def _bands(
+    points: Sequence[int], table: Callable[[int], T], from_count: Callable[[T, int], T]
+) -> Iterator[tuple[int, int, T]]:
+    """Yield ``(first, last, table)`` of each band of counts whose tables are alike, as far as ``points`` tell.
+
+    :param from_count: what of a table is about batches of so many; only that is compared.
+    """
+    start = previous = points[0]
+    current = table(start)
+    for point in points[1:]:
+        while table(point) != from_count(current, point):
+            low, high = previous, point  # The tables change between: that of low is alike, and that of high is not.
+            while low + 1 < high:
+                middle = (low + high) // 2
+                low, high = (middle, high) if table(middle) == from_count(current, middle) else (low, middle)
+            yield start, low, current
+            start = previous = high
+            current = table(start)
+        previous = point
+    yield start, points[-1], current
+
+
+@attrs.frozen(kw_only=True)
+class _Probe:
+    role: Role
+    deployment: Deployment
+    graphs: tuple[ObservedGraph, ...]
+    dispatch: Asked
+    families: tuple[DecodeFamily, ...]
+    request_counts: tuple[int, ...]
+
+    def all(self) -> Iterator[DispatchRun]:
+        """Yield the answers, with the numbers of adapters that are answered alike together."""
+        for first, last, runs in _bands(self._lora_points(), self._with_loras, _with_at_least):
+            yield from (attrs.evolve(run, min_loras=first, max_loras=last) for run in self._needed(runs, first))
+
+    def _needed(self, runs: Sequence[DispatchRun], loras: int) -> Sequence[DispatchRun]:
+        """Leave out forms of batches that are answered as ``Answers`` answers without them."""
+        for form in sorted({form_of(run) for run in runs}, key=lambda form: form[0] or 0):
+            own = [run for run in runs if form_of(run) == form]
+            rest = [run for run in runs if form_of(run) != form]
+            if form == (None, True):
+                past = (attrs.evolve(run, past_prompt=False) for run in own)
+                repeats = list(past) == [run for run in rest if form_of(run) == (None, False)]
+            else:
+                others = Answers(attrs.evolve(run, max_loras=loras) for run in rest)
+                repeats = form != (None, False) and all(
+                    (found := others.find(self._batch(count, count * (run.query_len or 1), *form, loras))) is not None
+                    and (found.graph, found.reason) == (run.graph, run.reason)
+                    for run in own
+                    for count in range(run.first, run.last + 1)
+                )
+            if repeats and self.role is not Role.DRAFT_DECODE:
+                runs = rest
+        return runs
+
+    def _lora_points(self) -> list[int]:
+        limits = self.deployment.limits
+        most = min(most_loras(self.role, self.deployment), limits.max_num_reqs, limits.max_num_tokens)
+        cases = {graph.entry.active_loras + more for graph in self.graphs for more in (0, 1)}
+        return sorted({0, min(1, most), most} | {case for case in cases if case <= most})
+
+    def _with_loras(self, loras: int) -> tuple[DispatchRun, ...]:
+        """Return the answers to batches with so many adapters, in a fixed order."""
+        runs: list[DispatchRun] = []
+        for past_prompt in (True, False):
+            if self.role is Role.DRAFT_DECODE and not past_prompt:
+                continue  # Draft decodes are always past the prompt, and uniform.
+            for query_len in self._widths():
+                asked = (
+                    (count, count, self._ask(count, count * query_len, query_len, past_prompt, loras))
+                    for count in self._request_counts(query_len)
+                    if count >= loras
+                )
+                for first, last, (graph, reason) in _merged(asked):
+                    runs.append(
+                        DispatchRun(
+                            query_len=query_len,
+                            past_prompt=past_prompt,
+                            first=first,
+                            last=last,
+                            graph=graph,
+                            reason=reason,
+                        )
+                    )
+            if self.role is not Role.DRAFT_DECODE:
+                runs += self._mixed(past_prompt, loras)
+        return tuple(runs)
+
+    def _widths(self) -> list[int]:
+        own = {family.query_len for family in self.families}
+        if self.role is not Role.DRAFT_DECODE:
+            own |= {width for g in self.graphs if (width := g.entry.query_len or g.max_query_len)}
+            own |= set(range(1, max(own, default=1) + 1)) if max(own, default=1) <= MAX_WIDTH else {1}
+        return sorted(own)
+
+    def _request_counts(self, query_len: int) -> Iterable[int]:
+        limits = self.deployment.limits
+        if self.role is not Role.DRAFT_DECODE:
+            return range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1)
+        domains = [family.requests for family in self.families if family.query_len == query_len]
+        return sorted({count for domain in domains for count, _ in domain.counts()})
+
+    def _mixed(self, past_prompt: bool, loras: int) -> Iterator[DispatchRun]:
+        """Yield the answers to batches whose requests differ, in bands of requests that are answered alike."""
+
+        def by_tokens(num_reqs: int) -> tuple[_Range, ...]:
+            return self._by_tokens(num_reqs, past_prompt, loras)
+
+        for min_reqs, max_reqs, ranges in _bands(self._mixed_points(max(loras, 1)), by_tokens, _from):
+            for first, last, (graph, reason) in ranges:
+                yield DispatchRun(
+                    past_prompt=past_prompt,
+                    min_reqs=min_reqs,
+                    max_reqs=max_reqs,
+                    first=first,
+                    last=last,
+                    graph=graph,
+                    reason=reason,
+                )
+
+    def _mixed_points(self, least: int) -> list[int]:
+        limits = self.deployment.limits
+        most = min(limits.max_num_reqs, limits.max_num_tokens)
+        rooms = {graph.entry.num_reqs or 0 for graph in self.graphs if graph.entry.query_len is None}
+        rooms |= {room + 1 for room in rooms if room < most}
+        powers = {1 << bit for bit in range(most.bit_length())}
+        return sorted({least, most} | {n for n in rooms | powers | set(self.request_counts) if least <= n <= most})
+
+    def _by_tokens(self, num_reqs: int, past_prompt: bool, loras: int) -> tuple[_Range, ...]:
+        """Return the answers to batches of so many requests, by tokens."""
+        most = self.deployment.limits.max_num_tokens
+        largest = min(most, max((graph.entry.num_tokens for graph in self.graphs), default=0))
+
+        def at(tokens: int) -> Answer:
+            return self._ask(num_reqs, tokens, None, past_prompt, loras)
+
+        asked = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
+        above = max(largest + 1, num_reqs)
+        if above <= most and at(above) == at(most):
+            asked.append((above, most, at(above)))
+        elif above <= most:
+            asked += [(tokens, tokens, at(tokens)) for tokens in range(above, most + 1)]
+        return _merged(asked)
+
+    def _ask(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Answer:
+        return self.dispatch(self._batch(num_reqs, num_tokens, query_len, past_prompt, loras))
+
+    def _batch(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Batch:
+        return Batch(
+            role=self.role,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_len=query_len,
+            past_prompt=past_prompt,
+            active_loras=loras,
+        )
+
+
+def _with_at_least(runs: Iterable[DispatchRun], loras: int) -> tuple[DispatchRun, ...]:
+    """Return the answers to batches that can have so many adapters: none has more of them than requests."""
+    return tuple(
+        attrs.evolve(
+            run, first=max(run.first, loras), min_reqs=max(run.min_reqs, loras if run.query_len is None else 1)
+        )
+        for run in runs
+        if run.last >= loras and (run.max_reqs is None or run.max_reqs >= loras)
+    )
