@@ -110,7 +110,7 @@ def _recorder(observe: str | Path | None) -> Recorder | None:
         return None
     seconds = os.environ.get("CAPTURE_PLANNER_OBSERVE_SECONDS", "30")
     try:
-        return Recorder(Path(folder), f"transformers-{os.getpid()}", float(seconds))
+        return Recorder(Path(folder).resolve(), f"transformers-{os.getpid()}", float(seconds))
     except ValueError:
         raise RunError(f"CAPTURE_PLANNER_OBSERVE_SECONDS is {seconds}: expected a number of seconds") from None
 
