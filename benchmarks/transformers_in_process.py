@@ -9,13 +9,10 @@ compared in float32: eager, stock graphs, and the plan's.
 
 from __future__ import annotations
 
-import gc
-import inspect
 import random
 import statistics
 import sys
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import attrs
@@ -23,9 +20,9 @@ import torch
 import transformers
 from _bench import CONSOLE, finish, parser, table, verdict
 from _qwen3 import qwen3_config, shape
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen3Config
+from _transformers import EAGER, PLANNED, STOCK, Request, Serving, settle
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-import capture_planner_transformers
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
@@ -33,17 +30,6 @@ from capture_planner.records.model import Model
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.host import this_environment
-
-STOCK, PLANNED, EAGER = "stock", "plan", "eager"
-
-
-@attrs.frozen(kw_only=True)
-class Request:
-    """A request that arrives before a given step."""
-
-    step: int
-    prompt: tuple[int, ...]
-    output: int
 
 
 @attrs.frozen(kw_only=True)
@@ -142,139 +128,6 @@ def _prompt(words: random.Random, scale: Scale, length: int) -> tuple[int, ...]:
     return tuple(words.randrange(scale.config.vocab_size) for _ in range(length))
 
 
-class Serving:
-    """One manager of one contender, from its warm-up on, with a clock around each step."""
-
-    def __init__(self, model: Any, scale: Scale, contender: str, plan: Plan) -> None:
-        cuda = model.device.type == "cuda"
-        greedy: Any = GenerationConfig
-        options: dict[str, Any] = {
-            "use_cuda_graph": cuda and contender != EAGER,
-            # A load must not reuse the cached prompts of an earlier one.
-            "allow_block_sharing": False,
-            # It might download the attention that it switches to.
-            "auto_switch_to_flash": False,
-            "max_batch_tokens": scale.most,
-            "num_blocks": scale.pages,
-            # Room for the graphs of both.
-            "max_memory_percent": 0.8,
-        }
-        if scale.pages is not None:
-            options |= {"block_size": 16, "page_size": 16}
-        known = inspect.signature(ContinuousBatchingConfig).parameters
-        self._manager = model.init_continuous_batching(
-            generation_config=greedy(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(
-                max_requests_per_batch=scale.requests,
-                **{name: value for name, value in options.items() if name in known},
-            ),
-        )
-        if contender == PLANNED:
-            capture_planner_transformers.apply(self._manager, plan, kv_sizes=scale.reads)
-        self.captures = 0
-        started = perf_counter()
-        self._manager.warmup()
-        _settle()
-        self.warmup_seconds = perf_counter() - started
-        runner = self._manager.batch_processor.model_runner
-        self.graphs = sum(len(buffer._storage) for buffer in _buffers(self._manager.batch_processor.inputs_and_outputs))
-        capture = runner._capture_graph
-
-        def counted(*arguments: Any) -> None:
-            self.captures += 1
-            capture(*arguments)
-
-        runner._capture_graph = counted
-        self._waiting: list[Request] = []
-        self._first = 0
-        self._started = 0.0
-        self.steps: list[float] = []
-        body = self._manager._generation_loop_body
-
-        def timed(*arguments: Any, **named: Any) -> bool:
-            self._submit()
-            before, begin = self._manager.current_batch, perf_counter()
-            more: bool = body(*arguments, **named)
-            if self._manager.current_batch > before:
-                self.steps.append(perf_counter() - begin)
-            return more
-
-        self._manager._generation_loop_body = timed
-        self._manager.start()
-
-    def _submit(self) -> None:
-        """Add the requests whose step has come; while nothing runs, the next one is due."""
-        if self._waiting and not self._started:
-            self._started = perf_counter()
-        now = len(self.steps) - self._first
-        idle = self._manager.input_queue.empty() and not self._manager.batch_processor.has_pending_requests()
-        while self._waiting and (idle or self._waiting[0].step <= now):
-            request, idle = self._waiting.pop(0), False
-            self._manager.add_request(list(request.prompt), max_new_tokens=request.output)
-
-    def serve(self, load: Sequence[Request]) -> dict[str, Any]:
-        """Serve one load and return its figures; ``tokens`` are in the order of the requests."""
-        captures, self._first, base = self.captures, len(self.steps), self._manager._request_counter
-        self._started = 0.0
-        self._waiting = sorted(load, key=lambda request: request.step)
-        order = sorted(range(len(load)), key=lambda index: load[index].step)
-        done: dict[str, list[int]] = {}
-        while len(done) < len(load):
-            result = self._manager.get_result(timeout=1)
-            if result is None:
-                if not self._manager.is_running():
-                    raise SystemExit("transformers' generation thread ended; its log has the reason")
-                continue
-            if result.error is not None:
-                raise SystemExit(f"transformers failed: {result.error}")
-            if result.is_finished():
-                done[result.request_id] = list(result.generated_tokens)
-        seconds = perf_counter() - self._started
-        steps = sorted(1000 * step for step in self.steps[self._first :])
-        tokens = {index: done[f"req_{base + place}"] for place, index in enumerate(order)}
-        return {
-            "tokens_per_second": sum(map(len, done.values())) / seconds,
-            "step_p50_ms": _quantile(steps, 0.50),
-            "step_p99_ms": _quantile(steps, 0.99),
-            "step_max_ms": steps[-1],
-            "steps": len(steps),
-            "captures": self.captures - captures,
-            "tokens": [tokens[index] for index in range(len(load))],
-        }
-
-    def eager(self) -> dict[str, int]:
-        """Return how many steps of a plan ran eager, by reason."""
-        ledger = getattr(self._manager.batch_processor.model_runner, "ledger", None)
-        found: dict[str, int] = {}
-        for (key, reason), count in () if ledger is None else ledger.steps.items():
-            if key is None:
-                found[str(reason)] = found.get(str(reason), 0) + count
-        return found
-
-    def close(self) -> None:
-        """Stop the manager and free its memory."""
-        self._manager.stop(block=True)
-        self._manager.destroy()
-        del self._manager
-        _settle()
-
-
-def _buffers(inputs_and_outputs: Any) -> list[Any]:
-    pairs = getattr(inputs_and_outputs, "io_pairs", None)
-    return [inputs_and_outputs.graphs] if pairs is None else [pair.device_io.graphs for pair in pairs]
-
-
-def _settle() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
-
-
 def _model(scale: Scale, device: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
@@ -284,7 +137,7 @@ def _model(scale: Scale, device: str, dtype: torch.dtype) -> Any:
 
 def measured(model: Any, scale: Scale, contender: str, plan: Plan) -> dict[str, Any]:
     """Return the figures of one start of one contender."""
-    serving = Serving(model, scale, contender, plan)
+    serving = Serving(model, contender, plan, scale.reads, scale.pages)
     phases = {
         "fixed, first": serving.serve(fixed(scale, 0)),
         "fixed": serving.serve(fixed(scale, 1)),
@@ -309,7 +162,7 @@ def equality(scale: Scale, device: str, plan: Plan) -> dict[str, Any]:
     model = _model(scale, device, torch.float32)
     tokens = {}
     for contender in (EAGER, STOCK, PLANNED):
-        serving = Serving(model, scale, contender, plan)
+        serving = Serving(model, contender, plan, scale.reads, scale.pages)
         tokens[contender] = serving.serve(varied(scale, 7)[::3])["tokens"]
         serving.close()
     same = {
@@ -366,7 +219,7 @@ def main() -> int:
         # Written anew after each round: a run that is cut off keeps what it has.
         finish(arguments, {"results": results | {"rounds": rounds}})
     del model
-    _settle()
+    settle()
     figures = summary(rounds)
     stock, ours = figures[STOCK], figures[PLANNED]
     results |= {"summary": figures, "rounds": rounds}

@@ -75,6 +75,7 @@ check kernels-flash_attention tests/gpu/test_flash_attention.py "$@"
 check kernels-flashinfer tests/gpu/test_flashinfer.py "$@"
 check memory tests/gpu/test_memory.py "$@"
 check campaign tests/gpu/test_campaign.py "$@"
+check transformers tests/gpu/test_transformers.py "$@"
 for case in reference triton flash_attention flashinfer flashinfer_wrappers; do
     check "runner-$case" tests/gpu/test_runner.py tests/gpu/test_unpadded_requests.py -k "$case-cuda" "$@"
 done

@@ -16,11 +16,9 @@ pytest.importorskip("transformers")
 from transformers.generation.continuous_batching import model_runner  # noqa: E402
 
 from capture_planner import codec  # noqa: E402
-from capture_planner.dispatch import Dispatcher  # noqa: E402
 from capture_planner.errors import CaptureError, RunError  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
 from capture_planner.records._base import digest, replace  # noqa: E402
-from capture_planner.records.batch import Batch  # noqa: E402
 from capture_planner.records.model import Method, Speculative  # noqa: E402
 from capture_planner.records.observation import Observation  # noqa: E402
 from capture_planner.records.plan import Plan  # noqa: E402
@@ -103,6 +101,8 @@ def test_generate_batch_runs_the_plan_of_its_model(captures: list[tuple[int, int
     try:
         assert generated(model, LENGTHS) == stock
         assert captures
+        with pytest.raises(RunError, match="this model runs another plan"):
+            apply(model, planned())
     finally:
         application.remove()
     captures.clear()
@@ -282,9 +282,3 @@ def test_an_observation_has_the_graphs_and_every_step(
             steps for (key, _), steps in counts.items() if key is not None and key[0] == graph.entry.num_tokens
         )
     assert sum(count.steps for count in role.batches if count.reason == "sizes") == counts[None, "sizes"]
-    dispatcher = Dispatcher(plan)
-    for answer in role.answers:
-        for count in range(answer.first, answer.last + 1):
-            batch = Batch.decode(Role.TARGET, count, 1) if answer.query_len else Batch.mixed(Role.TARGET, 1, count)
-            entry = dispatcher.dispatch(batch).entry
-            assert entry == (None if answer.graph is None else role.graphs[answer.graph].entry)

@@ -56,8 +56,8 @@ def apply(
     :param observe: folder for an observation file (graphs captured with seconds and MiB, steps by shape, reasons for
         eager); default: the folder that ``CAPTURE_PLANNER_OBSERVE`` names, if it is set.
 
-    Raises ``RunError`` for a version of transformers that is not known, a plan that it cannot execute, and a manager
-    that has started.
+    Raises ``RunError`` for a version of transformers that is not known, a plan that it cannot execute, a model that
+    runs another plan, and a manager that has started.
     """
     import transformers
 
@@ -78,6 +78,8 @@ def apply(
     if not is_model:
         attach(target, application)
         return application
+    if "init_continuous_batching" in vars(target):
+        raise RunError(f"{name}: this model runs another plan; call remove() of what apply() returned for that first")
     original = type(target).init_continuous_batching
 
     def init_continuous_batching(*arguments: Any, **options: Any) -> Any:
@@ -108,7 +110,7 @@ def _recorder(observe: str | Path | None) -> Recorder | None:
         return None
     seconds = os.environ.get("CAPTURE_PLANNER_OBSERVE_SECONDS", "30")
     try:
-        return Recorder(Path(folder), f"transformers-{os.getpid()}", float(seconds))
+        return Recorder(Path(folder).resolve(), f"transformers-{os.getpid()}", float(seconds))
     except ValueError:
         raise RunError(f"CAPTURE_PLANNER_OBSERVE_SECONDS is {seconds}: expected a number of seconds") from None
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from itertools import groupby
-from typing import Any
 
 import attrs
 
+from capture_planner.engines import probe
 from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import digest
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.observation import DispatchRun, Observation, ObservedGraph, ObservedRole
-from capture_planner.records.plan import Plan
+from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole
 from capture_planner_transformers.tables import EngineStep, GraphAnswer, GraphTable, Key
 
 LOG = logging.getLogger("capture_planner.transformers")
@@ -119,7 +117,7 @@ def observed(
                 role=Role.TARGET,
                 mode=target.mode.without_piecewise if graphs else GraphMode.NONE,
                 graphs=tuple(graphs),
-                answers=tuple(_answers(table, entries)),
+                answers=probe.answers(Role.TARGET, plan, graphs, _asked(table, entries)),
             ),
         ),
         notes=(
@@ -129,36 +127,16 @@ def observed(
     )
 
 
-def _answers(table: GraphTable, entries: Sequence[Entry]) -> Iterator[DispatchRun]:
-    """Yield the answers for steps whose cache reads fit; of mixed batches where no entry bounds requests only."""
-    plan = table.dispatcher.plan
-    most = min(plan.limits.max_num_reqs, plan.limits.max_num_tokens)
-    decodes = [Batch.decode(Role.TARGET, count, 1) for count in range(1, most + 1)]
-    yield from _runs(table, entries, decodes, query_len=1)
-    if not any(_bounds_requests(entry, plan) for entry in entries if entry.query_len is None):
-        mixed = [
-            Batch.mixed(Role.TARGET, min(count, most), count) for count in range(1, plan.limits.max_num_tokens + 1)
-        ]
-        yield from _runs(table, entries, mixed, past_prompt=False)
-
-
-def _bounds_requests(entry: Entry, plan: Plan) -> bool:
-    return entry.num_reqs is not None and entry.num_reqs < min(entry.num_tokens, plan.limits.max_num_reqs)
-
-
-def _runs(table: GraphTable, entries: Sequence[Entry], batches: Sequence[Batch], **kind: Any) -> Iterator[DispatchRun]:
-    """Yield ranges of batches, counted from 1, with equal answers."""
+def _asked(table: GraphTable, entries: Sequence[Entry]) -> Callable[[Batch], tuple[int | None, Reason | None]]:
+    """Return what a batch whose cache reads fit runs on: an index into ``entries``, or the reason for none."""
     indices = {entry: index for index, entry in enumerate(entries)}
 
     def answer(batch: Batch) -> tuple[int | None, Reason | None]:
         dispatch = table.dispatcher.dispatch(batch)
         if dispatch.entry is None:
             return None, dispatch.reason
-        graph = indices.get(dispatch.entry)
-        return graph, None if graph is not None else Reason.MODE
+        if dispatch.entry in indices:
+            return indices[dispatch.entry], None
+        return None, Reason.MEMORY if dispatch.mode is GraphMode.FULL and entries else Reason.MODE
 
-    first = 1
-    for (graph, reason), equal in groupby(map(answer, batches)):
-        last = first + sum(1 for _ in equal) - 1
-        yield DispatchRun(first=first, last=last, graph=graph, reason=reason, **kind)
-        first = last + 1
+    return answer

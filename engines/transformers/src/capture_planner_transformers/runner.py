@@ -116,6 +116,16 @@ class PlannedRunner(ModelRunner):
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., Any], bool]:
         return super()._get_forward_fn(use_block_table)[0], self.pad_inputs
 
+    def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
+        """Run the step after its inputs, which transformers writes on another stream without an order between the two.
+
+        Only its asynchronous mode waits (5.17 to 5.23); a replay starts at once and could read a half-written mask.
+        """
+        stream = self.inputs_and_outputs.compute_stream
+        if isinstance(stream, torch.cuda.Stream):
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        super().compute_batch(model, batch_data)
+
     @torch.no_grad()
     def warmup(self, model: Any) -> None:
         """Capture every graph of the plan, largest first, for each set of static inputs; only the first call does."""

@@ -19,6 +19,7 @@ SIGNATURES = {
     ("model_runner", "ModelRunner", "maybe_pad_inputs"): "self num_q_tokens max_kv_read use_decode_fast_path",
     ("model_runner", "ModelRunner", "run_one_warmup"): "self model num_q_tokens max_kv_read",
     ("model_runner", "ModelRunner", "warmup"): "self model",
+    ("model_runner", "ModelRunner", "compute_batch"): "self model batch_data",
     ("model_runner", "ModelRunner", "_get_forward_fn"): "self use_block_table",
     ("model_runner", "ModelRunner", "_capture_graph"): "self forward_fn compute_stream args",
     ("utils", "CudaGraphBuffer", "get_graph"): "self key",
