@@ -98,6 +98,7 @@ def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen:
     for (role, phase), runner in launched.runners.items():
         if runner is not None:
             observer.built(role if phase == "decode" else None, phase == "prefill", None, runner)
+    mode = launched.m.batches.ForwardMode.EXTEND
     for role, sizes in planned.by_role.items():
         runner = launched.runners.get((role, "decode"))
         if sizes is None:
@@ -108,7 +109,6 @@ def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen:
         if captured != sizes or sorted(set(keys)) != list(sizes) or keys != sorted(keys, reverse=True):
             yield f"{role.value}: the plan has {sizes}, SGLang captures {keys} of {captured}"
         width = 1 if role is Role.DRAFT_DECODE else planned.width
-        answered = _answered(observer, role, launched, plan)
         cases = (0,) if plan.lora is None or role.is_drafter else (0, 1, 2, 9)
         for num_reqs in range(1, min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width) + 1):
             for loras in cases:
@@ -120,46 +120,24 @@ def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen:
                 seen["decodes"] += 1
                 if ours != theirs:
                     yield f"{batch}: the plan's graph has {ours} requests, SGLang's {theirs}"
-                if answered is not None and answered.get((num_reqs, bool(loras))) != theirs:
-                    yield f"{batch}: SGLang's graph has {theirs} requests, and is observed otherwise"
-    yield from _prompts(observer, launched, plan, seen)
+                if observed(observer, batch, mode) != (None if row is None else row[1]):
+                    yield f"{batch}: SGLang answers {row}, and is observed otherwise"
+        for tokens in range(1, plan.limits.max_num_tokens + 1, 97):
+            batch = Batch.mixed(role, min(tokens, 1 + tokens % 50), tokens)
+            row = None if role is Role.DRAFT_DECODE else launched._answer_prefill(batch)
+            seen["prompts"] += 1
+            if observed(observer, batch, mode) != (None if row is None else row[1]):
+                yield f"{batch}: SGLang answers {row}, and is observed otherwise"
 
 
-def _answered(
-    observer: SglangObserver, role: Role, launched: AppliedLaunch, plan: Plan
-) -> dict[tuple[int, bool], int | None] | None:
-    """Return the requests of the graph that an observation names for each decode, without adapters and with."""
-    each = observer.runners.get((role, False))
+def observed(observer: SglangObserver, batch: Batch, mode: Any) -> int | None:
+    """Return the tokens of the graph that our question to a runner names."""
+    each = observer.runners.get((batch.role, batch.uniform_query_len is None))
     if each is None:
         return None
-    first = len(observer.runners[role, True].keys) if (role, True) in observer.runners else 0
-    loras = (0, 1) if plan.lora is not None and role is Role.TARGET else (0,)
-    runs = each.answers(observer.tables()[each], plan.limits.max_num_reqs, loras, None)
-    graphs = each.graphs(9, None)
-    return {
-        (count, bool(run.max_loras)): None if run.graph is None else graphs[run.graph - first].entry.num_reqs
-        for run in runs
-        for count in range(run.first, run.last + 1)
-    }
-
-
-def _prompts(observer: SglangObserver, launched: AppliedLaunch, plan: Plan, seen: Counter[str]) -> Iterator[str]:
-    """Yield where the answers about prompts are not those that SGLang's runner gives one batch at a time."""
-    mode = launched.m.batches.ForwardMode.EXTEND
-    for (role, prompts), each in observer.runners.items():
-        if not prompts:
-            continue
-        graphs = each.graphs(9, None)
-        last = plan.limits.max_num_tokens
-        for run in each.answers(observer.tables()[each], last, (0,), mode):
-            for tokens in {run.first, run.last}:
-                batch = Batch.mixed(role, run.min_reqs, tokens)
-                row = launched._answer_prefill(batch)
-                seen["prompts"] += 1
-                if (None if run.graph is None else graphs[run.graph].entry.num_tokens) != (
-                    None if row is None else row[1]
-                ):
-                    yield f"{batch}: SGLang answers {row}, and is observed as {run}"
+    table = observer.tables()[each]
+    graph, _ = each.answer(batch, table, mode)
+    return None if graph is None else each.graphs(9, None)[graph - min(table.values())].entry.num_tokens
 
 
 def compare(own: Any, current: Current, plan: Plan, folder: Path, seen: Counter[str]) -> list[str]:
