@@ -296,6 +296,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
                 "spec_algorithm": SimpleNamespace(is_speculative=lambda: bool(spec.speculative_algorithm)),
                 "max_total_num_tokens": 4096,
                 "page_size": 1,
+                "lora_manager": None,
             }
             target = SimpleNamespace(is_draft_worker=False, **common)
             self.tp_worker = SimpleNamespace(model_runner=target)

@@ -285,9 +285,8 @@ def test_observed_answers_are_our_dispatch(plan_file, observing, monkeypatch, tm
 def test_failure_of_observing_stops_it_and_not_sglang(plan_file, observing, monkeypatch, caplog):
     """One line with the reason; strict raises it."""
     _, scheduler = start(monkeypatch, **values(PLAN))
-    broken = batch(5)
-    del broken.lora_ids
-    assert scheduler.target.execute(broken) == "graph"
+    del scheduler.target.model_runner.lora_manager
+    assert scheduler.target.execute(batch(5)) == "graph"
     assert scheduler.target.execute(batch(5)) == "graph"
     assert [record.getMessage() for record in caplog.records] == ["SGLang is not observed any more"]
 

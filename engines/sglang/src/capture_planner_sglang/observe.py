@@ -200,4 +200,4 @@ def _eager_shape(runner: Any, batch: Any) -> Shape:
     decode = mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
     role = Role.TARGET if not drafter else Role.DRAFT_DECODE if mode.is_decode() else Role.DRAFT_PREFILL
     width = tokens // batch.batch_size if decode else None
-    return role, batch.batch_size, tokens, width, decode, 0 if drafter else lora_count(batch)
+    return role, batch.batch_size, tokens, width, decode, lora_count(runner.model_runner, batch)

@@ -20,10 +20,12 @@ Answer = tuple[int | None, Reason | None]
 """Index of a graph, or the reason for none."""
 
 
-def lora_count(batch: Any) -> int:
+def lora_count(model_runner: Any, batch: Any) -> int:
     """Return the distinct adapters of a batch, one more for rows without where any row has one."""
-    used = set(batch.lora_ids or ())
-    return len(used) if used - {None} else 0
+    if model_runner.lora_manager is None or batch.lora_ids is None:
+        return 0
+    used = set(batch.lora_ids)
+    return len(used) if used != {None} else 0
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -81,7 +83,7 @@ class CapturedRunner:
 
     def shape(self, batch: Any) -> Shape:
         """Return a forward batch of SGLang as the recorder counts it."""
-        loras = 0 if self.role.is_drafter else lora_count(batch)
+        loras = lora_count(self.runner.model_runner, batch)
         if self.prompts:
             return self.role, batch.batch_size, len(batch.input_ids), None, False, loras
         return self.role, batch.batch_size, batch.batch_size * self.width, self.width, True, loras
