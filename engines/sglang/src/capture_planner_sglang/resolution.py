@@ -103,7 +103,7 @@ def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> i
 
 
 @attrs.define
-class Launch:
+class Resolution:
     """The values of one launch while SGLang's rules run over them, and what the rules did."""
 
     args: argparse.Namespace
