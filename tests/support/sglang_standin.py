@@ -7,6 +7,7 @@ checks, ``seam.APPLY`` and ``seam.OBSERVE``; ``oracle/run_sglang_apply.py`` chec
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import sys
 import types
@@ -36,6 +37,13 @@ class FullBackend:
 
     def __init__(self) -> None:
         self._graphs: dict[ShapeKey, int] = {}
+        self.replayed: list[ShapeKey] = []
+
+    def replay_session(self) -> Any:
+        return contextlib.nullcontext()
+
+    def replay(self, key: ShapeKey, batch: Any) -> None:
+        self.replayed.append(key)
 
 
 class HookRegistry:
@@ -121,6 +129,9 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
         def capture(self) -> None:
             for size in reversed(self.capture_bs):
                 self.capture_one_shape(size, None)
+
+        def model_context(self) -> Any:
+            return contextlib.nullcontext()
 
         def _make_graph_key(self, size: int, variant_label: Any = None) -> ShapeKey:
             return ShapeKey(size, variant_label)

@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -199,6 +200,9 @@ class Event:
     def query(self):
         return True
 
+    def synchronize(self):
+        pass
+
     def elapsed_time(self, other):
         return 1.5
 
@@ -280,6 +284,17 @@ def test_observed_answers_are_our_dispatch(plan_file, observing, monkeypatch, tm
                 batch = Batch.decode(manager.role, count, family.query_len)
                 ours, theirs = dispatcher.dispatch(batch).entry, manager.dispatch(batch).entry
                 assert (theirs.mode, theirs.num_reqs) == (ours.mode, ours.num_reqs)
+
+
+def test_profile_times_each_full_graph(plan_file, observing, monkeypatch, tmp_path):
+    """One replay warms it up, five are timed."""
+    plan_file(PLAN)
+    monkeypatch.setenv(sglang_plugin.PROFILE, "1")
+    engine, scheduler = start(monkeypatch, **values(PLAN, prefill="breakable"))
+    found = observed(monkeypatch, tmp_path, engine, scheduler, [])
+    for role in found.roles:
+        assert {graph.milliseconds for graph in role.graphs if not graph.prompts_only} == {1.5}
+    assert Counter(scheduler.draft.backend.replayed) == dict.fromkeys(scheduler.draft.backend._graphs, 6)
 
 
 def test_failure_of_observing_stops_it_and_not_sglang(plan_file, observing, monkeypatch, caplog):

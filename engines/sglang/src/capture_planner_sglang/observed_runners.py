@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ from capture_planner.records.observation import ObservedGraph
 
 Shape = tuple[Role, int, int, int | None, bool, int]
 """Role, requests, tokens, query length, whether past the prompt, adapters: as ``Recorder.count`` takes them."""
+
+_REPLAYS = 5
+"""Replays of a graph that is timed, after one that warms it up."""
 
 Answer = tuple[int | None, Reason | None]
 """Index of a graph, or the reason for none."""
@@ -38,6 +42,8 @@ class CapturedRunner:
     """Whether it runs prompts, counted in tokens; else uniform decodes, counted in requests."""
     costs: Mapping[Any, tuple[float, float]]
     """Seconds and MiB of each capture, by SGLang's key."""
+    milliseconds: Mapping[Any, float] = attrs.field(factory=dict)
+    """Median time of a replay, by SGLang's key, where graphs were timed."""
 
     @property
     def keys(self) -> list[Any]:
@@ -54,6 +60,27 @@ class CapturedRunner:
         """Tokens of a request in a decode."""
         return int(self.runner.captured_req_width)
 
+    def timed(self, event: Callable[[], Any]) -> CapturedRunner:
+        """Return the runner with the time of its full graphs, each replayed over the buffers of its capture.
+
+        :param event: makes an event with ``record``, ``synchronize`` and ``elapsed_time``.
+        """
+        if self.mode is not GraphMode.FULL or self.prompts:
+            return self
+        milliseconds = {}
+        with self.runner.model_context(), self.runner.backend.replay_session():
+            for key in self.keys:
+                times = [self._replay(key, event(), event()) for _ in range(1 + _REPLAYS)]
+                milliseconds[key] = round(statistics.median(times[1:]), 5)
+        return attrs.evolve(self, milliseconds=milliseconds)
+
+    def _replay(self, key: Any, start: Any, stop: Any) -> float:
+        start.record()
+        self.runner.backend.replay(key, None)
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+
     def graphs(self, max_loras: int, draft_steps: int | None) -> tuple[ObservedGraph, ...]:
         """Return the graphs with their costs; ``draft_steps`` is the length of a chain of draft decodes."""
         return tuple(
@@ -62,6 +89,7 @@ class CapturedRunner:
                 prompts_only=self.prompts,
                 seconds=round(self.costs[key][0], 4) if key in self.costs else None,
                 mib=round(self.costs[key][1], 3) if key in self.costs else None,
+                milliseconds=self.milliseconds.get(key),
             )
             for key in self.keys
         )
