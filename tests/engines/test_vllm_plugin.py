@@ -1,4 +1,4 @@
-"""The vLLM plugin, beside a stand-in for vLLM: when it looks, what it says, and that it never stops an engine."""
+"""The vLLM plugin that only checks: when it looks, what it says, and that it never stops an engine."""
 
 import importlib
 import logging
@@ -20,7 +20,8 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.model import Method
 from capture_planner.testing import plans
-from capture_planner_vllm import vllm_plugin
+from capture_planner_vllm import hooks, seam, vllm_plugin
+from capture_planner_vllm.agreement import differences
 from capture_planner_vllm.export import export_vllm
 
 Mode = Enum("Mode", [mode.name for mode in GraphMode])
@@ -49,7 +50,7 @@ def config_of(plan):
 
 def said(plan, config, mode=None):
     """All lines."""
-    return list(vllm_plugin.differences(plan, config, mode or plan.role(Role.TARGET).mode.value))
+    return list(differences(plan, config, mode or plan.role(Role.TARGET).mode.value))
 
 
 class Manager:
@@ -59,7 +60,8 @@ class Manager:
         self.vllm_config, self.cudagraph_mode = vllm_config, cudagraph_mode
 
 
-LOCKED = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
+FILE = Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml"
+LOCKED = codec.load_plan(FILE)
 
 
 @pytest.fixture
@@ -74,14 +76,16 @@ def engine(tmp_path, monkeypatch, plan):
     file = tmp_path / "plan.yaml"
     codec.write(file, codec.dumps(plan))
     monkeypatch.setenv(vllm_plugin.PLAN, str(file))
-    monkeypatch.delenv(vllm_plugin.STRICT, raising=False)
-    monkeypatch.setattr(vllm_plugin, "_logged", set())
+    monkeypatch.delenv(seam.STRICT, raising=False)
+    monkeypatch.setattr(seam, "_logged", set())
+    monkeypatch.setattr(seam, "_callbacks", {})
+    monkeypatch.setenv(vllm_plugin.APPLY, "0")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    module = types.ModuleType(vllm_plugin.MODULE)
+    module = types.ModuleType(hooks.MANAGERS)
     module.ModelCudaGraphManager = type("ModelCudaGraphManager", (Manager,), {})
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, vllm_plugin.MODULE, module)
+    monkeypatch.setitem(sys.modules, hooks.MANAGERS, module)
     return module
 
 
@@ -130,9 +134,9 @@ def test_register_without_a_plan_imports_nothing_of_the_planner():
 def test_register_with_a_plan_imports_nothing_heavy():
     """Neither torch nor vLLM; calling it again installs no second finder."""
     code = (
-        "import os, sys; from capture_planner_vllm import vllm_plugin as v; os.environ[v.PLAN] = 'x'; "
-        "v.register(); v.register(); "
-        "print(sum(isinstance(f, v._Finder) for f in sys.meta_path), *sys.modules)"
+        f"import os, sys; from capture_planner_vllm import vllm_plugin as v; os.environ[v.PLAN] = {str(FILE)!r}; "
+        "v.register(); v.register(); from capture_planner_vllm import seam; "
+        "print(sum(isinstance(f, seam._Finder) for f in sys.meta_path), *sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     count, *loaded = run.stdout.split()
@@ -167,7 +171,7 @@ def test_each_difference_is_one_warning(engine, plan, caplog):
 
 def test_strict_raises_into_the_engine(engine, plan, monkeypatch, caplog):
     """Every line at once, and only where something differs."""
-    monkeypatch.setenv(vllm_plugin.STRICT, "1")
+    monkeypatch.setenv(seam.STRICT, "1")
     vllm_plugin.register()
     make(engine, plan)
     with pytest.raises(RunError, match="max_num_seqs: the plan has") as error:
@@ -175,23 +179,33 @@ def test_strict_raises_into_the_engine(engine, plan, monkeypatch, caplog):
     assert str(error.value).count("\n") == 1
 
 
-@pytest.mark.parametrize("how", ["no file", "no plan", "another vLLM"])
-def test_failed_check_is_one_error_line(engine, plan, monkeypatch, caplog, tmp_path, how):
-    """A file that is none, or a configuration of another make: the engine goes on."""
+@pytest.mark.parametrize("how", ["no file", "no plan"])
+def test_unreadable_plan_is_one_error_line(engine, plan, monkeypatch, caplog, tmp_path, how):
+    """At registration, before a model is loaded; the engine goes on, unless it is strict."""
     if how == "no file":
         monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "missing.yaml"))
-    elif how == "no plan":
+    else:
         (tmp_path / "plan.yaml").write_text("a: [1\nb", "utf-8")
     vllm_plugin.register()
-    if how == "another vLLM":
-        engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
-    else:
-        make(engine, plan)
+    make(engine, plan)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage().startswith("no plan is applied: ")
+    assert "\n" not in record.getMessage()
+    monkeypatch.setenv(seam.STRICT, "1")
+    with pytest.raises(RunError, match="no plan is applied"):
+        vllm_plugin.register()
+
+
+def test_failed_check_is_one_error_line(engine, monkeypatch, caplog):
+    """A configuration of another make: the engine goes on, unless it is strict."""
+    vllm_plugin.register()
+    engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert record.getMessage().startswith("nothing is checked: ")
     assert "\n" not in record.getMessage()
-    monkeypatch.setenv(vllm_plugin.STRICT, "1")
+    monkeypatch.setenv(seam.STRICT, "1")
     with pytest.raises(RunError, match="nothing is checked"):
         engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
 
@@ -199,7 +213,7 @@ def test_failed_check_is_one_error_line(engine, plan, monkeypatch, caplog, tmp_p
 def test_missing_manager_is_one_error_line(engine, caplog):
     """Another version has it under another name."""
     del engine.ModelCudaGraphManager
-    vllm_plugin._watch(engine)
+    hooks.check_managers(engine)
     assert "has no ModelCudaGraphManager" in caplog.text
 
 
@@ -212,9 +226,9 @@ class ModelCudaGraphManager:
 
 def test_plugin_waits_for_the_manager_import(engine, plan, tmp_path, monkeypatch, caplog):
     """The usual case: plugins are loaded before the runner's modules. The module is as it would have been."""
-    monkeypatch.delitem(sys.modules, vllm_plugin.MODULE)
+    monkeypatch.delitem(sys.modules, hooks.MANAGERS)
     folder = tmp_path
-    for part in vllm_plugin.MODULE.split(".")[:-1]:
+    for part in hooks.MANAGERS.split(".")[:-1]:
         folder = folder / part
         folder.mkdir()
         (folder / "__init__.py").touch()
@@ -223,7 +237,7 @@ def test_plugin_waits_for_the_manager_import(engine, plan, tmp_path, monkeypatch
     vllm_plugin.register()
     vllm_plugin.register()
     assert not [name for name in sys.modules if name.partition(".")[0] == "vllm"]
-    module = importlib.import_module(vllm_plugin.MODULE)
+    module = importlib.import_module(hooks.MANAGERS)
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.setitem(sys.modules, name, sys.modules[name])
     assert type(module.__loader__).__name__ == "SourceFileLoader"
@@ -338,16 +352,3 @@ def test_exported_flags_have_no_difference(path):
     config.compilation_config.cudagraph_capture_sizes = sorted(sizes)
     config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
     assert not [line for line in said(plan, config) if "capture_size" in line and sizes]
-
-
-def test_invalid_plan_is_reported_at_registration(tmp_path, monkeypatch, caplog):
-    """It is said when the plugin is registered; strict stops the start there."""
-    monkeypatch.setenv(vllm_plugin.PLAN, str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(vllm_plugin, "_logged", set())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    with caplog.at_level(logging.ERROR, "capture_planner.vllm"):
-        vllm_plugin.register()
-    assert "nothing is checked" in caplog.text
-    monkeypatch.setenv(vllm_plugin.STRICT, "1")
-    with pytest.raises(RunError, match=r"none\.yaml"):
-        vllm_plugin.register()

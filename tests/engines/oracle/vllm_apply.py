@@ -18,9 +18,9 @@ import torch
 
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import batches, decode_tiers
-from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner_vllm import hooks
 from capture_planner_vllm.agreement import plan_sizes
@@ -31,15 +31,16 @@ EXHAUSTIVE = 700
 """Plans of at most so many tokens are asked about every admissible batch; others about those around their sizes."""
 
 
-class Managers:
+class AppliedPlan:
     """The managers of one plan, captured."""
 
-    def __init__(self, modules: dict[str, Any], plan: Plan, fused: bool) -> None:
+    def __init__(self, modules: dict[str, Any], plan: Plan) -> None:
         self.modules, self.plan = modules, plan
         self.table, self.drafters = modules[hooks.MANAGERS], modules[hooks.DRAFTERS]
-        self.modes = modules["vllm.config.compilation"].CUDAGraphMode
+        self.modes = _modes(modules)
         self.dynamic = plan.speculative is not None and bool(plan.speculative.schedule)
-        self.fused = fused
+        self.fused = any(entry.draft_steps for role in plan.roles for entry in role.entries)
+        self.asked_batches = 0
         self.config = self._config()
         self.log: list[Any] = []
         self.table.logger = SimpleNamespace(debug=lambda *words: self.log.append(words[2]))
@@ -109,6 +110,7 @@ class Managers:
 
     def asked(self, batch: Batch, tokens: int | None = None) -> tuple[Any, ...] | None:
         """Return the engine's answer for a batch, padded to ``tokens`` by the step before."""
+        self.asked_batches += 1
         manager, uniform = self.managers[batch.role], batch.uniform_query_len
         longest = (batch.query_len or self.config.num_speculative_tokens + 1) if batch.past_prompt else None
         if batch.role is Role.TARGET:
@@ -197,14 +199,43 @@ def engine(folder: Path | str) -> Iterator[dict[str, Any]]:
         yield modules
 
 
-def signatures(module: Any, names: Any) -> dict[str, Any]:
-    """Return the parameters of a module's functions and methods, and the fields of its dataclasses, by name."""
-    found: dict[str, Any] = {}
-    for name in names:
-        owner, _, method = name.partition(".")
-        value = getattr(module, owner)
-        if method:
-            found[name] = list(inspect.signature(getattr(value, method)).parameters)
-        else:
-            found[name] = [field.name for field in fields(value)]
-    return found
+def stand_in_differences(modules: dict[str, Any], stand_ins: Any) -> Iterator[str]:
+    """Yield where the unit tests' stand-ins have other parameters, fields or modes than the wheel's modules."""
+    names = {
+        hooks.MANAGERS: (
+            "BatchExecutionDescriptor",
+            "CudaGraphManager.__init__",
+            "CudaGraphManager._init_candidates",
+            "CudaGraphManager.capture",
+            "CudaGraphManager.dispatch",
+            "ModelCudaGraphManager.__init__",
+        ),
+        hooks.DRAFTERS: (
+            "SpeculatorBatchDescriptor",
+            "SpeculatorCudaGraphManager.__init__",
+            "SpeculatorCudaGraphManager.capture",
+            "SpeculatorCudaGraphManager.specialize_spec_tokens",
+        ),
+    }
+    with stand_ins.vllm_modules() as made:
+        for module, listed in names.items():
+            for name in listed:
+                ours, theirs = _shape(made[module], name), _shape(modules[module], name)
+                if ours != theirs:
+                    yield f"{name}: the stand-in has {ours}, vLLM {theirs}"
+    ours, theirs = ({mode.name for mode in modes} for modes in (stand_ins.CUDAGraphMode, _modes(modules)))
+    if ours != theirs:
+        yield f"CUDAGraphMode: the stand-in has {ours}, vLLM {theirs}"
+
+
+def _modes(modules: dict[str, Any]) -> Any:
+    return modules["vllm.config.compilation"].CUDAGraphMode
+
+
+def _shape(module: Any, name: str) -> list[str]:
+    """Return the parameters of a method, or the fields of a dataclass."""
+    owner, _, method = name.partition(".")
+    value = getattr(module, owner)
+    if method:
+        return list(inspect.signature(getattr(value, method)).parameters)
+    return [field.name for field in fields(value)]

@@ -6,14 +6,14 @@ from capture_planner.engines.emulation import written
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, Role
 from capture_planner_sglang.managers import DecodeGraphs, PrefillGraphs, SglangManager, decode_sizes, prefill_sizes
-from capture_planner_sglang.resolution import ASSUMED_CONTEXT, BREAKABLE, DECODE, DISABLED, FULL, Resolution
+from capture_planner_sglang.resolution import ASSUMED_CONTEXT, BREAKABLE, DECODE, DISABLED, FULL, Startup
 from capture_planner_sglang.rules import EAGLE_FAMILY
 
 _POOL_LEAST, _POOL_MOST = 2048, 4096
 _NO_WHOLE_PREFILL = ("triton", "trtllm_mha")
 
 
-def request_pool(r: Resolution) -> int:
+def request_pool(r: Startup) -> int:
     """Return a rank's most requests; only --max-total-tokens bounds its KV pool, two tokens or more for each."""
     args = r.args
     tokens = args.max_total_tokens
@@ -40,19 +40,19 @@ def request_pool(r: Resolution) -> int:
     return int(pool)
 
 
-def context(r: Resolution) -> int:
+def context(r: Startup) -> int:
     """Return the longest sequence, in tokens."""
     return int(r.args.context_length or r.model.context or ASSUMED_CONTEXT)
 
 
-def alignment(r: Resolution) -> int:
+def alignment(r: Startup) -> int:
     """Return what divides the tokens of every graph: attention's TP ranks, where they share rows."""
     args = r.args
     scattered = args.moe_dense_tp_size is not None and not args.disable_attn_tp_gather
     return int(args.tp_size) // int(args.attn_dp_size) if r.attention_dp or scattered else 1
 
 
-def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
+def managers(r: Startup, pool: int) -> tuple[SglangManager, ...]:
     """Return a manager for each role that runs, target first."""
     args = r.args
     algorithm = args.speculative_algorithm
@@ -81,7 +81,7 @@ def managers(r: Resolution, pool: int) -> tuple[SglangManager, ...]:
     )
 
 
-def _target_decodes(r: Resolution, pool: int) -> DecodeGraphs | None:
+def _target_decodes(r: Startup, pool: int) -> DecodeGraphs | None:
     args = r.args
     if args.speculative_algorithm is None:
         return _decodes(r, Role.TARGET, pool, 1)
@@ -95,7 +95,7 @@ def _target_decodes(r: Resolution, pool: int) -> DecodeGraphs | None:
     return found
 
 
-def _decodes(r: Resolution, role: Role, pool: int, width: int, steps: int | None = None) -> DecodeGraphs | None:
+def _decodes(r: Startup, role: Role, pool: int, width: int, steps: int | None = None) -> DecodeGraphs | None:
     if r.decode.backend == DISABLED:
         return None
     drafts = role.is_drafter
@@ -132,13 +132,13 @@ def _decodes(r: Resolution, role: Role, pool: int, width: int, steps: int | None
     )
 
 
-def _cause_of_sizes(r: Resolution) -> str:
+def _cause_of_sizes(r: Startup) -> str:
     if (DECODE, "bs") in r.locked:
         return "--cuda-graph-bs-decode"
     return "--cuda-graph-max-bs-decode" if (DECODE, "max_bs") in r.locked else "--max-running-requests"
 
 
-def _lora_cases(r: Resolution) -> tuple[int, ...]:
+def _lora_cases(r: Startup) -> tuple[int, ...]:
     if not r.args.enable_lora:
         return (0,)
     most = r.args.max_loras_per_batch
@@ -149,14 +149,14 @@ def _lora_cases(r: Resolution) -> tuple[int, ...]:
     return (most, 0)
 
 
-def _slots(r: Resolution, pool: int) -> int:
+def _slots(r: Startup, pool: int) -> int:
     slots = r.prefill.full_prefill_max_req
     if slots is None:
         slots = max(r.args.chunked_prefill_size // 512, 1)
     return min(int(slots), pool)
 
 
-def _prefill_list(r: Resolution, pool: int) -> tuple[int, ...]:
+def _prefill_list(r: Startup, pool: int) -> tuple[int, ...]:
     prefill = r.prefill
     if prefill.backend == DISABLED:
         return ()
@@ -173,7 +173,7 @@ def _prefill_list(r: Resolution, pool: int) -> tuple[int, ...]:
     return found
 
 
-def _prefills(r: Resolution, role: Role, pool: int, sizes: tuple[int, ...]) -> PrefillGraphs | None:
+def _prefills(r: Startup, role: Role, pool: int, sizes: tuple[int, ...]) -> PrefillGraphs | None:
     args, whole = r.args, r.prefill.backend == FULL
     if not role.is_drafter and r.prefill.backend != DISABLED and not r.model.has_prefill_graphs:
         says = f"SGLang looks for the layers of a {r.model.architecture} where its class has none"

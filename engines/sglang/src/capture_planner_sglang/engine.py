@@ -31,7 +31,7 @@ from capture_planner_sglang.export import export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, name_of, parse
 from capture_planner_sglang.launch import launch
-from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Resolution, read_model
+from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Startup, read_model
 from capture_planner_sglang.rules import EAGLE_FAMILY
 
 VERSION = "0.5.23"
@@ -44,13 +44,13 @@ _SHOWN = """
 """
 
 
-def resolve(command: Sequence[str], environment: Environment) -> Resolution:
+def resolve(command: Sequence[str], environment: Environment) -> Startup:
     """Run SGLang's rules over a command line, in its order; raises ``FlagError`` where it would stop."""
     args, sources = parse(command)
     if environment.device.kind is not DeviceKind.CUDA:
         says = f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
         raise refusal("--device", says, "name a GPU's environment")
-    r = Resolution(args, sources, environment, read_model(args.model_path))
+    r = Startup(args, sources, environment, read_model(args.model_path))
     rules.check_followed(r)
     rules.read_attention_dp(r)
     graph_rules.read_settings(r)
@@ -100,7 +100,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     )
 
 
-def _notes(r: Resolution) -> tuple[str, ...]:
+def _notes(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
     if r.model.source != ASSUMED:
         return ()
@@ -108,7 +108,7 @@ def _notes(r: Resolution) -> tuple[str, ...]:
     return (checkpoints.note(r.named, COUNTS_AS, f"{rest} and which graphs there are rest on it"),)
 
 
-def _speculative(r: Resolution) -> Speculative | None:
+def _speculative(r: Startup) -> Speculative | None:
     """What a verification has of each request; STANDALONE is stated as EAGLE, whose graphs it has, NGRAM too."""
     drafted = (r.args.speculative_num_draft_tokens or 0) - 1
     if r.args.speculative_algorithm is None or not 1 <= drafted <= 255:
@@ -117,7 +117,7 @@ def _speculative(r: Resolution) -> Speculative | None:
     return Speculative(method=Method.EAGLE3 if eagle3 else Method.EAGLE, num_tokens=drafted)
 
 
-def _drafts(r: Resolution, pool: int) -> tuple[DecodeFamily, ...] | None:
+def _drafts(r: Startup, pool: int) -> tuple[DecodeFamily, ...] | None:
     """Return a drafter's chain: a token for each branch, in all steps but the first."""
     args = r.args
     if args.speculative_algorithm not in EAGLE_FAMILY:
@@ -127,7 +127,7 @@ def _drafts(r: Resolution, pool: int) -> tuple[DecodeFamily, ...] | None:
     return (DecodeFamily(query_len=args.speculative_eagle_topk, draft_steps=steps, requests=requests),)
 
 
-def _settings(r: Resolution, pool: int) -> tuple[Setting, ...]:
+def _settings(r: Startup, pool: int) -> tuple[Setting, ...]:
     def setting(name: str, value: object, source: str = "default") -> Setting:
         return Setting(name=name, value=value, source=r.sources.get(name, source))
 

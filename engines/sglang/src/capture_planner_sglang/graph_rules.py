@@ -6,13 +6,13 @@ from typing import Any
 
 from capture_planner.engines.parsing import refusal
 from capture_planner.planning.sizing.engine_lists import GiB, sglang_default_max, sglang_requests, sglang_tokens
-from capture_planner_sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Resolution
+from capture_planner_sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Startup
 
 _PIPELINE_PREFILL_TOKENS = 8192
 _LLAMA_2_PREFILL_TOKENS = 4096
 
 
-def read_settings(r: Resolution) -> None:
+def read_settings(r: Startup) -> None:
     """Fold the flags into one setting per phase and key: JSON wins, then flags of a phase, then switches."""
     args = r.args
     given: list[tuple[str, str, str, Any]] = []
@@ -44,7 +44,7 @@ def read_settings(r: Resolution) -> None:
     _check_types(r)
 
 
-def _check_types(r: Resolution) -> None:
+def _check_types(r: Startup) -> None:
     """Refuse JSON values on which SGLang would fall over later."""
     for name in (DECODE, PREFILL):
         phase = r.phase(name)
@@ -68,7 +68,7 @@ def _check_types(r: Resolution) -> None:
         raise refusal("--cuda-graph-config", says, "give 1 or more")
 
 
-def default_backends(r: Resolution) -> None:
+def default_backends(r: Startup) -> None:
     """Turn off what the launch cannot have, unless a flag asks for it; refuse a backend there is not."""
     mode = r.args.disaggregation_mode
     if (PREFILL, "backend") not in r.locked:
@@ -88,7 +88,7 @@ def default_backends(r: Resolution) -> None:
             )
 
 
-def fill_sizes(r: Resolution) -> None:
+def fill_sizes(r: Startup) -> None:
     """Fill in what depends on the device's memory: the prefill chunk, and each phase's sizes."""
     args, memory = r.args, r.environment.device.memory
     if args.chunked_prefill_size is None:
@@ -100,7 +100,7 @@ def fill_sizes(r: Resolution) -> None:
     _fill_prefill(r)
 
 
-def _fill_decode(r: Resolution) -> None:
+def _fill_decode(r: Startup) -> None:
     args, decode = r.args, r.decode
     if decode.max_bs is None:
         memory, tensor = r.environment.device.memory, args.tp_size
@@ -129,7 +129,7 @@ def _fill_decode(r: Resolution) -> None:
     r.put(DECODE, "bs", list(sizes), "default")
 
 
-def _fill_prefill(r: Resolution) -> None:
+def _fill_prefill(r: Startup) -> None:
     args, prefill = r.args, r.prefill
     if prefill.max_bs is None:
         r.put(PREFILL, "max_bs", args.chunked_prefill_size, r.sources["chunked_prefill_size"])
@@ -143,12 +143,12 @@ def _fill_prefill(r: Resolution) -> None:
         r.put(PREFILL, "bs", list(sglang_tokens(prefill.max_bs)), "default")
 
 
-def _lower_prefill(r: Resolution, most: int, rule: str, why: str) -> None:
+def _lower_prefill(r: Startup, most: int, rule: str, why: str) -> None:
     if r.prefill.max_bs > most:
         r.change(PREFILL, "max_bs", most, rule, f"prefill graphs end at {most} tokens: {why}")
 
 
-def lower_for_attention_dp(r: Resolution) -> None:
+def lower_for_attention_dp(r: Startup) -> None:
     """Give each attention-DP rank its share of the chunk, and end its prefill graphs there."""
     args, prefill = r.args, r.prefill
     if not r.attention_dp:

@@ -103,8 +103,8 @@ def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> i
 
 
 @attrs.define
-class Resolution:
-    """The values of one launch while SGLang's rules run over them, and what the rules did."""
+class Startup:
+    """The values of one start of SGLang while SGLang's rules run over them, and what the rules did."""
 
     args: argparse.Namespace
     sources: dict[str, str]

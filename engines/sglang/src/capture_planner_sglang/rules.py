@@ -6,7 +6,7 @@ from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.parsing import did_you_mean, refusal, unfollowed
 from capture_planner_sglang.flags import ATTENTION_BACKENDS
-from capture_planner_sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Resolution, architectures
+from capture_planner_sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Startup, architectures
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
@@ -17,7 +17,7 @@ _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
 
 
-def check_followed(r: Resolution) -> None:
+def check_followed(r: Startup) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
     halves: tuple[str | None, ...] = (None, *(name for name in ATTENTION_BACKENDS if name not in WITHOUT_GRAPHS))
@@ -54,7 +54,7 @@ def check_followed(r: Resolution) -> None:
         )
 
 
-def _check_model(r: Resolution) -> None:
+def _check_model(r: Startup) -> None:
     """Refuse models for which SGLang has rules of their own, but for those that are emulated."""
     name, architecture, known = r.args.model_path, r.model.architecture, architectures()
     if r.model.source == ASSUMED:
@@ -80,7 +80,7 @@ def _check_model(r: Resolution) -> None:
         raise error("--model-path", reason, "name a decoder of text, such as a LlamaForCausalLM")
 
 
-def read_attention_dp(r: Resolution) -> None:
+def read_attention_dp(r: Startup) -> None:
     """Turn the old spelling of attention DP, a switch next to --dp-size, into the new one."""
     args = r.args
     if args.enable_dp_attention and args.attn_dp_size == 1:
@@ -90,7 +90,7 @@ def read_attention_dp(r: Resolution) -> None:
         r.sources["dp_size"] = "old-attention-dp"
 
 
-def check_parallel(r: Resolution) -> None:
+def check_parallel(r: Startup) -> None:
     """Refuse parallel sizes that do not fit each other."""
     args = r.args
     for flag in ("tp_size", "pp_size", "dp_size", "attn_dp_size"):
@@ -105,7 +105,7 @@ def check_parallel(r: Resolution) -> None:
         raise refusal("--moe-dense-tp-size", "SGLang accepts 1 or --tp-size", f"give 1 or {args.tp_size}")
 
 
-def choose_attention(r: Resolution) -> None:
+def choose_attention(r: Startup) -> None:
     """Choose attention backends and the page size; some backends have no graphs."""
     args = r.args
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
@@ -143,7 +143,7 @@ def choose_attention(r: Resolution) -> None:
     _choose_page(r, {args.attention_backend, prefill, decode})
 
 
-def _default_attention(r: Resolution) -> str:
+def _default_attention(r: Startup) -> str:
     args, major = r.args, r.environment.device.sm[0]
     topk = args.speculative_eagle_topk
     halves = (args.prefill_attention_backend, args.decode_attention_backend)
@@ -157,7 +157,7 @@ def _default_attention(r: Resolution) -> str:
     return "flashinfer"
 
 
-def _choose_page(r: Resolution, named: set[str | None]) -> None:
+def _choose_page(r: Startup, named: set[str | None]) -> None:
     args = r.args
     if "trtllm_mha" in named and args.page_size not in (16, 32, 64, 128):
         r.rewrite("page_size", 64, "page-of-attention", "trtllm_mha has pages of 16, 32, 64 or 128 tokens")
@@ -171,7 +171,7 @@ def _choose_page(r: Resolution, named: set[str | None]) -> None:
         raise refusal("--page-size", "SGLang requires at least 1", "give 1 or more")
 
 
-def resolve_speculation(r: Resolution) -> None:
+def resolve_speculation(r: Startup) -> None:
     """Settle the algorithm and how many tokens it drafts and verifies."""
     args = r.args
     if args.speculative_algorithm is None:
@@ -193,7 +193,7 @@ def resolve_speculation(r: Resolution) -> None:
         _resolve_eagle(r)
 
 
-def _resolve_eagle(r: Resolution) -> None:
+def _resolve_eagle(r: Startup) -> None:
     args = r.args
     if args.speculative_num_steps is None:
         _choose_draft_size(r)
@@ -211,7 +211,7 @@ def _resolve_eagle(r: Resolution) -> None:
         raise refusal("--page-size", says, "give 1, one of these backends, or --speculative-eagle-topk 1")
 
 
-def _choose_draft_size(r: Resolution) -> None:
+def _choose_draft_size(r: Startup) -> None:
     args, flag = r.args, "--speculative-num-steps"
     if args.speculative_eagle_topk is not None or args.speculative_num_draft_tokens is not None:
         reason = "SGLang requires steps, branches and draft tokens together, or none of them"
@@ -230,7 +230,7 @@ def _choose_draft_size(r: Resolution) -> None:
         r.sources[name] = "draft-size-by-model"
 
 
-def _resolve_ngram(r: Resolution) -> None:
+def _resolve_ngram(r: Startup) -> None:
     args, breadth = r.args, r.args.speculative_ngram_max_bfs_breadth
     args.speculative_eagle_topk = breadth
     r.sources["speculative_eagle_topk"] = r.sources.get("speculative_ngram_max_bfs_breadth", "default")
@@ -245,7 +245,7 @@ def _resolve_ngram(r: Resolution) -> None:
         raise refusal("--page-size", "SGLang verifies n-gram branches on pages with flashinfer only", "give 1")
 
 
-def check_launch(r: Resolution) -> None:
+def check_launch(r: Startup) -> None:
     """Refuse what SGLang's last check refuses."""
     args = r.args
     if args.disable_cuda_graph_padding and args.enable_torch_compile:
@@ -271,7 +271,7 @@ def check_launch(r: Resolution) -> None:
         r.rewrite("enable_mixed_chunk", False, "no-mixed-chunk", "this speculation has no decodes in prefill chunks")
 
 
-def _check_lora(r: Resolution) -> None:
+def _check_lora(r: Startup) -> None:
     args = r.args
     if args.max_loras_per_batch < 1:
         raise refusal("--max-loras-per-batch", "SGLang requires at least 1", "give 1 or more")

@@ -103,7 +103,7 @@ def _listed(
                 for entry in fitting
                 if entry.num_tokens >= last and (steps is None or entry.draft_steps in (None, steps))
             ]
-            kept = tuple(_pruned(tried, min(last, facts.max_num_reqs)))
+            kept = tuple(_pruned(tried, last, facts))
             table |= {(tokens, case): kept for tokens in range(first, last + 1)}
             first = last + 1
     return table
@@ -117,12 +117,15 @@ def _stops(entries: Sequence[Entry], plan: Plan, facts: ManagerFacts) -> list[in
     return sorted(sizes)
 
 
-def _pruned(entries: Iterable[Entry], num_reqs: int) -> Iterator[Entry]:
-    """Yield the entries that serve some batch of at most ``num_reqs`` requests which none before them serves."""
+def _pruned(entries: Iterable[Entry], num_tokens: int, facts: ManagerFacts) -> Iterator[Entry]:
+    """Yield the entries that serve some batch of ``num_tokens`` which none before them serves."""
     kept: list[Entry] = []
     for entry in entries:
-        room = _room(entry, num_reqs)
-        if not any(other.query_len in (None, entry.query_len) and _room(other, num_reqs) >= room for other in kept):
+        # Requests of a uniform decode have query_len tokens each; others have one or more.
+        uniform = entry.query_len is not None and facts.varlen_query_len is None
+        most = min(num_tokens // (entry.query_len or 1) if uniform else num_tokens, facts.max_num_reqs)
+        room = _room(entry, most)
+        if not any(other.query_len in (None, entry.query_len) and _room(other, most) >= room for other in kept):
             kept.append(entry)
             yield entry
 

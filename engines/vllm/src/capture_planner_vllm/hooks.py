@@ -100,7 +100,7 @@ def _plan_at(path: str) -> Plan:
 
 def observe_managers(module: ModuleType) -> None:
     """Let the observer attach to the managers, after the plan."""
-    importlib.import_module("capture_planner_vllm.observe").attach(module, current_plan())
+    importlib.import_module("capture_planner_vllm.observe").attach(module, current_plan(), decisions)
 
 
 # The configuration
@@ -126,13 +126,14 @@ def _with_plan_sizes(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_cudagraph_sizes(config: Any) -> None:
         plan = current_plan()
         if plan is not None:
-            _set_sizes(plan, config)
+            set_sizes(plan, config)
         original(config)
 
     return set_cudagraph_sizes
 
 
-def _set_sizes(plan: Plan, config: Any) -> None:
+def set_sizes(plan: Plan, config: Any) -> None:
+    """Set the capture sizes of a configuration, unless it captures nothing or no plan can be applied to it."""
     compilation, model = config.compilation_config, config.model_config
     if model is None or model.enforce_eager or compilation.cudagraph_mode.name == GraphMode.NONE.name:
         return

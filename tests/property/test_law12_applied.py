@@ -1,0 +1,121 @@
+"""Law 12, applied is planned: an engine under a plan captures its entries and answers as our dispatcher.
+
+Against a stand-in for vLLM's managers; ``tox -e oracle`` asks the wheel's own.
+"""
+
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import replace
+from capture_planner.records.batch_space import decode_families, is_admissible
+from capture_planner.testing import batches
+from capture_planner_vllm import hooks
+from engines.generators.vllm_plans import vllm_plans
+from support import reference
+from support.vllm_module import MANAGERS, CUDAGraphMode, capture, config_for, manager_for, vllm_modules
+
+
+def within_limits(plan):
+    """The plan without graphs that are aligned beyond the limits, for which vLLM has no buffers."""
+    limits = plan.limits
+
+    def runs(entry):
+        return entry.num_tokens <= limits.max_num_tokens and (entry.num_reqs or 0) <= limits.max_num_reqs
+
+    roles = (replace(role, entries=tuple(filter(runs, role.entries))) for role in plan.roles)
+    return replace(plan, roles=tuple(roles))
+
+
+def entry_row(entry, chained):
+    """What stands for an entry in vLLM, with K of a chain where the schedule has several."""
+    drafts = entry.draft_steps + 1 if chained and entry.draft_steps is not None else None
+    return entry.mode.name, entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras, drafts
+
+
+def descriptor_row(desc):
+    """The same of vLLM's descriptor; None where the batch runs eager."""
+    if desc.cg_mode is CUDAGraphMode.NONE:
+        return None
+    drafts = getattr(desc, "num_speculative_tokens", None)
+    return desc.cg_mode.name, desc.num_tokens, desc.num_reqs, desc.uniform_token_count, desc.num_active_loras, drafts
+
+
+def admissible(plan, role):
+    """Batches that the limits and the schedule admit."""
+    families = decode_families(role, plan)
+    return batches(plan, role).filter(lambda batch: is_admissible(batch, plan, families))
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """VLLM's modules with the plugin's hooks in them."""
+    with vllm_modules() as made:
+        hooks.apply_to_managers(made[MANAGERS])
+        yield made
+
+
+def applied(modules, plan, role, mode=None):
+    """A role's manager under a plan, captured, with its configuration."""
+    config = config_for(modules, plan)
+    dynamic = bool(config.tiers)
+    hooks.set_sizes(plan, config)
+    chains = dynamic and role is Role.DRAFT_DECODE and any(e.draft_steps for e in plan.role(role).entries)
+    with mock.patch.object(hooks, "current_plan", return_value=plan):
+        manager = manager_for(modules, config, plan, role, mode)
+        return manager, capture(manager, chains=chains), dynamic
+
+
+def answer(manager, batch, plan, tokens=None):
+    """The manager's answer, asked as the model runner and the drafter ask."""
+    loras = batch.active_loras if batch.role is Role.TARGET else 0
+    longest = (batch.query_len or manager.decode_query_len) if batch.past_prompt else None
+    desc = manager.dispatch(batch.num_reqs, tokens or batch.num_tokens, batch.uniform_query_len, loras, longest)
+    if batch.role is Role.DRAFT_DECODE:
+        desc = manager.specialize_spec_tokens(desc, plan.speculative.draft_tokens(batch.num_reqs))
+    return descriptor_row(desc)
+
+
+@given(vllm_plans(), st.data())
+def test_vllm_captures_the_entries_and_answers_as_the_dispatcher(modules, plan, data):
+    """Law 12: role by role, in the plan's order, and every batch as a scan over all entries answers."""
+    usable = within_limits(plan)
+    for role in usable.roles:
+        manager, captured, dynamic = applied(modules, plan, role.role)
+        assert [descriptor_row(desc) for desc in captured] == [entry_row(e, dynamic) for e in role.entries]
+        for batch in data.draw(st.lists(admissible(plan, role.role), min_size=1, max_size=20)):
+            entry = reference.dispatch(usable, batch)
+            assert answer(manager, batch, plan) == (None if entry is None else entry_row(entry, dynamic))
+
+
+@given(vllm_plans(), st.data())
+def test_draft_prefill_takes_the_next_fit_of_the_padded_tokens(modules, plan, data):
+    """Law 12: the drafter asks with the tokens that the target's batch is padded to, and the real requests."""
+    usable = within_limits(plan)
+    for role in (each for each in usable.roles if each.role is Role.DRAFT_PREFILL):
+        manager, _, dynamic = applied(modules, plan, role.role)
+        batch = data.draw(admissible(plan, role.role))
+        tokens = data.draw(st.integers(batch.num_tokens, max(batch.num_tokens, plan.limits.max_num_tokens)))
+        serving = [e for e in role.entries if e.num_tokens >= tokens and e.rejection(batch) is None]
+        best = min(serving, key=lambda entry: entry.cost, default=None)
+        assert answer(manager, batch, plan, tokens) == (None if best is None else entry_row(best, dynamic))
+
+
+@given(vllm_plans(), st.sampled_from(GraphMode), st.data())
+def test_lower_mode_leaves_graphs_out_and_says_so(modules, plan, mode, data):
+    """Law 12: what the resolved mode cannot run is a decision; the rest is next fit, and nothing raises."""
+    for role in plan.roles:
+        manager, captured, _ = applied(modules, plan, role.role, mode)
+        halves = {False: mode.decode_mode, True: mode.mixed_mode}
+        expected = [e for e in within_limits(plan).role(role.role).entries if halves[e.query_len is None] is e.mode]
+        rules = {decision.rule for decision in hooks.decisions.get(role.role, ())}
+        assert len(captured) == len(expected)
+        assert ("engine-mode" in rules) == any(halves[e.query_len is None] is not e.mode for e in role.entries)
+        for desc in captured:
+            assert desc.num_tokens <= plan.limits.max_num_tokens
+        for batch in data.draw(st.lists(admissible(plan, role.role), max_size=5)):
+            row = answer(manager, batch, plan)
+            assert row is None or row[:5] in {descriptor_row(desc)[:5] for desc in captured}
