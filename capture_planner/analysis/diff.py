@@ -44,10 +44,10 @@ def _whole(old: Plan, new: Plan) -> Iterator[Change]:
     for name in _WHOLE:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            yield Change(None, name, f"{name}: {_fields(before, after)}")
+            yield Change(None, name, f"{name}: {differing_fields(before, after)}")
 
 
-def _fields(before: object, after: object) -> str:
+def differing_fields(before: object, after: object) -> str:
     """Describe what differs between two records, field by field, with sizes as files have them."""
     if before is None or after is None:
         return f"{'off' if before is None else 'on'} became {'off' if after is None else 'on'}"
@@ -83,9 +83,9 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
     after = {role.role: role for role in new.roles}
     for role in Role:
         if role in before and role not in after:
-            yield Change(role, "role", f"{role} is gone, with {_graphs(before[role].entries)}")
+            yield Change(role, "role", f"{role} is gone, with {graphs_text(before[role].entries)}")
         elif role in after and role not in before:
-            yield Change(role, "role", f"{role} is new, with {_graphs(after[role].entries)}")
+            yield Change(role, "role", f"{role} is new, with {graphs_text(after[role].entries)}")
         elif role in before:
             yield from _role(before[role], after[role])
 
@@ -117,7 +117,7 @@ def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     for subject, word, entries in changes:
         if entries:
             ordered = tuple(sorted(entries.elements(), key=lambda e: e.capture_order))
-            yield Change(new.role, subject, f"{new.role} {word} {_graphs(ordered)}", entries=ordered)
+            yield Change(new.role, subject, f"{new.role} {word} {graphs_text(ordered)}", entries=ordered)
 
 
 def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
@@ -168,7 +168,7 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
             yield f"{word} {', '.join(sorted(names))}"
 
 
-def _graphs(entries: tuple[Entry, ...]) -> str:
+def graphs_text(entries: tuple[Entry, ...]) -> str:
     """Describe entries: ``3 graphs: FULL decodes of 4 at 16, 8, 1 requests``."""
     if not entries:
         return "no graphs"

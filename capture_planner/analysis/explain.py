@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -10,6 +10,7 @@ from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import GraphMode, Reason
 from capture_planner.records.batch import Batch, Entry, Rejection
 from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.model import Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
@@ -72,11 +73,19 @@ def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
     """
     dispatcher = Dispatcher(plan) if isinstance(plan, Plan) else plan
     answer = dispatcher.dispatch(batch)
+    return explanation(batch, answer, dispatcher.plan.role(batch.role).entries, dispatcher.plan.speculative)
+
+
+def explanation(
+    batch: Batch, answer: Dispatch, entries: Iterable[Entry], speculative: Speculative | None
+) -> Explanation:
+    """Explain an answer, of any dispatcher, with the graphs of the batch's role."""
+    steps = draft_steps(batch.role, batch.num_reqs, speculative)
     return Explanation(
         batch=batch,
         answer=answer,
-        message=_message(batch, answer, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative) or 1),
-        near_misses=tuple(_nearer(dispatcher.plan, batch, answer)),
+        message=_message(batch, answer, steps or 1),
+        near_misses=tuple(_nearer(entries, batch, answer, steps)),
     )
 
 
@@ -101,23 +110,21 @@ def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
     return f"{kind}, padded by {counted(answer.padded_tokens, 'token')}{requests}"
 
 
-def _nearer(plan: Plan, batch: Batch, answer: Dispatch) -> list[NearMiss]:
+def _nearer(entries: Iterable[Entry], batch: Batch, answer: Dispatch, steps: int | None) -> list[NearMiss]:
     """Return nearby entries that reject the batch, nearest first.
 
     For each kind of graph (mode, query length, chain): the largest that is too small, the smallest that
     is not, and all up to the size of the answer.
     """
-    role = plan.role(batch.role)
-    if role.role.is_drafter:
+    if batch.role.is_drafter:
         batch = attrs.evolve(batch, active_loras=0)
-    steps = draft_steps(role.role, batch.num_reqs, plan.speculative)
     kinds: dict[tuple[GraphMode, int | None, int | None], list[Entry]] = {}
-    for entry in sorted(role.entries, key=lambda e: (e.num_tokens, e.active_loras)):
+    for entry in sorted(entries, key=lambda e: (e.num_tokens, e.active_loras)):
         kinds.setdefault((entry.mode, entry.query_len, entry.draft_steps), []).append(entry)
     near: list[Entry] = []
-    for entries in kinds.values():
-        smaller = [e for e in entries if e.num_tokens < batch.num_tokens][-1:]
-        larger = [e for e in entries if e.num_tokens >= batch.num_tokens]
+    for alike in kinds.values():
+        smaller = [e for e in alike if e.num_tokens < batch.num_tokens][-1:]
+        larger = [e for e in alike if e.num_tokens >= batch.num_tokens]
         limit = answer.entry.num_tokens if answer.entry is not None else 0
         near += [*smaller, *larger[:1], *(e for e in larger if e.num_tokens <= limit)]
     misses = []

@@ -1,4 +1,4 @@
-"""``compare``: two deployments side by side, each a plan, a spec, or an engine's command line."""
+"""``compare``: two deployments side by side, each a plan, a spec, an observation, or an engine's command line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
 from capture_planner.engines import engines
 from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.observed import emulation_of
 from capture_planner.engines.parsing import near
 from capture_planner.engines.side_by_side import compare as side_by_side
 from capture_planner.errors import FlagError
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.report.side_by_side import side_by_side_table
 
@@ -35,8 +37,8 @@ from capture_planner.report.side_by_side import side_by_side_table
 def compare(a: str, b: str, traffic: Path | None, environment: str | None, form: str) -> None:
     """Compare two deployments side by side: graphs, covered batches, and padding.
 
-    A and B are each a PLAN, a SPEC, or an engine's command line in quotes that starts with its name, such
-    as "vllm --max-num-seqs 256". Without --environment, specs and engines use the machine of the plan.
+    A and B are each a PLAN, a SPEC, an OBSERVATION, or an engine's command line in quotes that starts with
+    its name, such as "vllm --max-num-seqs 256". Without --environment, specs and engines use the machine of the plan.
     """
     requests = None
     if traffic is not None:
@@ -44,19 +46,28 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
 
         requests = read_trace(traffic)
     documents = [_document(letter, argument) for letter, argument in (("A", a), ("B", b))]
-    plans = [each.load(Plan) if each is not None and each.is_plan else None for each in documents]
-    machines = [plan.environment for plan in plans if plan is not None]
-    if environment is not None and len(machines) == len(plans):
+    loaded = [_loaded(document) for document in documents]
+    machines = [each.environment for each in loaded if isinstance(each, Plan)]
+    if environment is not None and None not in loaded:
         raise click.UsageError(
-            "A and B are plans, each for its own machine; --environment goes with a spec or an engine."
+            "A and B are plans or observations, each of its own machine; --environment goes with a spec or an engine."
         )
-    machine = machines[0] if machines and environment is None else environment_named(environment)
+    machine = machines[0] if machines and environment is None else None
+    if machine is None and None in loaded:
+        machine = environment_named(environment)
     left, right = (
-        _emulated(letter, argument, machine) if document is None else plan or planned(document, machine)
-        for letter, argument, document, plan in zip("AB", (a, b), documents, plans, strict=True)
+        each or _deployment(letter, argument, document, machine)
+        for letter, argument, document, each in zip("AB", (a, b), documents, loaded, strict=True)
     )
     compared = side_by_side(left, right, requests, names=(a, b))
     emit(form, lambda: compared, partial(side_by_side_table, compared))
+
+
+def _loaded(document: Document | None) -> Plan | Emulation | None:
+    """Return the plan or the observation in a document; None for a spec, or no document."""
+    if document is not None and document.is_observation:
+        return emulation_of(document.load(Observation))
+    return document.load(Plan) if document is not None and document.is_plan else None
 
 
 def _document(letter: str, argument: str) -> Document | None:
@@ -70,9 +81,15 @@ def _document(letter: str, argument: str) -> Document | None:
         remedy = f"did you mean {match}? {letter} is" if match else f"{letter} can be"
         raise click.UsageError(
             f"{letter}: {argument if argument.strip() else repr(argument)}: cannot be read: no such file; {remedy} "
-            f"a plan or spec file, or an engine's command line in quotes, starting with one of {', '.join(engines())}."
+            "a plan, spec or observation file, or an engine's command line in quotes, starting with one of "
+            f"{', '.join(engines())}."
         )
     return read_document(argument)
+
+
+def _deployment(letter: str, argument: str, document: Document | None, machine: Environment | None) -> Plan | Emulation:
+    assert machine is not None  # Only plans and observations need none.
+    return _emulated(letter, argument, machine) if document is None else planned(document, machine)
 
 
 def _emulated(letter: str, argument: str, environment: Environment) -> Emulation:

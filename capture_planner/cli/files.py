@@ -20,19 +20,23 @@ from capture_planner.cli import options
 from capture_planner.cli.common import FINDINGS, emit, environment_named, plan_of, planned, read_document, to_json
 from capture_planner.cli.engine import EngineName, OrEngine, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
+from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
 from capture_planner.cli.options import POSITIVE, flag, option
 from capture_planner.codec import Document
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.errors import CapturePlannerError, InvalidDocument
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
 from capture_planner.records.batch import Batch
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.report import findings, tables
 from capture_planner.report.backends import backend_support, backends_table
+from capture_planner.report.observation import diff_text, observation_tables
 
 
 @click.command(short_help="Make the plan of a spec.")
@@ -76,18 +80,26 @@ def _refuse_to_replace(output: str, spec: str) -> None:
         raise CapturePlannerError(f"--output {output} is {subject}; name another file, or remove it first")
 
 
-@click.command(short_help="Show a plan as tables.")
-@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.command(short_help="Show a plan or an observation as tables.")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
 @options.environment
 @options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
-    """Show a plan as tables: modes, graphs, waivers, and each decision with its reason."""
-    shown = plan_of(read_document(plan_file), environment)
+    """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
+
+    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager.
+    """
+    document = read_document(plan_file)
+    if document.is_observation:
+        observation = observation_of(document, environment)
+        emit(form, lambda: observation, partial(observation_tables, observation))
+        return
+    shown = plan_of(document, environment)
     emit(form, lambda: shown, partial(tables.plan_tables, shown))
 
 
 @click.command(short_help="Explain which graph serves a batch, and why.")
-@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
 @option("--role", type=click.Choice([r.value for r in Role]), default="target", help="Role that runs the batch.")
 @click.option("--num-reqs", type=POSITIVE, help="Requests in the batch.")
 @click.option("--num-tokens", type=POSITIVE, help="Tokens in the batch. Default: requests times query length.")
@@ -105,12 +117,19 @@ def explain(
 ) -> None:
     """Explain which graph serves a batch, and why; or what serves every admissible batch.
 
+    An observation has the answers of the engine's own dispatcher, and says where the engine was not asked.
+
     Each line of --batches is {"role", "num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras"}; each
     answer is {"mode", "num_tokens", "num_reqs", "query_len", "active_loras", "reason"}.
     """
     if (given["num_reqs"] is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
-    plan = plan_of(read_document(plan_file), environment)
+    document = read_document(plan_file)
+    if document.is_observation:
+        single = _batch(**given) if given["num_reqs"] is not None else None
+        explain_observation(observation_of(document, environment), single, batches, form)
+        return
+    plan = plan_of(document, environment)
     if whole:
         walked = coverage(plan)
         emit(form, lambda: walked, partial(tables.coverage_table, walked))
@@ -137,38 +156,55 @@ def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | No
     return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
 
 
-@click.command(cls=OrEngine, short_help="Check plans, specs or an engine's flags for problems.")
-@click.argument("files", metavar="PLAN|SPEC...", nargs=-1, type=click.UNPROCESSED)
+@click.command(cls=OrEngine, short_help="Check plans, specs, observations or an engine's flags.")
+@click.argument("files", metavar="PLAN|SPEC|OBSERVATION...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")
+@click.option("--observation", metavar="FILE", help="Also report what an engine did otherwise than each plan.")
 @flag("--strict", "Count notes as findings.")
 @options.environment
 @options.formats("text", "json", "github", "sarif")
 def check(
-    files: tuple[str, ...], engine: str | None, spec: str | None, strict: bool, environment: str | None, form: str
+    files: tuple[str, ...],
+    engine: str | None,
+    spec: str | None,
+    observation: str | None,
+    strict: bool,
+    environment: str | None,
+    form: str,
 ) -> None:
     """Check plans, and specs by planning them. Exit code 2 if there are findings.
 
     Notes are printed, but count only with --strict. With --spec, each plan is also compared with what
-    the spec gives now, in the plan's own environment. With --engine, all other words are flags of that
-    engine, as its server takes them: check --engine vllm --max-num-seqs 256.
+    the spec gives now, in the plan's own environment. With --observation, each is compared with what an
+    engine captured and dispatched. Observations are checked as engines are, with how often each finding
+    mattered. With --engine, all other words are flags of that engine, as its server takes them:
+    check --engine vllm --max-num-seqs 256.
     """
     if engine is not None:
-        if spec is not None:
-            raise click.UsageError("--spec is for plans; omit it with --engine.")
+        for name, value in (("--spec", spec), ("--observation", observation)):
+            if value is not None:
+                raise click.UsageError(f"{name} is for plans; omit it with --engine.")
         check_engine(engine, files, environment, form, strict)
         return
     if not files:
-        raise click.UsageError("Missing argument 'PLAN|SPEC...'.")
+        raise click.UsageError("Missing argument 'PLAN|SPEC|OBSERVATION...'.")
     source = None if spec is None else read_document(spec)
+    seen = None if observation is None else read_document(observation)
     placed: list[findings.FileFinding] = []
     drift: list[findings.Drift] = []
     for file in files:
         document = read_document(file)
+        if document.is_observation and source is None and seen is None:
+            placed += observed_findings(document, observation_of(document, environment))
+            continue
         plan = plan_of(document, environment)
         placed += _checked(document, plan)
         if source is not None:
             drift += _drift(document, source)
+        if seen is not None:
+            changes = observed_diff(plan, seen.load(Observation)).changes
+            drift += (findings.Drift(file=file, message=f"{seen.name}: {change.message}") for change in changes)
     if form == "json":
         click.echo(to_json({"findings": placed, "drift": drift}))
     elif form == "sarif":
@@ -177,7 +213,8 @@ def check(
         lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
         click.echo(lines, nl=bool(lines))
         if form == "text":
-            click.echo(_count(placed, drift, len(files)))
+            other = "from the spec (plan it again)" if seen is None else "from what was planned or observed"
+            click.echo(_count(placed, drift, len(files), other))
     if drift or any(strict or p.severity is not Severity.NOTE for p in placed):
         click.get_current_context().exit(FINDINGS)
 
@@ -201,15 +238,15 @@ def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 
-def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drift], files: int) -> str:
+def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drift], files: int, source: str) -> str:
     counts = {severity: sum(p.severity is severity for p in placed) for severity in Severity}
     parts = [counted(count, severity.value) for severity, count in counts.items() if count]
     if drift:
-        parts.append(f"{counted(len(drift), 'difference')} from the spec (plan it again)")
+        parts.append(f"{counted(len(drift), 'difference')} {source}")
     return f"{counted(files, 'file')} checked: {', '.join(parts) or 'nothing to report'}"
 
 
-@click.command(short_help="Show what changes from one plan to another.")
+@click.command(short_help="Show what changes from one plan or observation to another.")
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW")
 @options.environment
@@ -217,9 +254,16 @@ def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drif
 def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """Show in words what changes on the machine when plan NEW replaces plan OLD.
 
-    Exit code 2 if they differ. Either may be a spec, which is planned first.
+    Exit code 2 if they differ. Either may be a spec, which is planned first, or an observation: what an engine
+    did with the plan, or what changed from one run of it to another.
     """
     documents = read_document(old), read_document(new)
+    if any(each.is_observation for each in documents):
+        found = observed_diff(*(_deployment(each, environment) for each in documents))
+        click.echo(to_json(found) if form == "json" else diff_text(found))
+        if found.changes:
+            click.get_current_context().exit(FINDINGS)
+        return
     before, after = (plan_of(each, None if each.is_plan else environment) for each in documents)
     changes = difference.diff(before, after)
     if form == "json":
@@ -228,6 +272,12 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
         click.echo("\n".join(change.message for change in changes) or "the plans are the same")
     if changes:
         click.get_current_context().exit(FINDINGS)
+
+
+def _deployment(document: Document, environment: str | None) -> Plan | Observation:
+    if document.is_observation:
+        return document.load(Observation)
+    return plan_of(document, None if document.is_plan else environment)
 
 
 @click.command(short_help="List the installed attention backends and what they support.")

@@ -54,19 +54,22 @@ class GraphRow:
     seconds: Times | None = field("time of each capture", default=None)
     mib: Times | None = field("memory of each capture, in MiB", default=None)
     milliseconds: Times | None = field("median time of a replay", default=None)
+    replays: tuple[Tally, ...] | None = field("steps that ran on each; 0 where omitted", default=None)
 
     def __attrs_post_init__(self) -> None:
         message = f"a graph is PIECEWISE or FULL, not {self.mode.value}"
         if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
             raise_any([Problem(path=("mode",), message=message)])
-        _refuse_uneven(self, "num_tokens", "num_reqs", "active_loras", "seconds", "mib", "milliseconds")
+        _refuse_uneven(self, "num_tokens", "num_reqs", "active_loras", "seconds", "mib", "milliseconds", "replays")
 
     def lines(self) -> Iterator[ObservedGraph]:
         """Yield the graphs of this row."""
         length = len(self.num_tokens)
-        loras = _cells(self.active_loras, length, 0)
+        loras, replays = _cells(self.active_loras, length, 0), _cells(self.replays, length, 0)
         columns = (_cells(each, length) for each in (self.num_reqs, self.seconds, self.mib, self.milliseconds))
-        for tokens, active, reqs, seconds, mib, milliseconds in zip(self.num_tokens, loras, *columns, strict=True):
+        for tokens, active, replayed, reqs, seconds, mib, milliseconds in zip(
+            self.num_tokens, loras, replays, *columns, strict=True
+        ):
             entry = Entry(
                 mode=self.mode,
                 num_tokens=tokens,
@@ -82,6 +85,7 @@ class GraphRow:
                 seconds=seconds,
                 mib=mib,
                 milliseconds=milliseconds,
+                replays=replayed,
             )
 
     @classmethod
@@ -107,6 +111,7 @@ class GraphRow:
                 seconds=_column(graph.seconds for graph in run),
                 mib=_column(graph.mib for graph in run),
                 milliseconds=_column(graph.milliseconds for graph in run),
+                replays=_column((graph.replays for graph in run), 0),
             )
 
         return tuple(map(row, split_when(lambda a, b: shared(a) != shared(b), graphs)))

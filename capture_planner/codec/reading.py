@@ -77,7 +77,8 @@ class Document:
             raise InvalidDocument(self.place([problem]))
         if kind in _CALLED and self.kind is not kind and "model" in self._top:
             message = f"this is {_CALLED[self.kind]}, not {_CALLED[kind]}"
-            raise InvalidDocument(self.place([Problem(message=message)]))
+            remedy = "show, explain, check, compare and diff take observations" if self.is_observation else ""
+            raise InvalidDocument(self.place([Problem(message=message, remedy=remedy)]))
         try:
             return structure(self.node.plain(), kind)
         except InvalidValue as error:

@@ -48,6 +48,8 @@ class Diagnosis:
     """What to set, where it can be worked out; "": as the engine's general advice has it."""
     severity: Severity | None = None
     """Where it is less than the rule's."""
+    concerns: Callable[[BatchAnswer], bool] | None = attrs.field(default=None, eq=False, repr=False)
+    """Whether it is about a batch of its role; None where it is about no batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -131,7 +133,8 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         how = "eager" if eager == _count(selected) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
         message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
-        yield Diagnosis(role, message, _count(selected), subject.engine.fixes.uncovered(subject.emulation, selected))
+        fix = subject.engine.fixes.uncovered(subject.emulation, selected)
+        yield Diagnosis(role, message, _count(selected), fix, concerns=lacking)
 
 
 @rule("EN002", Severity.WARNING, BugClass.C, "vllm#56136", "vllm#53407")
@@ -141,7 +144,11 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     vLLM looks at the smallest captured size alone: where that belongs to another query length, the batch
     runs piecewise or eager although a graph of its own is captured.
     """
-    for role, selected in subject.by_role(lambda answer: answer.misses_graph):
+
+    def missing(answer: BatchAnswer) -> bool:
+        return answer.misses_graph
+
+    for role, selected in subject.by_role(missing):
         first, count = selected[0].answers[0], _count(selected)
         deliberate = subject.engine.skips_wide_padding and all(r.batch.kind is Kind.MIXED for r in selected)
         miss = "1 batch misses" if count == 1 else f"{count} batches miss"
@@ -150,7 +157,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
             f"{counted(first.batch.num_tokens, 'token')} runs {first.answer.mode.value}, and captured is {first.best}"
         )
         fix = subject.engine.fixes.missed(subject.emulation, role, selected)
-        yield Diagnosis(role, message, count, fix, Severity.NOTE if deliberate else None)
+        yield Diagnosis(role, message, count, fix, Severity.NOTE if deliberate else None, missing)
 
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
@@ -225,4 +232,5 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
         real = worst.batch.num_tokens
         padded = f"{real} to {real + worst.answer.padded_tokens} at worst"
         message = f"{role}: {_in_words(selected)} are padded to more than twice their tokens, {padded}"
-        yield Diagnosis(role, message, _count(selected), subject.engine.fixes.padded(subject.emulation, selected[0]))
+        fix = subject.engine.fixes.padded(subject.emulation, selected[0])
+        yield Diagnosis(role, message, _count(selected), fix, concerns=heavy)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import attrs
 
+from capture_planner.analysis.coverage import Cell
 from capture_planner.dispatch.dispatcher import Dispatch, served
 from capture_planner.engines.answers import Answers
 from capture_planner.engines.emulation import CapturedGraph, Emulation, Setting
 from capture_planner.engines.probe import captured
+from capture_planner.engines.walk import BatchAnswer, walk
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, is_admissible
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, is_admissible, split_when
 from capture_planner.records.observation import DraftPass, Observation, ObservedRole
 
 SOURCE = "observed"
@@ -44,6 +46,61 @@ def emulation_of(observation: Observation) -> Emulation:
         parallel=observation.parallel,
         notes=observation.notes,
     )
+
+
+@attrs.frozen(kw_only=True)
+class ObservedCoverage:
+    """What serves every admissible batch, as the engine answered; in cells as those of a plan."""
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def uncovered(self) -> tuple[Cell, ...]:
+        """Cells without a graph: an engine has no waivers."""
+        return tuple(cell for cell in self.cells if cell.entry is None)
+
+
+def coverage_of(emulation: Emulation) -> ObservedCoverage:
+    """Return the cells of every role; of mixed batches, those with the most requests."""
+    cells: dict[tuple[object, ...], Cell] = {}
+
+    def apart(a: BatchAnswer, b: BatchAnswer) -> bool:
+        return _place(a) != _place(b) or b.extent != a.last + 1
+
+    for run in split_when(apart, walk(emulation)):
+        first, last = run[0], run[-1]
+        batch, loras = last.batch, last.batch.active_loras
+        key = (*_place(first)[1:], max(first.extent, loras), last.last)
+        cell = cells.get(key)
+        cells[key] = Cell(
+            role=batch.role,
+            kind=batch.kind,
+            query_len=batch.query_len,
+            first=first.extent if cell is None else cell.first,
+            last=last.last,
+            min_reqs=1 if batch.kind is Kind.MIXED else first.batch.num_reqs,
+            max_reqs=batch.num_reqs,
+            min_loras=loras if cell is None else cell.min_loras,
+            max_loras=loras,
+            answer=last.answer,
+        )
+    order = list(emulation.modes)
+    return ObservedCoverage(
+        cells=tuple(
+            sorted(
+                cells.values(),
+                key=lambda cell: (
+                    *(order.index(cell.role), cell.kind.value, cell.query_len or 0, cell.first, cell.min_loras),
+                ),
+            )
+        )
+    )
+
+
+def _place(answer: BatchAnswer) -> tuple[object, ...]:
+    """Return adapters, and all else that the batches of a cell have in common."""
+    batch, dispatch = answer.batch, answer.answer
+    return (batch.active_loras, batch.role, batch.kind, batch.query_len, dispatch.entry, dispatch.reason)
 
 
 def _family(each: DraftPass) -> DecodeFamily:

@@ -175,7 +175,8 @@ class _PlannedRole:
     dispatch: Callable[[Batch], Dispatch]
 
 
-def _emulation_of(plan: Plan) -> Emulation:
+def emulation_of_plan(plan: Plan) -> Emulation:
+    """Return what an engine does that captures exactly the plan's entries and dispatches as our dispatcher."""
     dispatcher = Dispatcher(plan)
     return Emulation(
         engine="capture-planner",
@@ -217,7 +218,7 @@ class _Side:
     def __init__(self, deployment: Plan | Emulation) -> None:
         if isinstance(deployment, Plan):
             self.name = f"{deployment.model.name} on {deployment.environment.name}"
-            self.emulation = _emulation_of(deployment)
+            self.emulation = emulation_of_plan(deployment)
         else:
             self.name, self.emulation = f"{deployment.engine} {deployment.version}", deployment
         self.answers: dict[BatchClass, dict[_Key, _Answer]] = {}

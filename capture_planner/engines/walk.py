@@ -77,7 +77,7 @@ def walk(emulation: Emulation) -> tuple[BatchAnswer, ...]:
     """Dispatch every admissible batch of every role; beyond the largest graph, one batch represents all larger ones."""
     answers = []
     for manager in emulation.managers:
-        graphs, families = _GraphRows(manager.graphs), emulation.families(manager.role)
+        graphs, families = GraphRows(manager.graphs), emulation.families(manager.role)
         largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
         for batch, last in batches(manager.role, emulation, families=families, upto=largest):
             fitting = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
@@ -86,7 +86,7 @@ def walk(emulation: Emulation) -> tuple[BatchAnswer, ...]:
     return tuple(answers)
 
 
-class _GraphRows:
+class GraphRows:
     """Captured graphs in rows that differ in size only, so that few are compared with a batch."""
 
     def __init__(self, graphs: Iterable[CapturedGraph]) -> None:

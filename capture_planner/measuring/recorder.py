@@ -67,7 +67,7 @@ class Recorder:
         self._queue: deque[_Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
         self._steps: Counter[_Outcome] = Counter()
         self._samples: dict[_Shape, _Samples] = {}
-        self._forgotten: Counter[Role] = Counter()
+        self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
         self._drafted: list[int] = []
         self._accepted: list[int] = []
         self._base: Observation | None = None
@@ -151,13 +151,13 @@ class Recorder:
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
         known, most = {role.role: role for role in base.roles}, _most_batches(base)
-        met = {outcome[0] for outcome in steps} | {role for role, count in forgotten.items() if count}
+        met = {outcome[0] for outcome in steps} | {role for role, _ in forgotten}
         roles = (known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE) for role in Role)
         return replace(
             base,
             seconds=round(seconds, 3),
             roles=tuple(
-                self._with_counts(role, steps, forgotten[role.role], most)
+                self._with_counts(role, steps, forgotten, most)
                 for role in roles
                 if role.role in known or role.role in met
             ),
@@ -165,7 +165,9 @@ class Recorder:
             accepted=accepted,
         )
 
-    def _with_counts(self, role: ObservedRole, steps: Counter[_Outcome], forgotten: int, most: int) -> ObservedRole:
+    def _with_counts(
+        self, role: ObservedRole, steps: Counter[_Outcome], forgotten: Counter[tuple[Role, int | None]], most: int
+    ) -> ObservedRole:
         """Return the role with its most frequent batches, and the number of its other steps."""
         own = [(outcome, count) for outcome, count in steps.items() if outcome[0] is role.role]
         own.sort(key=lambda item: -item[1])
@@ -188,8 +190,12 @@ class Recorder:
             )
             for (outcome, count), (times, latest) in zip(listed, samples, strict=True)
         ]
-        other_batches = forgotten + sum(count for _, count in others)
-        return replace(role, batches=tuple(batches), other_batches=other_batches)
+        replays = Counter({graph: count for (each, graph), count in forgotten.items() if each is role.role})
+        other_batches = replays.total() + sum(count for _, count in others)
+        for outcome, count in own:
+            replays[outcome[6]] += count
+        graphs = (attrs.evolve(graph, replays=replays[number]) for number, graph in enumerate(role.graphs))
+        return replace(role, graphs=tuple(graphs), batches=tuple(batches), other_batches=other_batches)
 
     def close(self) -> None:
         """Write the file a last time, and stop; again, or in a fork, it does nothing."""
@@ -231,7 +237,7 @@ class Recorder:
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
         if len(self._steps) > MAX_SHAPES:
             for outcome, steps in self._steps.most_common()[MAX_SHAPES // 2 :]:
-                self._forgotten[outcome[0]] += steps
+                self._forgotten[outcome[0], outcome[6]] += steps
                 del self._steps[outcome]
             for shape in self._samples.keys() - {outcome[:6] for outcome in self._steps}:
                 del self._samples[shape]
@@ -244,5 +250,5 @@ def _graphs(base: Observation) -> dict[Role, list[object]]:
 
 def _most_batches(base: Observation) -> int:
     """Return how many batch shapes of each role fit into a file with the rest."""
-    rest = sum(5 * len(role.graphs) + 2 * len(role.answers) for role in base.roles)
+    rest = sum(6 * len(role.graphs) + 2 * len(role.answers) for role in base.roles)
     return max(16, min(MAX_BATCHES, (MAX_NODES - 2000 - rest) // (6 * len(Role))))

@@ -59,6 +59,8 @@ class ObservedGraph:
     """Memory that its capture took."""
     milliseconds: float | None = None
     """Median time of a replay right after capture, where the engine was profiled."""
+    replays: int = 0
+    """How many steps ran on it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -188,6 +190,11 @@ class ObservedRole:
     def steps(self) -> int:
         """How many steps ran, of all shapes."""
         return sum(count.steps for count in self.batches) + self.other_batches
+
+    @property
+    def eager_steps(self) -> int:
+        """How many steps ran without a graph."""
+        return self.steps - sum(graph.replays for graph in self.graphs)
 
 
 @record

@@ -9,28 +9,30 @@ import attrs
 
 from capture_planner.analysis.lint import RULES, Finding, Severity
 from capture_planner.codec import json_of, plain
+from capture_planner.engines.check import ENGINE_RULES
+from capture_planner.engines.observed_check import OBSERVED_RULES, ObservedFinding
 
 DRIFT_CODE = "CP099"
-"""A plan is not what its spec gives; found by comparison, not by a rule."""
+"""A plan is not what its spec gives, or not what an engine did; found by comparison, not by a rule."""
 
 
 @attrs.frozen(kw_only=True)
 class FileFinding:
     """A finding with its place in a file."""
 
-    finding: Finding
+    finding: Finding | ObservedFinding
     file: str
     line: int
     column: int
 
     @property
     def severity(self) -> Severity:
-        return self.finding.rule.severity
+        return self.finding.severity
 
 
 @attrs.frozen(kw_only=True)
 class Drift:
-    """A difference between a plan and what its spec gives now."""
+    """A difference between a plan and what its spec gives now, or what an engine was observed to do with it."""
 
     file: str
     message: str
@@ -45,17 +47,20 @@ def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
 
 @json_of(FileFinding)
 def _placed(placed: FileFinding) -> dict[str, Any]:
-    rule = placed.finding.rule
+    finding, place = placed.finding, {name: getattr(placed, name) for name in ("file", "line", "column")}
+    if isinstance(finding, ObservedFinding):
+        return {**plain(finding), **place}
+    rule = finding.rule
     return {
         "code": rule.code,
         "name": rule.name,
         "severity": rule.severity.value,
         "class": rule.bug_class.name,
-        "role": plain(placed.finding.diagnostic.role),
-        "message": placed.finding.diagnostic.message,
+        "role": plain(finding.diagnostic.role),
+        "message": finding.diagnostic.message,
         "remedy": rule.remedy,
         "threads": list(rule.threads),
-        **{name: getattr(placed, name) for name in ("file", "line", "column")},
+        **place,
     }
 
 
@@ -89,13 +94,17 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
             "name": rule.name,
             "shortDescription": {"text": rule.explanation.splitlines()[0]},
             "fullDescription": {"text": rule.explanation},
-            "help": {"text": rule.remedy},
+            "help": {"text": getattr(rule, "remedy", rule.explanation)},
             "defaultConfiguration": {"level": level[rule.severity]},
             "properties": {"class": rule.bug_class.name, "threads": list(rule.threads)},
         }
-        for rule in RULES.values()
+        for rule in (*RULES.values(), *ENGINE_RULES.values(), *OBSERVED_RULES.values())
     ]
-    drifts = {"id": DRIFT_CODE, "name": "drift", "shortDescription": {"text": "A plan is not what its spec gives."}}
+    drifts = {
+        "id": DRIFT_CODE,
+        "name": "drift",
+        "shortDescription": {"text": "A plan is not what its spec gives, or what an engine did."},
+    }
     results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]
     driver = {"name": "capture-planner", "version": version, "rules": [*rules, drifts]}

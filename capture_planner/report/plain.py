@@ -17,6 +17,8 @@ from capture_planner.codec.plain import plain_some
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
+from capture_planner.engines.observed import ObservedCoverage
+from capture_planner.engines.observed_check import ObservedFinding
 from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
 from capture_planner.engines.walk import BatchAnswer, runs, walk
 from capture_planner.modes import GraphMode, Reason
@@ -33,7 +35,7 @@ _EXPORTED = "engine", "flags", "file", "sizes", "losses", "proof", "unproved"
 json_fields(Change, subject="what", message="says")
 json_fields(NearMiss, message="says")
 json_fields(Service, "coverage")
-json_of(Coverage)(lambda walked: {"covered": not walked.uncovered, "cells": plain(walked.cells)})
+json_of(Coverage, ObservedCoverage)(lambda walked: {"covered": not walked.uncovered, "cells": plain(walked.cells)})
 json_of(Export)(lambda export: plain_some(export, *_EXPORTED))
 json_of(Loss)(lambda loss: _without(loss, "scope"))
 
@@ -104,6 +106,24 @@ def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
         "message": finding.diagnosis.message,
         "count": finding.diagnosis.count,
         "mend": finding.fix,
+        "threads": list(rule.threads),
+    }
+
+
+@json_of(ObservedFinding)
+def _observed_finding(finding: ObservedFinding) -> dict[str, Any]:
+    rule, diagnosis = finding.rule, finding.diagnosis
+    return {
+        "code": rule.code,
+        "name": rule.name,
+        "severity": finding.severity.value,
+        "class": rule.bug_class.name,
+        "role": diagnosis.role.value,
+        "message": diagnosis.message,
+        "count": diagnosis.count,
+        "steps": finding.steps,
+        "of": finding.total,
+        "remedy": finding.fix,
         "threads": list(rule.threads),
     }
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.explain import Explanation
 from capture_planner.codec.entry_rows import pack
+from capture_planner.engines.observed import ObservedCoverage
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.plan import Plan, RolePlan
@@ -109,7 +110,7 @@ def explanation_table(explained: Explanation) -> RenderableType:
     return Group(*lines)
 
 
-def coverage_table(walked: Coverage) -> RenderableType:
+def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
     """The whole admissible space by role: what serves it, how much of it is padding."""
     right = ("sizes", "padding", "worst")
     table = table_of("role", "batches", "LoRA", "served by", *right, right=right)
@@ -132,7 +133,7 @@ def coverage_table(walked: Coverage) -> RenderableType:
     return table
 
 
-def coverage_runs(walked: Coverage) -> list[list[Cell]]:
+def coverage_runs(walked: Coverage | ObservedCoverage) -> list[list[Cell]]:
     """Group neighbouring cells that are served in the same way."""
 
     def kind(cell: Cell) -> tuple[Role, Kind, int | None, GraphMode, str | None]:

@@ -95,6 +95,8 @@ def test_counts_equal_those_of_a_plain_counter(
     recorder.close()
     observed = codec.load_observation(recorder.path)
     assert counted(observed) == Counter(given)
+    replays = Counter(outcome[6] for outcome in given if outcome[0] is Role.TARGET)
+    assert [graph.replays for graph in observed.roles[0].graphs] == [replays[index] for index in range(3)]
     assert observed.drafted == ((len(given),) * 2 if given else ())
     assert observed.accepted == ((len(given), 0) if given else ())
 
@@ -118,6 +120,9 @@ def test_memory_is_bounded_and_every_step_is_counted(
     steps = Counter(outcome[0] for outcome in given)
     assert {role.role: role.steps for role in observed.roles if role.steps} == dict(steps)
     assert not given or listed.roles == observed.roles
+    replays = Counter(outcome[6] for outcome in given if outcome[0] is Role.TARGET)
+    assert [graph.replays for graph in observed.roles[0].graphs] == [replays[index] for index in range(3)]
+    assert observed.roles[0].eager_steps == replays[None]
 
 
 @given(times=st.lists(st.floats(0, 1e6), min_size=1, max_size=100))

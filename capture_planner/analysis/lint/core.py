@@ -133,6 +133,10 @@ class Finding:
         return f"{self.rule.code} {self.rule.name}: {self.text}"
 
     @property
+    def severity(self) -> Severity:
+        return self.rule.severity
+
+    @property
     def text(self) -> str:
         """The message, and how to fix it."""
         return f"{self.diagnostic.message}; {self.rule.remedy}"

@@ -118,6 +118,8 @@ class Proof:
     differences: tuple[BatchDifference, ...]
     unrun: tuple[Role, ...] = ()
     """Roles of the plan that the engine does not run as forwards of their own; not compared."""
+    unknown: int = 0
+    """How many batches an observation has no answer for; not compared."""
 
     @property
     def exact(self) -> bool:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import attrs
 
-from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export.export import BACKEND, BatchDifference, Effect, Export, Loss, Proof, all_scopes
+from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.batch_space import decode_families, mixed_tokens, most_loras, split_at, split_when
+from capture_planner.records.batch_space import mixed_tokens, most_loras, split_at, split_when
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 
@@ -70,17 +70,24 @@ def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emul
             ) from None
 
 
-def compared(plan: Plan, emulation: Emulation) -> Proof:
-    """Compare a plan with an emulation, graph by graph and batch by batch."""
-    ours = Counter(_plain(CapturedGraph(role=r.role, entry=entry)) for r in plan.roles for entry in r.entries)
-    theirs = Counter(_plain(graph) for graph in emulation.graphs)
-    dispatcher, batches = Dispatcher(plan), 0
+def compared(plan: Plan | Emulation, emulation: Emulation) -> Proof:
+    """Compare a plan with an emulation, or two emulations, graph by graph and batch by batch.
+
+    Batches of which an observation knows no answer are counted in ``unknown``, and are no differences.
+    """
+    left = emulation_of_plan(plan) if isinstance(plan, Plan) else plan
+    ours, theirs = (Counter(map(_plain, each.graphs)) for each in (left, emulation))
+    batches = unknown = 0
     differences: list[BatchDifference] = []
-    for role in (role for role in plan.planned if role in emulation.modes):
-        for batch, max_loras, min_reqs in _batches(role, plan, emulation):
+    for role in (role for role in left.modes if role in emulation.modes):
+        for batch, max_loras, min_reqs in _batches(role, left, emulation):
             count = max_loras - batch.active_loras + 1
             batches += count
-            planned, emulated = dispatcher.dispatch(batch).entry, emulation.dispatch(batch).entry
+            answers = left.dispatch(batch), emulation.dispatch(batch)
+            if any(answer.reason is Reason.UNKNOWN for answer in answers):
+                unknown += count
+                continue
+            planned, emulated = (answer.entry for answer in answers)
             found = effect(planned, emulated)
             if found is None:
                 continue
@@ -108,7 +115,8 @@ def compared(plan: Plan, emulation: Emulation) -> Proof:
         adds=tuple((theirs - ours).elements()),
         batches=batches,
         differences=tuple(map(_merged, split_when(_unlike, differences))),
-        unrun=tuple(role for role in plan.planned if role not in emulation.modes),
+        unrun=tuple(role for role in left.modes if role not in emulation.modes),
+        unknown=unknown,
     )
 
 
@@ -133,19 +141,19 @@ def effect(ours: Entry | None, theirs: Entry | None) -> Effect | None:
     return Effect.PADDED if any(b > a for a, b in zip(*shapes, strict=True)) else Effect.TIGHTER
 
 
-def _batches(role: Role, plan: Plan, emulation: Emulation) -> Iterator[tuple[Batch, int, int]]:
+def _batches(role: Role, left: Emulation, emulation: Emulation) -> Iterator[tuple[Batch, int, int]]:
     """Yield every batch to compare, with the most adapters and the fewest requests that it represents."""
-    entries = [*plan.role(role).entries, *(graph.entry for graph in emulation.graphs if graph.role is role)]
+    entries = [graph.entry for graph in (*left.graphs, *emulation.graphs) if graph.role is role]
     # A full graph's room for requests ends with it.
     rooms = {entry.num_reqs or 0 for entry in entries if entry.query_len is None}
-    requests = list(split_at(1, plan.limits.max_num_reqs, rooms))
-    for low, high in split_at(0, most_loras(role, plan), {0, *(entry.active_loras for entry in entries)}):
-        for family in decode_families(role, plan):
+    requests = list(split_at(1, left.limits.max_num_reqs, rooms))
+    for low, high in split_at(0, most_loras(role, left), {0, *(entry.active_loras for entry in entries)}):
+        for family in left.families(role):
             for count, _ in family.requests.counts(low):
                 yield Batch.decode(role, count, family.query_len, low), min(high, count), count
         for fewest, most in requests:
             fewest = max(fewest, low)
-            for tokens, _ in mixed_tokens(role, plan).counts(fewest) if fewest <= most else ():
+            for tokens, _ in mixed_tokens(role, left).counts(fewest) if fewest <= most else ():
                 yield Batch.mixed(role, min(most, tokens), tokens, low), high, fewest
 
 

@@ -38,6 +38,7 @@ def _graphs() -> SearchStrategy[ObservedGraph]:
         seconds=maybe(_amounts()),
         mib=maybe(_amounts()),
         milliseconds=maybe(_amounts()),
+        replays=st.integers(0, 1 << 40),
     )
 
 

@@ -1,0 +1,161 @@
+"""What differs between a plan and what an engine was observed to do (law 12), or between two observations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from capture_planner.analysis.diff import Change, differing_fields, graphs_text
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.export import BatchDifference, Effect, compared
+from capture_planner.engines.observed import emulation_of
+from capture_planner.engines.observed_check import counted_steps, shape, share, why
+from capture_planner.engines.side_by_side import emulation_of_plan
+from capture_planner.modes import Role
+from capture_planner.records._base import digest
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.batch_space import decode_tiers
+from capture_planner.records.observation import Observation, ObservedRole
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
+
+
+@attrs.frozen(kw_only=True)
+class ObservedDiff:
+    """What changes from one deployment to another, of which at least one was observed."""
+
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    """What is no difference: graphs that the traffic did not need, batches that the engine was not asked about."""
+
+
+def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedDiff:
+    """Compare two deployments: limits, modes, graphs, the answer to every admissible batch, and what really ran."""
+    before, after = _emulation(old), _emulation(new)
+    changes = [*_whole(old, new), *_modes(before, after), *_graphs(before, after)]
+    proof = compared(before, after)
+    changes += map(_answered, proof.differences)
+    notes = []
+    if proof.unknown:
+        notes.append(
+            f"{counted(proof.unknown, 'admissible batch')} are not compared: the engine was not asked about them"
+        )
+    for plan, observation in ((old, new), (new, old)):
+        if isinstance(plan, Plan) and isinstance(observation, Observation):
+            changes += _ran_otherwise(plan, observation)
+    for each in (old, new):
+        if isinstance(each, Observation):
+            notes += _never_replayed(each)
+    return ObservedDiff(changes=tuple(changes), notes=tuple(notes))
+
+
+def _emulation(deployment: Plan | Observation) -> Emulation:
+    return emulation_of_plan(deployment) if isinstance(deployment, Plan) else emulation_of(deployment)
+
+
+def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]:
+    """Compare what decides which batches are admissible, and the plan that was applied."""
+    if old.limits != new.limits:
+        yield Change(None, "limits", f"limits: {differing_fields(old.limits, new.limits)}")
+    if decode_tiers(old) != decode_tiers(new):
+        before, after = (", ".join(f"{k} from {first}" for first, _, k in decode_tiers(each)) for each in (old, new))
+        yield Change(None, "speculative", f"drafted tokens by requests: {before} became {after}")
+    for name in ("lora", "parallel"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            yield Change(None, name, f"{name}: {differing_fields(before, after)}")
+    applied = [digest(each) if isinstance(each, Plan) else each.plan for each in (old, new)]
+    if applied[0] != applied[1]:
+        before, after = ("the engine by itself" if each is None else f"the plan {each[:19]}" for each in applied)
+        yield Change(None, "plan", f"{before} became {after}")
+
+
+def _modes(before: Emulation, after: Emulation) -> Iterator[Change]:
+    for role in Role:
+        old, new = before.modes.get(role), after.modes.get(role)
+        if old is None and new is not None:
+            yield Change(role, "role", f"{role} is new, with mode {new.value}")
+        elif old is not None and new is None:
+            yield Change(role, "role", f"{role} is gone, with mode {old.value}")
+        elif old is not new and old is not None and new is not None:
+            yield Change(role, "mode", f"{role}: mode {old.value} became {new.value}")
+
+
+def _graphs(before: Emulation, after: Emulation) -> Iterator[Change]:
+    for role in Role:
+        old, new = (Counter(_entries(each.graphs, role)) for each in (before, after))
+        for subject, words, entries in (
+            ("added", "also captures", new - old),
+            ("gone", "no longer captures", old - new),
+        ):
+            if entries:
+                ordered = tuple(sorted(entries.elements(), key=lambda entry: entry.capture_order))
+                yield Change(role, subject, f"{role} {words} {graphs_text(ordered)}", entries=ordered)
+
+
+def _entries(graphs: Iterable[CapturedGraph], role: Role) -> Iterator[Entry]:
+    """Yield the entries of a role; a chain of one draft decode is a single step."""
+    for graph in graphs:
+        if graph.role is role:
+            yield attrs.evolve(graph.entry, draft_steps=None) if graph.entry.draft_steps == 1 else graph.entry
+
+
+_EFFECTS = {
+    Effect.EAGER: "run eager",
+    Effect.WEAKER: "run PIECEWISE instead of FULL",
+    Effect.PADDED: "are padded further",
+    Effect.TIGHTER: "are padded less",
+    Effect.STRONGER: "run FULL instead of PIECEWISE",
+    Effect.CAPTURED: "have a graph, and had none",
+}
+
+
+def _answered(found: BatchDifference) -> Change:
+    span = str(found.first) if found.first == found.last else f"{found.first} to {found.last}"
+    if found.kind is Kind.DECODE:
+        batches = f"decodes of {span} request{'s' if found.last > 1 else ''}, {found.query_len} each"
+    else:
+        batches = f"mixed batches of {span} token{'s' if found.last > 1 else ''}"
+    if found.max_loras:
+        batches += f", {found.min_loras} to {found.max_loras} LoRA"
+    before, after = found.planned or "eager", found.emulated or "eager"
+    return Change(found.role, "answer", f"{found.role}: {batches} {_EFFECTS[found.effect]}: {before} became {after}")
+
+
+def _ran_otherwise(plan: Plan, observation: Observation) -> Iterator[Change]:
+    """Yield the batches that ran on another graph than the plan's, or eager although the plan has one."""
+    dispatcher = Dispatcher(plan)
+    for role in observation.roles:
+        if role.role not in plan.planned:
+            continue
+        for subject, words, eager in (
+            ("eager", "ran eager, and the plan has a graph", True),
+            ("graph", "ran on another graph than the plan's", False),
+        ):
+            steps, example = _others(role, dispatcher, eager=eager)
+            if steps:
+                yield Change(role.role, subject, f"{role.role}: {share(steps, role.steps)} {words}, such as {example}")
+
+
+def _others(role: ObservedRole, dispatcher: Dispatcher, *, eager: bool) -> tuple[int, str]:
+    steps, example = 0, ""
+    for count in role.batches:
+        planned = dispatcher.dispatch(count.batch(role.role)).entry
+        ran = None if count.graph is None else role.graphs[count.graph].entry
+        if ran is not None and ran.draft_steps == 1:
+            ran = attrs.evolve(ran, draft_steps=None)
+        if planned is None or planned == ran or (ran is None) is not eager:
+            continue
+        steps += count.steps
+        example = example or f"{shape(count)} ({why(count.reason) if ran is None else f'{ran}, not {planned}'})"
+    return steps, example
+
+
+def _never_replayed(observation: Observation) -> Iterator[str]:
+    for role in observation.roles:
+        unused = tuple(graph.entry for graph in role.graphs if not graph.replays)
+        if unused and role.steps:
+            yield f"{role.role}: in {counted_steps(role.steps)}, no step ran on {graphs_text(unused)}"
