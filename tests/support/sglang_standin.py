@@ -50,7 +50,8 @@ class HookRegistry:
     """SGLang's registry, as far as its hooks are of three kinds."""
 
     def __init__(self, find: Any) -> None:
-        self.find, self.hooks = find, {}
+        self.find = find
+        self.hooks: dict[str, list[tuple[HookType, Any]]] = {}
 
     def register(self, target: str, hook: Any, hook_type: HookType) -> None:
         self.hooks.setdefault(target, []).append((hook_type, hook))
@@ -85,7 +86,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
     parts = SimpleNamespace(context=context, registry=None, logged=[])
     modules: dict[str, types.ModuleType] = {}
 
-    def module(name: str, **values: Any) -> types.ModuleType:
+    def module(name: str, **values: Any) -> Any:
         for count in range(1, name.count(".") + 1):
             parent = ".".join(name.split(".")[:count])
             modules.setdefault(parent, types.ModuleType(parent)).__path__ = []
@@ -126,6 +127,8 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             self.capture_bs, _ = base.get_batch_sizes_to_capture(model_runner, width)
             self.max_bs, self.bs = max(self.capture_bs), 0
 
+        capture_one_shape: Any
+
         def capture(self) -> None:
             for size in reversed(self.capture_bs):
                 self.capture_one_shape(size, None)
@@ -139,11 +142,11 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
         def _resolve_lora_variant(self, batch: Any) -> None:
             return None
 
-        def _pad_to_bucket(self, size: int, buckets: Any) -> int:
+        def _pad_to_bucket(self, size: int, buckets: list[int]) -> int:
             return buckets[bisect.bisect_left(buckets, size)]
 
         def can_run_graph(self, batch: Any) -> bool:
-            return batch.batch_size <= self.max_bs
+            return bool(batch.batch_size <= self.max_bs)
 
         def replay(self, batch: Any) -> None:
             self.bs = self._pad_to_bucket(batch.batch_size, self.capture_bs)
@@ -179,7 +182,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self._replay_graph_key in self.backend._graphs
             return "graph"
 
-    class EAGLEDraftExtendCudaGraphRunner(DecodeCudaGraphRunner):
+    class EAGLEDraftExtendCudaGraphRunner(Runner):
         def __init__(
             self, eagle_worker: Any, *, draft_extend_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:
@@ -203,7 +206,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.bs in self.capture_bs
             return "graph"
 
-    class EAGLEDraftCudaGraphRunner(DecodeCudaGraphRunner):
+    class EAGLEDraftCudaGraphRunner(Runner):
         def __init__(
             self, eagle_worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:
