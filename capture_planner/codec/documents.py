@@ -61,6 +61,13 @@ class Node:
         return node.line, node.column
 
 
+def num_nodes(data: Any) -> int:
+    """Return how many values a reader counts in plain data: every key, item and container."""
+    if isinstance(data, dict):
+        return 1 + sum(1 + num_nodes(item) for item in data.values())
+    return 1 + sum(map(num_nodes, data)) if isinstance(data, list) else 1
+
+
 def parse(text: str, name: str) -> Node:
     """Return the single document of ``text``; raises ``InvalidDocument`` with all that is wrong."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:

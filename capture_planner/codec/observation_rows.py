@@ -39,12 +39,18 @@ def _column(values: Iterable[Any], default: Any = None) -> tuple[Any, ...] | Non
     return None if all(value == default for value in column) else column
 
 
+def _query_lens(column: Sequence[int | None]) -> dict[str, Any]:
+    """Return the query lengths of a row, once where they are the same."""
+    return {"query_len": column[0]} if len(set(column)) == 1 else {"query_lens": tuple(column)}
+
+
 @record
 class GraphRow:
     """Graphs of one kind that were captured one after the other."""
 
     mode: GraphMode = field("PIECEWISE or FULL")
     query_len: NonNegative | None = field("tokens of each request in a uniform decode", default=None)
+    query_lens: tuple[NonNegative, ...] | None = field("query_len of each graph, where they differ", default=None)
     draft_steps: NonNegative | None = field("length of a fused draft chain", default=None)
     max_query_len: NonNegative | None = field("serves any mix of decodes up to so many tokens each", default=None)
     prompts_only: bool = field("whether decodes never run on them", default=False)
@@ -60,21 +66,24 @@ class GraphRow:
         message = f"a graph is PIECEWISE or FULL, not {self.mode.value}"
         if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
             raise_any([Problem(path=("mode",), message=message)])
-        _refuse_uneven(self, "num_tokens", "num_reqs", "active_loras", "seconds", "mib", "milliseconds", "replays")
+        _refuse_uneven(
+            self, "num_tokens", "query_lens", "num_reqs", "active_loras", "seconds", "mib", "milliseconds", "replays"
+        )
 
     def lines(self) -> Iterator[ObservedGraph]:
         """Yield the graphs of this row."""
         length = len(self.num_tokens)
         loras, replays = _cells(self.active_loras, length, 0), _cells(self.replays, length, 0)
+        query_lens = _cells(self.query_lens, length, self.query_len)
         columns = (_cells(each, length) for each in (self.num_reqs, self.seconds, self.mib, self.milliseconds))
-        for tokens, active, replayed, reqs, seconds, mib, milliseconds in zip(
-            self.num_tokens, loras, replays, *columns, strict=True
+        for tokens, query_len, active, replayed, reqs, seconds, mib, milliseconds in zip(
+            self.num_tokens, query_lens, loras, replays, *columns, strict=True
         ):
             entry = Entry(
                 mode=self.mode,
                 num_tokens=tokens,
                 num_reqs=reqs,
-                query_len=self.query_len,
+                query_len=query_len,
                 active_loras=active,
                 draft_steps=self.draft_steps,
             )
@@ -94,14 +103,14 @@ class GraphRow:
 
         def shared(graph: ObservedGraph) -> tuple[object, ...]:
             entry = graph.entry
-            kind = (entry.mode, entry.query_len, entry.draft_steps, entry.num_reqs is None)
+            kind = (entry.mode, entry.query_len is None, entry.draft_steps, entry.num_reqs is None)
             return (*kind, graph.max_query_len, graph.prompts_only)
 
         def row(run: list[ObservedGraph]) -> GraphRow:
             first = run[0]
             return cls(
                 mode=first.entry.mode,
-                query_len=first.entry.query_len,
+                **_query_lens([graph.entry.query_len for graph in run]),
                 draft_steps=first.entry.draft_steps,
                 max_query_len=first.max_query_len,
                 prompts_only=first.prompts_only,
@@ -187,6 +196,7 @@ class BatchRow:
     """Batch shapes of one kind, each with how often it ran: the most frequent first."""
 
     query_len: NonNegative | None = field("tokens of each request; left out where requests differ", default=None)
+    query_lens: tuple[NonNegative, ...] | None = field("query_len of each shape, where they differ", default=None)
     past_prompt: bool = field("whether every request is past its prompt", default=True)
     active_loras: NonNegative = field("distinct adapters", default=0)
     reason: Reason | None = field("why these batches had no graph", default=None)
@@ -200,23 +210,23 @@ class BatchRow:
     samples: tuple[Tally, ...] | None = field("how many steps were timed; 0 where omitted", default=None)
 
     def __attrs_post_init__(self) -> None:
-        if self.num_tokens is None and self.query_len is None:
+        if self.num_tokens is None and self.query_len is None and self.query_lens is None:
             raise_any([Problem(path=("num_tokens",), message="needed unless query_len is given")])
-        _refuse_uneven(self, "num_reqs", "num_tokens", "steps", "graph", "milliseconds", "samples")
+        _refuse_uneven(self, "num_reqs", "query_lens", "num_tokens", "steps", "graph", "milliseconds", "samples")
 
     def lines(self) -> Iterator[BatchCount]:
         """Yield the shapes of this row."""
-        length, query_len = len(self.num_reqs), self.query_len or 0
-        tokens = self.num_tokens or tuple(reqs * query_len for reqs in self.num_reqs)
-        samples = _cells(self.samples, length, 0)
+        length = len(self.num_reqs)
+        query_lens, samples = _cells(self.query_lens, length, self.query_len), _cells(self.samples, length, 0)
+        tokens = self.num_tokens or [reqs * each for reqs, each in zip(self.num_reqs, query_lens, strict=True)]
         columns = (_cells(each, length) for each in (self.graph, self.milliseconds))
-        for reqs, count, steps, timed, graph, milliseconds in zip(
-            self.num_reqs, tokens, self.steps, samples, *columns, strict=True
+        for reqs, count, query_len, steps, timed, graph, milliseconds in zip(
+            self.num_reqs, tokens, query_lens, self.steps, samples, *columns, strict=True
         ):
             yield BatchCount(
                 num_reqs=reqs,
                 num_tokens=count,
-                query_len=self.query_len,
+                query_len=query_len,
                 past_prompt=self.past_prompt,
                 active_loras=self.active_loras,
                 steps=steps,
@@ -231,16 +241,18 @@ class BatchRow:
         """Return the rows of a role's batches."""
         alike: dict[tuple[object, ...], list[BatchCount]] = {}
         for count in counts:
-            kind = (count.query_len, count.past_prompt, count.active_loras, count.graph is None, count.reason)
+            # Decodes have few query lengths, and single prompts as many as there are lengths of prompts.
+            query_len = count.query_len if count.past_prompt else count.query_len is None
+            kind = (query_len, count.past_prompt, count.active_loras, count.graph is None, count.reason)
             alike.setdefault(kind, []).append(count)
         return tuple(map(cls._row, alike.values()))
 
     @classmethod
     def _row(cls, run: list[BatchCount]) -> BatchRow:
-        first, query_len = run[0], run[0].query_len
-        follows = query_len is not None and all(each.num_tokens == each.num_reqs * query_len for each in run)
+        first = run[0]
+        follows = all(each.num_tokens == each.num_reqs * (each.query_len or 0) for each in run)
         return cls(
-            query_len=query_len,
+            **_query_lens([each.query_len for each in run]),
             past_prompt=first.past_prompt,
             active_loras=first.active_loras,
             reason=first.reason,

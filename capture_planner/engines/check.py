@@ -15,7 +15,7 @@ from capture_planner.engines import find_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.walk import BatchAnswer, Run, runs, walk
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
 
@@ -27,6 +27,8 @@ class CheckInput:
     engine: Engine
     emulation: Emulation
     answers: tuple[BatchAnswer, ...]
+    unknown: frozenset[Role] = frozenset()
+    """Roles of an observation with batches that the engine was not asked about; ``answers`` lacks those."""
 
     def by_role(self, condition: Callable[[BatchAnswer], bool]) -> Iterator[tuple[Role, list[Run]]]:
         """Yield each role that has batches under a condition, with the runs of them."""
@@ -89,7 +91,10 @@ def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> C
 def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFinding, ...]:
     """Return all findings, by code; ``engine`` is the installed one of the emulation's name by default."""
     engine = engine or find_engine(emulation.engine)
-    subject = CheckInput(engine=engine, emulation=emulation, answers=walk(emulation))
+    walked = walk(emulation)
+    unknown = {each.batch.role for each in walked if each.answer.reason is Reason.UNKNOWN}
+    answers = tuple(each for each in walked if each.answer.reason is not Reason.UNKNOWN)
+    subject = CheckInput(engine=engine, emulation=emulation, answers=answers, unknown=frozenset(unknown))
     return tuple(
         EngineFinding(rule=each, diagnosis=diagnosis, fix=diagnosis.fix or engine.fixes.general.get(each.code, ""))
         for _, each in sorted(ENGINE_RULES.items())
@@ -165,6 +170,8 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
     """Graphs are captured that no admissible batch is answered with: start-up time and memory for nothing."""
     for manager in subject.emulation.managers:
         role = manager.role
+        if role in subject.unknown:
+            continue
         reached = {answer.answer.entry for answer in subject.answers if answer.batch.role is role}
         entries = [graph.entry for graph in manager.graphs]
         unused = [entry for entry in entries if entry not in reached]

@@ -13,7 +13,7 @@ from capture_planner.engines.check import Diagnosis, check
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine, Fixes
 from capture_planner.engines.observed import emulation_of
-from capture_planner.engines.walk import BatchAnswer, GraphRows
+from capture_planner.engines.walk import BatchAnswer, GraphRows, walk
 from capture_planner.errors import EngineError
 from capture_planner.modes import Reason
 from capture_planner.records.batch import Batch
@@ -202,6 +202,21 @@ def graph_not_used(observation: Observation, emulation: Emulation) -> Iterator[D
                 f"{shape(count)}, for which it has {answer.entry} ({why(count.reason)})"
             )
             yield Diagnosis(role.role, message, steps)
+
+
+@rule("OB003", Severity.NOTE, BugClass.J, "observe again with a release that the engine's plugin knows")
+def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
+    """Batches are admissible and the engine's dispatcher was not asked about them: no finding is about these."""
+    walked = walk(emulation)
+    for manager in emulation.managers:
+        unknown = [
+            each.last - each.extent + 1
+            for each in walked
+            if each.batch.role is manager.role and each.answer.reason is Reason.UNKNOWN
+        ]
+        if unknown:
+            message = f"{manager.role}: the engine was not asked about {sum(unknown):,} admissible batches"
+            yield Diagnosis(manager.role, message, sum(unknown))
 
 
 def shape(count: BatchCount) -> str:

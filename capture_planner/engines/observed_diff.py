@@ -17,7 +17,7 @@ from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.modes import Role
 from capture_planner.records._base import digest
 from capture_planner.records.batch import Entry, Kind
-from capture_planner.records.batch_space import decode_tiers
+from capture_planner.records.batch_space import decode_tiers, split_when
 from capture_planner.records.observation import Observation, ObservedRole
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
@@ -37,7 +37,7 @@ def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedD
     before, after = _emulation(old), _emulation(new)
     changes = [*_whole(old, new), *_modes(before, after), *_graphs(before, after)]
     proof = compared(before, after)
-    changes += map(_answered, proof.differences)
+    changes += _answers(proof.differences)
     notes = []
     if proof.unknown:
         notes.append(
@@ -103,6 +103,9 @@ def _entries(graphs: Iterable[CapturedGraph], role: Role) -> Iterator[Entry]:
             yield attrs.evolve(graph.entry, draft_steps=None) if graph.entry.draft_steps == 1 else graph.entry
 
 
+MAX_SPANS = 5
+"""Ranges of batches that a change names."""
+
 _EFFECTS = {
     Effect.EAGER: "run eager",
     Effect.WEAKER: "run PIECEWISE instead of FULL",
@@ -113,16 +116,33 @@ _EFFECTS = {
 }
 
 
-def _answered(found: BatchDifference) -> Change:
-    span = str(found.first) if found.first == found.last else f"{found.first} to {found.last}"
-    if found.kind is Kind.DECODE:
-        batches = f"decodes of {span} request{'s' if found.last > 1 else ''}, {found.query_len} each"
-    else:
-        batches = f"mixed batches of {span} token{'s' if found.last > 1 else ''}"
-    if found.max_loras:
-        batches += f", {found.min_loras} to {found.max_loras} LoRA"
-    before, after = found.planned or "eager", found.emulated or "eager"
-    return Change(found.role, "answer", f"{found.role}: {batches} {_EFFECTS[found.effect]}: {before} became {after}")
+def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
+    """Yield a change for all batches of one kind that are answered otherwise in the same way."""
+    alike: dict[tuple[Role, Kind, int | None, Effect], list[BatchDifference]] = {}
+    for each in differences:
+        alike.setdefault((each.role, each.kind, each.query_len, each.effect), []).append(each)
+    for (role, kind, query_len, effect), found in alike.items():
+        spans = list(_spans(found))
+        shown = ", ".join(spans[:MAX_SPANS]) + (", ..." if len(spans) > MAX_SPANS else "")
+        if kind is Kind.DECODE:
+            batches = f"decodes of {shown} requests, {query_len} each,"
+        else:
+            batches = f"mixed batches of {shown} tokens"
+        loras = {each.max_loras for each in found} - {0}
+        batches += f" with up to {max(loras)} LoRA" if loras else ""
+        before, after = (found[0].planned or "eager"), (found[0].emulated or "eager")
+        count = sum(each.batches for each in found)
+        total = f"; {count:,} batches in all" if len(spans) > MAX_SPANS else ""
+        message = f"{role}: {batches} {_EFFECTS[effect]}, such as {before}, which became {after}{total}"
+        yield Change(role, "answer", message)
+
+
+def _spans(found: Iterable[BatchDifference]) -> Iterator[str]:
+    """Yield which extents they are, neighbours as one."""
+    extents = sorted({(each.first, each.last) for each in found})
+    for run in split_when(lambda a, b: b[0] > a[1] + 1, extents):
+        first, last = run[0][0], max(last for _, last in run)
+        yield str(first) if first == last else f"{first} to {last}"
 
 
 def _ran_otherwise(plan: Plan, observation: Observation) -> Iterator[Change]:

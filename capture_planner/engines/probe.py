@@ -51,7 +51,7 @@ def answers(
     :param families: the role's decodes; None: ``decode_families``.
     :param request_counts: where answers to mixed batches change with the requests, besides the graphs' ``num_reqs``.
     """
-    probe = _Probe(
+    probe = _DispatcherProbe(
         role=role,
         deployment=deployment,
         graphs=tuple(graphs),
@@ -125,7 +125,7 @@ def _bands(
 
 
 @attrs.frozen(kw_only=True)
-class _Probe:
+class _DispatcherProbe:
     role: Role
     deployment: Deployment
     graphs: tuple[ObservedGraph, ...]

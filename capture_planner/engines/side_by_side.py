@@ -117,6 +117,8 @@ class SideBySide:
     graphs: tuple[GraphCounts, ...]
     families: tuple[Pair, ...]
     holes: tuple[Hole, ...]
+    unknown: int = 0
+    """Batches that an observation has no answer to, on both sides; they are not counted."""
 
 
 def compare(
@@ -162,6 +164,7 @@ def compare(
             for role, kind in dict.fromkeys((family.role, family.kind) for family in families)
             for hole in _holes(left, right, role, kind)
         ),
+        unknown=left.unknown + right.unknown,
     )
 
 
@@ -222,6 +225,7 @@ class _Side:
         else:
             self.name, self.emulation = f"{deployment.engine} {deployment.version}", deployment
         self.answers: dict[BatchClass, dict[_Key, _Answer]] = {}
+        self.unknown = 0
 
     def dispatch(self, requests: tuple[Arrival, ...] | None, largest: Mapping[Role, int]) -> None:
         """Answer the batches of a trace, or all admissible ones: above ``largest`` one represents all."""
@@ -242,10 +246,14 @@ class _Side:
         return {key: answer for answers in selected for key, answer in answers.items()}
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
+        answer = self.emulation.dispatch(batch)
+        if answer.reason is Reason.UNKNOWN:
+            self.unknown += times
+            return
         query_len = batch.query_len if kind is Kind.DECODE else None
         batch_class = BatchClass(role=batch.role, kind=kind, query_len=query_len)
         key = (batch.extent(kind), batch.active_loras, whole)
-        self.answers.setdefault(batch_class, {})[key] = _Answer(batch, times, self.emulation.dispatch(batch))
+        self.answers.setdefault(batch_class, {})[key] = _Answer(batch, times, answer)
 
 
 def _served(side: _Side, family: BatchClass) -> Service | None:

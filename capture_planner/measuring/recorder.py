@@ -20,7 +20,7 @@ from pathlib import Path
 import attrs
 
 from capture_planner import codec
-from capture_planner.codec.documents import MAX_NODES
+from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
@@ -150,28 +150,26 @@ class Recorder:
             drafted, accepted = tuple(self._drafted), tuple(self._accepted)
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
-        known, most = {role.role: role for role in base.roles}, _most_batches(base)
+        known = {role.role: role for role in base.roles}
         met = {outcome[0] for outcome in steps} | {role for role, _ in forgotten}
         roles = (known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE) for role in Role)
         return replace(
             base,
             seconds=round(seconds, 3),
             roles=tuple(
-                self._with_counts(role, steps, forgotten, most)
-                for role in roles
-                if role.role in known or role.role in met
+                self._with_counts(role, steps, forgotten) for role in roles if role.role in known or role.role in met
             ),
             drafted=drafted,
             accepted=accepted,
         )
 
     def _with_counts(
-        self, role: ObservedRole, steps: Counter[_Outcome], forgotten: Counter[tuple[Role, int | None]], most: int
+        self, role: ObservedRole, steps: Counter[_Outcome], forgotten: Counter[tuple[Role, int | None]]
     ) -> ObservedRole:
         """Return the role with its most frequent batches, and the number of its other steps."""
         own = [(outcome, count) for outcome, count in steps.items() if outcome[0] is role.role]
         own.sort(key=lambda item: -item[1])
-        listed, others = own[:most], own[most:]
+        listed, others = own[:MAX_BATCHES], own[MAX_BATCHES:]
         with self._lock:
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
@@ -223,7 +221,7 @@ class Recorder:
                 return
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                codec.write(self.path, codec.dumps(self.observation()))
+                codec.write(self.path, codec.dumps(_fitting(self.observation())))
             except Exception as error:  # The engine goes on, whatever is wrong with its observation.
                 if not self._failed:
                     LOGGER.error("%s: the observation is not written: %s", self.path, error)
@@ -248,7 +246,15 @@ def _graphs(base: Observation) -> dict[Role, list[object]]:
     return {role.role: [graph.entry for graph in role.graphs] for role in base.roles}
 
 
-def _most_batches(base: Observation) -> int:
-    """Return how many batch shapes of each role fit into a file with the rest."""
-    rest = sum(6 * len(role.graphs) + 2 * len(role.answers) for role in base.roles)
-    return max(16, min(MAX_BATCHES, (MAX_NODES - 2000 - rest) // (6 * len(Role))))
+def _fitting(observation: Observation) -> Observation:
+    """Return the observation with as many batches of each role as its file can have."""
+    most = MAX_BATCHES
+    while num_nodes(codec.to_data(observation)) > MAX_NODES and most > 1:
+        most //= 2
+        observation = replace(observation, roles=tuple(_with_fewer(role, most) for role in observation.roles))
+    return observation
+
+
+def _with_fewer(role: ObservedRole, most: int) -> ObservedRole:
+    others = sum(count.steps for count in role.batches[most:])
+    return replace(role, batches=role.batches[:most], other_batches=role.other_batches + others)

@@ -188,5 +188,5 @@ def _graphs(role: ObservedRole) -> RenderableType:
 
 def diff_text(found: ObservedDiff) -> str:
     """One difference a line, then the notes."""
-    changes = [change.message for change in found.changes] or ["what was observed is what is planned"]
+    changes = [change.message for change in found.changes] or ["no differences"]
     return "\n".join([*changes, *(f"note: {note}" for note in found.notes)])

@@ -26,6 +26,9 @@ def side_by_side_table(compared: SideBySide) -> RenderableType:
     for side, other in (("a", "b"), ("b", "a")):
         holes = [hole for hole in compared.holes if hole.eager == side]
         parts += [Text(""), *_holes(holes, side.upper(), other.upper(), often=compared.from_traffic)]
+    if compared.unknown:
+        says = f"{compared.unknown:,} batches are not counted: the engine that was observed was not asked about them"
+        parts += [Text(""), Text(says, style="yellow")]
     if compared.from_traffic:
         says = f"of the trace: each step takes {STEP_SECONDS * 1000:.0f} ms, and no draft is accepted"
         parts += [Text(""), Text(says, style="dim")]

@@ -216,7 +216,9 @@ def test_flags_are_written_where_nothing_can_be_proved(
     assert "nothing of the plan is lost" not in said.out
 
 
-CAN_BE = "a plan or spec file, or an engine's command line in quotes, starting with one of sglang, tensorrt"
+CAN_BE = (
+    "a plan, spec or observation file, or an engine's command line in quotes, starting with one of sglang, tensorrt"
+)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,204 @@
+"""Findings about observations, and what differs between a plan and an observation."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from capture_planner.codec.shipped import find_environment
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines import emulate
+from capture_planner.engines.check import check
+from capture_planner.engines.observed import coverage_of, emulation_of
+from capture_planner.engines.observed_check import OBSERVED_RULES, check_observation
+from capture_planner.engines.observed_diff import observed_diff
+from capture_planner.engines.side_by_side import compare
+from capture_planner.engines.walk import walk
+from capture_planner.measuring.recorder import Recorder
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.batch_space import batches as admissible_batches
+from capture_planner.records.observation import BatchCount, Observation
+from capture_planner.records.plan import Plan
+from capture_planner.testing import arbitrary_plans, plans
+from support.observing import observation_of
+
+H100 = find_environment("h100")
+TIERS = (
+    '{"method":"eagle3","model":"x/y","num_speculative_tokens":2,'
+    '"num_speculative_tokens_per_batch_size":[[1,16,2],[17,64,1]]}'
+)
+COMMANDS = {
+    "vllm": ("--max-num-seqs", "64"),
+    "vllm-tiers": ("--max-num-seqs", "64", "--speculative-config", TIERS),
+    "vllm-small": ("--max-num-seqs", "64", "--cudagraph-capture-sizes", "1", "2", "48"),
+    "sglang": ("--max-running-requests", "64"),
+    "tensorrt-llm": ("--max_batch_size", "64"),
+}
+SLOW = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_findings_are_those_of_the_engine_that_was_observed(name: str) -> None:
+    """Whatever is found about an engine's flags is found in what it was seen to do, with the same fix."""
+    emulation = emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
+    observed = [each for each in check_observation(observation_of(emulation)) if each.rule.code.startswith("EN")]
+    expected = check(attrs.evolve(emulation, asked_sizes=()))
+    assert [(each.rule.code, each.diagnosis.message, each.fix) for each in observed] == [
+        (each.rule.code, each.diagnosis.message, each.fix) for each in expected
+    ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_observation_answers_every_batch_as_the_engine(name: str) -> None:
+    emulation = emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
+    observed = emulation_of(observation_of(emulation))
+    assert walk(observed) == walk(emulation)
+
+
+@SLOW
+@given(plans(max_reqs=16, max_tokens=64) | arbitrary_plans(max_tokens=64))
+def test_engine_that_does_what_the_plan_says_differs_in_nothing(plan: Plan) -> None:
+    """Law 12 as it is checked: no difference in an observation of the plan itself."""
+    assume(all(len(set(role.entries)) == len(role.entries) for role in plan.roles))
+    found = observed_diff(plan, observation_of(plan))
+    assert found.changes == ()
+    assert found.notes == ()
+
+
+@SLOW
+@given(plans(max_reqs=16, max_tokens=64), st.data())
+def test_lost_graph_and_lost_answers_are_differences(plan: Plan, data: st.DataObject) -> None:
+    """A graph that was not captured, a mode that was lowered, an answer that is another one."""
+    observation = observation_of(plan)
+    roles = [role for role in observation.roles if role.graphs and role.answers]
+    assume(roles)
+    role = data.draw(st.sampled_from(roles))
+    way = data.draw(st.sampled_from(("mode", "graph", "answers")))
+    if way == "mode":
+        other = attrs.evolve(role, mode=next(mode for mode in GraphMode if mode is not role.mode))
+    elif way == "graph":
+        lost = len(role.graphs) - 1
+        answers = [
+            attrs.evolve(run, graph=None, reason=Reason.MEMORY) if run.graph == lost else run for run in role.answers
+        ]
+        other = attrs.evolve(role, graphs=role.graphs[:-1], answers=tuple(answers))
+    else:
+        reached = [run for run in role.answers if run.graph is not None]
+        assume(reached)
+        answers = [attrs.evolve(run, graph=None, reason=Reason.MEMORY) for run in role.answers]
+        other = attrs.evolve(role, answers=tuple(answers))
+    changed = replace(observation, roles=tuple(other if each is role else each for each in observation.roles))
+    found = observed_diff(plan, changed)
+    assert {"mode": "mode", "graph": "gone", "answers": "answer"}[way] in {each.subject for each in found.changes}
+    assert all(each.role is role.role for each in found.changes)
+
+
+@SLOW
+@given(plans(max_reqs=16, max_tokens=64))
+def test_unasked_batches_are_unknown_and_no_difference(plan: Plan) -> None:
+    """An observation without answers says so, and claims nothing about them."""
+    observation = observation_of(plan)
+    silent = replace(observation, roles=tuple(attrs.evolve(role, answers=()) for role in observation.roles))
+    found = observed_diff(plan, silent)
+    assert found.changes == ()
+    assert "not asked" in found.notes[0]
+    codes = {each.rule.code for each in check_observation(silent)}
+    assert codes <= {"OB003"}
+    compared = compare(plan, emulation_of(silent))
+    assert compared.unknown > 0
+    assert compared.holes == ()
+    assert {cell.answer.reason for cell in coverage_of(emulation_of(silent)).cells} <= {Reason.UNKNOWN}
+
+
+@SLOW
+@given(plans(max_reqs=16, max_tokens=64))
+def test_coverage_has_every_admissible_batch_once(plan: Plan) -> None:
+    """Decodes by requests and mixed batches by tokens, for each number of adapters, with the plan's own answer."""
+    cells, dispatcher = coverage_of(emulation_of(observation_of(plan))).cells, Dispatcher(plan)
+    for role in plan.planned:
+        for batch, _ in admissible_batches(role, plan):
+            own = [
+                cell
+                for cell in cells
+                if (cell.role, cell.kind, cell.query_len) == (role, batch.kind, batch.query_len)
+                and cell.first <= batch.extent(batch.kind) <= cell.last
+                and cell.min_loras <= batch.active_loras <= cell.max_loras
+            ]
+            assert [cell.entry for cell in own] == [dispatcher.dispatch(batch).entry]
+
+
+def counted(observation: Observation, folder: Path, steps: int, seed: int) -> tuple[Observation, Counter[str]]:
+    """Serve random decodes of the target, one in ten eager although there is a graph; how they ran, counted here."""
+    generator = random.Random(seed)
+    recorder = Recorder(folder, "rank0")
+    recorder.begin(observation)
+    emulation, ran = emulation_of(observation), Counter[str]()
+    entries = [graph.entry for graph in observation.roles[0].graphs]
+    asked = [each.batch for each in walk(emulation) if each.batch.role is Role.TARGET and each.batch.query_len]
+    for _ in range(steps):
+        batch = generator.choice(asked)
+        answer = emulation.dispatch(batch)
+        graph = None if answer.entry is None else entries.index(answer.entry)
+        reason = answer.reason
+        if graph is not None and generator.random() < 0.1:
+            graph, reason = None, Reason.RANK
+            ran["refused"] += 1
+        ran["not full"] += answer.mode is not GraphMode.FULL
+        recorder.count(Role.TARGET, batch.num_reqs, batch.num_tokens, batch.query_len, True, 0, graph, reason)
+    recorder.close()
+    return recorder.observation(), ran
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_findings_say_how_often_they_mattered(tmp_path: Path, seed: int) -> None:
+    """Steps of decodes without a full graph, and those that ran eager although there is one."""
+    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
+    observation, ran = counted(observation_of(emulation), tmp_path, 500, seed)
+    found = {each.rule.code: each for each in check_observation(observation)}
+    assert (found["EN001"].steps, found["EN001"].total) == (ran["not full"], 500)
+    assert f"{ran['not full']} of 500 steps" in found["EN001"].text
+    assert found["OB002"].diagnosis.count == ran["refused"]
+    unused = sum(not graph.replays for graph in observation.roles[0].graphs)
+    assert found["OB001"].diagnosis.count == unused
+    assert observation.roles[0].eager_steps == ran["refused"] + sum(
+        count.steps for count in observation.roles[0].batches if count.reason not in (None, Reason.RANK)
+    )
+
+
+def test_engine_without_a_distribution_is_checked_without_fixes() -> None:
+    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
+    observation = replace(observation_of(emulation), engine="unheard-of")
+    found = {each.rule.code: each for each in check_observation(observation)}
+    assert found["EN001"].diagnosis.count == check_observation(observation_of(emulation))[0].diagnosis.count
+    assert "no rules of unheard-of's flags" in found["EN001"].fix
+
+
+def test_engine_under_a_plan_is_fixed_by_its_spec() -> None:
+    """Its flags do not give its sizes."""
+    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
+    observation = replace(observation_of(emulation), plan="sha256:" + "0" * 64)
+    assert {"spec" in each.fix for each in check_observation(observation) if each.rule.code == "EN001"} == {True}
+
+
+@pytest.mark.parametrize("code", OBSERVED_RULES)
+def test_rule_of_observations_is_explained(code: str) -> None:
+    rule = OBSERVED_RULES[code]
+    assert rule.explanation.endswith(".")
+    assert rule.remedy
+
+
+def test_prompts_of_the_shape_of_a_decode_are_no_decodes() -> None:
+    """Law 5: they count for no finding about decodes."""
+    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
+    observation = observation_of(emulation)
+    prompt = BatchCount(num_reqs=64, num_tokens=64, query_len=1, past_prompt=False, steps=7, reason=Reason.SIZES)
+    target = attrs.evolve(observation.roles[0], batches=(prompt,))
+    found = {each.rule.code: each for each in check_observation(replace(observation, roles=(target,)))}
+    assert found["EN001"].steps == 0
