@@ -13,7 +13,7 @@ from capture_planner.cli.engine import EngineName
 from capture_planner.cli.options import FILE, flag
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.export import prove
-from capture_planner.report.export import export_command, export_table
+from capture_planner.report.export import export_command, export_table, launch_command
 
 
 @click.command(short_help="Export a plan as the flags of an engine.")
@@ -27,14 +27,18 @@ def export(plan_file: str, name: str, output: Path | None, strict: bool, environ
     """Export a plan as the flags of an engine, with what is lost and what that costs.
 
     The flags are then emulated for every admissible batch, which shows what the engine would make of
-    them, graph by graph and batch by batch. If the engine refuses the flags, as on a machine without a
+    them, graph by graph and batch by batch. An engine whose plugin runs a plan itself loses nothing:
+    for those, the launch command is printed too. If the engine refuses the flags, as on a machine without a
     GPU, they are written with the reason, and the exit code is 2.
     """
     refuse_outputs(plan_file, {"--output": output})
-    plan = plan_of(read_document(plan_file), environment)
-    made = prove(find_engine(name).export(plan), plan, partial(emulate, name))
+    document, engine = read_document(plan_file), find_engine(name)
+    plan = plan_of(document, environment)
+    made = prove(engine.export(plan), plan, partial(emulate, name))
     if form == "text":
         click.echo(f"{export_command(made, output)}\n")
+        if document.is_plan and engine.launch is not None:
+            click.echo(f"to run the plan itself: {launch_command(made, plan_file, engine.programs[0])}\n")
     emit(form, lambda: made, partial(export_table, made, output))
     emit_file(form, output, lambda: made.file)
     if made.proof is None or (strict and not made.proof.exact):

@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from capture_planner.engines.export import Effect, Export, Proof
+from capture_planner.engines.export.export import DRAFT_MODEL
+from capture_planner.engines.parsing import as_words
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
 from capture_planner.report.terminal import table_of
@@ -22,6 +24,12 @@ MOST_DIFFERENCES = 12
 def export_command(made: Export, output: Path | None) -> str:
     """Return the flags as a shell takes them, on one line, which a table would break."""
     return shlex.join(made.command(str(output or made.file_name)))
+
+
+def launch_command(made: Export, plan_file: str, program: str) -> str:
+    """Return the command that starts the engine under the plan itself: with its model, and the drafter to be named."""
+    named = {name: value for name, value in made.settings.items() if "model" in name or DRAFT_MODEL in str(value)}
+    return shlex.join(["capture-planner", "launch", plan_file, "--", *program.split(), *as_words(named)])
 
 
 def export_table(made: Export, output: Path | None) -> RenderableType:

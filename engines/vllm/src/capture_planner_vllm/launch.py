@@ -10,13 +10,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from capture_planner.engines.export.export import DRAFT_MODEL
+from capture_planner.engines.export.export import BACKEND, DRAFT_MODEL
 from capture_planner.engines.launch import Launch
 from capture_planner.engines.parsing import as_words
 from capture_planner.errors import FlagError, Problem
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.plan import Plan
 from capture_planner_vllm.agreement import plan_sizes
+from capture_planner_vllm.backends import final_settings
+from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import export_vllm
 from capture_planner_vllm.flags import CommandLine, read
 
@@ -40,16 +42,33 @@ def launch_vllm(plan: Plan, command: Sequence[str]) -> Launch:
     if problems:
         raise FlagError(problems)
     lacking = {name: value for name, value in settings.items() if _given(line, name) is None}
+    notes = []
+    refusal = _backend_refusal(plan, command, lacking)
+    if refusal is not None:
+        notes.append(f"vLLM chooses its own attention backend, which decides the modes: {refusal}")
+        del lacking[BACKEND]
+    elif BACKEND not in settings:
+        notes.append("the plan's attention backend has no name in vLLM; vLLM chooses its own, which decides the modes")
     words = [*as_words(lacking), *compilation, *speculative]
     _refuse_lost_parts(line, command, words)
-    notes = []
     if line.model is None:
         words = ["--model", model, *words]
     elif line.model != model:
         notes.append(f"the plan is for {model}, the command serves {line.model}")
-    if "attention-backend" not in settings:
-        notes.append("the plan's attention backend has no name in vLLM; vLLM chooses its own, which decides the modes")
     return Launch(arguments=tuple(words), notes=tuple(notes))
+
+
+def _backend_refusal(plan: Plan, command: Sequence[str], lacking: Mapping[str, Any]) -> str | None:
+    """Return why vLLM would refuse the plan's attention backend on the plan's machine, or None."""
+    if BACKEND not in lacking:
+        return None
+    words = [*command, f"--{BACKEND}", str(lacking[BACKEND])]
+    try:
+        final_settings(Configuration(read(words), plan.environment))
+    except FlagError as error:
+        # Other refusals are vLLM's own to make, on the real machine.
+        return next((each.message for each in error.problems if each.path[:1] == (f"--{BACKEND}",)), None)
+    return None
 
 
 def _settings(plan: Plan) -> dict[str, Any]:

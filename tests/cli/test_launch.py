@@ -1,0 +1,180 @@
+"""launch: what it adds and prints, what it refuses, and that the engine's process takes its place."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from capture_planner.engines.launch import leading_variables, started
+from support.commands import SPEC, Run, edited
+
+ROOT = Path(__file__).parent.parent.parent
+PLAN = str(ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
+DENSE = str(ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml")
+SERVE = ("vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct")
+DRAFTER = '{"method": "eagle3", "model": "x/y", "num_speculative_tokens": 3}'
+
+
+def test_dry_run_prints_variables_and_command_and_runs_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One per line, quoted as a shell takes them; the variables of the command itself stay."""
+    monkeypatch.setattr(os, "execvpe", lambda *words: pytest.fail("it ran"))
+    ran = call("launch", DENSE, "--observe", "a b", "--profile", "--strict", "--dry-run", "--", "X=1", *SERVE)
+    assert (ran.code, ran.err) == (0, "")
+    *variables, command = ran.out.splitlines()
+    assert variables == [
+        "X=1",
+        f"CAPTURE_PLANNER_PLAN={DENSE}",
+        f"CAPTURE_PLANNER_OBSERVE={shlex.quote(str(Path('a b').absolute()))}",
+        "CAPTURE_PLANNER_PROFILE=1",
+        "CAPTURE_PLANNER_STRICT=1",
+    ]
+    words = shlex.split(command)
+    assert words[:3] == list(SERVE)
+    assert words[3:] == [
+        *("--max-num-seqs", "256", "--max-num-batched-tokens", "8192", "--attention-backend", "FLASH_ATTN"),
+        *("--max-cudagraph-capture-size", "512", "-cc.cudagraph_mode=FULL_AND_PIECEWISE"),
+    ]
+
+
+def test_process_becomes_the_engine(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the words that were printed, and the variables on top of the environment."""
+    started_with = []
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setattr(os, "execvpe", lambda *words: started_with.append(words))
+    ran = call("launch", DENSE, "--", *SERVE)
+    ((program, words, environment),) = started_with
+    assert program == "vllm"
+    assert words == shlex.split(ran.out.splitlines()[-1])
+    assert (environment["KEPT"], environment["CAPTURE_PLANNER_PLAN"]) == ("1", DENSE)
+
+
+def test_missing_program_is_an_error(call: Run) -> None:
+    """As a shell would say, and what to do."""
+    ran = call("launch", DENSE, "--", "/nowhere/vllm", "serve")
+    assert ran.code == 1
+    assert "/nowhere/vllm: No such file or directory; activate its environment first." in ran.err
+
+
+def test_flags_that_agree_are_not_repeated(call: Run) -> None:
+    """In any spelling of vLLM's: a flag, a part of a JSON flag, a dotted part."""
+    ran = call(
+        *("launch", DENSE, "--dry-run", "--", *SERVE, "--max_num_seqs=256", "-cc.cudagraph_mode=FULL_AND_PIECEWISE"),
+        *("--attention-config", '{"backend": "flash_attn"}'),
+    )
+    assert ran.code == 0
+    added = ran.out.splitlines()[-1].partition("flash_attn")[2]
+    assert "--max-num-seqs" not in added
+    assert "cudagraph_mode" not in added
+    assert "--attention-backend" not in added
+    assert "--max-num-batched-tokens 8192" in added
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--max-num-seqs", "8"), "--max-num-seqs: given 8, the plan has 256; give --max-num-seqs 256"),
+        (("-cc.cudagraph_mode=FULL",), 'give "cudagraph_mode": "FULL_AND_PIECEWISE"'),
+        (("--compilation-config", '{"mode": 0}'), 'give \'{"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}\''),
+        (("--cudagraph-capture-sizes", "1", "2"), "--cudagraph-capture-sizes: the plugin sets the plan's sizes"),
+        (("--max-cudagraph-capture-size", "64"), "give --max-cudagraph-capture-size 512"),
+        (("--enforce-eager",), "--enforce-eager: the plan has graphs; leave it out"),
+        (("--enable-dbo",), "--enable-dbo: no plan has the graphs of half batches"),
+        (("--tensor-parallel-size", "2"), "give --tensor-parallel-size 1"),
+        (("--enable-lora",), "--enable-lora: the plan has no adapters"),
+        (("--speculative-config", DRAFTER), "--speculative-config: the plan does not speculate"),
+    ],
+)
+def test_flag_that_contradicts_the_plan_is_an_error(call: Run, flags: tuple[str, ...], error: str) -> None:
+    """Each with the value to give."""
+    ran = call("launch", DENSE, "--dry-run", "--", *SERVE, *flags)
+    assert (ran.code, ran.out) == (1, "")
+    assert error in ran.err
+
+
+def test_all_contradictions_are_named_at_once(call: Run) -> None:
+    """A line for each."""
+    ran = call("launch", DENSE, "--dry-run", "--", *SERVE, "--max-num-seqs", "8", "--enforce-eager", "--enable-lora")
+    assert [line.partition(":")[0] for line in ran.err.splitlines()] == ["error"] * 3
+
+
+def test_draft_model_must_be_named(call: Run) -> None:
+    """A plan does not know it; what it knows of speculation is checked."""
+    missing = call("launch", PLAN, "--dry-run", "--", "vllm", "serve", "Qwen/Qwen3-8B")
+    assert missing.code == 1
+    assert "a plan does not name the draft model; give --speculative-config '{" in missing.err
+    given = call("launch", PLAN, "--dry-run", "--", "vllm", "serve", "Qwen/Qwen3-8B", "--speculative-config", DRAFTER)
+    assert given.code == 0, given.err
+    assert given.out.count("--speculative-config") == 1
+    other = DRAFTER.replace("3}", "5}")
+    wrong = call("launch", PLAN, "--dry-run", "--", "vllm", "serve", "Qwen/Qwen3-8B", "--speculative-config", other)
+    assert 'given 5, the plan has 3; give "num_speculative_tokens": 3' in wrong.err
+
+
+def test_other_model_is_a_note(call: Run) -> None:
+    """A folder may well hold the planned model; without one, the plan's own is served."""
+    ran = call("launch", DENSE, "--dry-run", "--", "vllm", "serve", "/models/llama")
+    assert ran.err == "note: the plan is for meta-llama/Llama-3.1-8B-Instruct, the command serves /models/llama\n"
+    assert "--model meta-llama/Llama-3.1-8B-Instruct" in call("launch", DENSE, "--dry-run", "--", "vllm", "serve").out
+
+
+def test_script_gets_the_environment_and_notes(call: Run) -> None:
+    """Its flags are not known, so that nothing is added; what it must set is said, drafter included."""
+    ran = call("launch", PLAN, "--dry-run", "--", "python3.12", "serve.py", "--port", "1")
+    assert ran.out == f"CAPTURE_PLANNER_PLAN={PLAN}\npython3.12 serve.py --port 1\n"
+    assert "note: a script that runs vllm must set: --model Qwen/Qwen3-8B --max-num-seqs 256" in ran.err
+    assert "DRAFT_MODEL" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ((DENSE, "--dry-run", "--", "ls"), "ls: expected one of vllm serve, "),
+        ((DENSE, "--dry-run", "--", "trtllm-serve", "serve", "x"), "tensorrt-llm has no plugin that runs a plan"),
+        ((DENSE, "--profile", "--", *SERVE), "give --observe FOLDER too"),
+        ((DENSE,), "Missing argument"),
+        (("missing.yaml", "--", *SERVE), "missing.yaml: cannot be read"),
+    ],
+)
+def test_command_that_is_none_is_refused(call: Run, words: tuple[str, ...], error: str) -> None:
+    """Before anything runs, with what was expected."""
+    ran = call("launch", *words)
+    assert (ran.code, ran.out) == (1, "")
+    assert error in ran.err
+
+
+def test_spec_is_refused(run: Run) -> None:
+    """The engine reads a plan."""
+    edited("spec.yaml", str(ROOT / SPEC))
+    assert (
+        "spec.yaml is a spec; write its plan first: capture-planner plan"
+        in run("launch", "spec.yaml", "--", *SERVE).err
+    )
+
+
+def test_export_prints_the_launch_command(call: Run) -> None:
+    """Of a plan, for an engine whose plugin runs one, with the drafter to be named; JSON has the flags only."""
+    line = next(line for line in call("export", PLAN, "--to", "vllm").out.splitlines() if "launch" in line)
+    label, _, command = line.partition(": ")
+    words = shlex.split(command)
+    assert label == "to run the plan itself"
+    assert words[:8] == ["capture-planner", "launch", PLAN, "--", "vllm", "serve", "--model", "Qwen/Qwen3-8B"]
+    assert "DRAFT_MODEL" in words[-1]
+    assert "launch" not in call("export", PLAN, "--to", "tensorrt-llm").out
+
+
+def test_programs_are_recognized_with_folder_and_version() -> None:
+    """As a shell starts them; the shorter names of emulated lines are no programs."""
+
+    class Server:
+        """An engine, as far as programs go."""
+
+        programs = ("vllm serve", "serve", "python -m vllm.server")
+
+    server = Server()
+    assert started(["/opt/bin/vllm", "serve", "m"], [server]) == (server, 2)
+    assert started(["/usr/bin/python3.12", "-m", "vllm.server", "--x"], [server]) == (server, 3)
+    assert started(["serve", "m"], [server]) is None
+    assert started([], [server]) is None
+    assert leading_variables(["A=1", "B=x=y", "vllm", "C=2"]) == 2
+    assert leading_variables(["A=1"]) == 1
