@@ -14,8 +14,8 @@ SGLang 0.5.23 is importable, and the plugin is *installed*, as SGLang's schedule
 without network, bring the wheels of ``python tools/build.py`` (the core, ``engines/sglang``, ``backends/triton`` and
 ``backends/flash_attention``) with those of cattrs, ruamel.yaml, attrs and pluggy, then::
 
-    python -m pip install --no-deps --no-index --target /tmp/plugin wheels/*.whl
-    export PYTHONPATH=/tmp/plugin:$PYTHONPATH
+    python -m pip install --no-deps --no-index --target plugin wheels/*.whl
+    export PYTHONPATH=$PWD/plugin:$PYTHONPATH
 """
 
 from __future__ import annotations
