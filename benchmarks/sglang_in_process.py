@@ -7,14 +7,15 @@
 under a plan. ``compare`` takes SGLang by itself and under a plan in turns, without and with speculation, and measures
 tokens/s, time per output token, graphs, seconds and memory of the capture at 8, 64, 128 and 256 requests. The model
 has the shape of Qwen3-0.6B and random weights; acceptance is simulated. Each start is a process of its own with a time
-limit; where one fails, the last lines of its log are in its result, and the next one runs.
+limit; where one fails, the last lines of its log are in its result, and the next one runs. FOLDER gets the JSON lines
+and the observations; logs are in the folder of ``--work``.
 
 SGLang 0.5.23 is importable, and the plugin is *installed*, as SGLang's scheduler finds it by its entry point. On a host
 without network, bring the wheels of ``python tools/build.py`` (the core, ``engines/sglang``, ``backends/triton`` and
 ``backends/flash_attention``) with those of cattrs, ruamel.yaml, attrs and pluggy, then::
 
-    python -m pip install --no-deps --no-index --target /tmp/plugin wheels/*.whl
-    export PYTHONPATH=/tmp/plugin:$PYTHONPATH
+    python -m pip install --no-deps --no-index --target plugin wheels/*.whl
+    export PYTHONPATH=$PWD/plugin:$PYTHONPATH
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -191,7 +194,26 @@ def captures(log: str) -> dict[str, Any]:
     return found
 
 
-def run(name: str, options: Mapping[str, Any], folder: Path, limit: float) -> dict[str, Any]:
+def observed_steps(path: Path) -> dict[str, Any]:
+    """Return, by role, the steps that ran, and how many of them without a graph; or why the file cannot be read."""
+    from capture_planner.codec import load_observation
+    from capture_planner.errors import CapturePlannerError
+
+    try:
+        roles = load_observation(path).roles
+    except CapturePlannerError as error:
+        return {"error": str(error)}
+    return {
+        role.role.value: {
+            "graphs": len(role.graphs),
+            "steps": role.steps,
+            "eager": sum(each.steps for each in role.batches if each.graph is None),
+        }
+        for role in roles
+    }
+
+
+def run(name: str, options: Mapping[str, Any], folder: Path, output: Path, limit: float) -> dict[str, Any]:
     """Run one start in a process group of its own, and return its JSON line."""
     log_path, result = folder / f"{name}.log", folder / f"{name}.result.json"
     result.unlink(missing_ok=True)
@@ -199,9 +221,11 @@ def run(name: str, options: Mapping[str, Any], folder: Path, limit: float) -> di
     if options["drafts"]:
         variables["SGLANG_SIMULATE_ACC_LEN"] = str(1 + options["drafts"] / 2)
     if options["plan"]:
-        variables |= {"CAPTURE_PLANNER_PLAN": str(options["plan"]), "CAPTURE_PLANNER_STRICT": "1"}
+        variables["CAPTURE_PLANNER_PLAN"] = str(options["plan"])
     if options["observe"]:
         variables |= {"CAPTURE_PLANNER_OBSERVE": str(folder / name), "CAPTURE_PLANNER_OBSERVE_SECONDS": "5"}
+    else:
+        variables["CAPTURE_PLANNER_STRICT"] = "1"
     child = [sys.executable, __file__, "--child", json.dumps(options, default=str), "--result", str(result)]
     started = time.perf_counter()
     with log_path.open("wb") as log:
@@ -221,6 +245,9 @@ def run(name: str, options: Mapping[str, Any], folder: Path, limit: float) -> di
         line |= json.loads(result.read_text("utf-8"))
     line["captures"] = captures(text)
     line["plugin"] = [each[-300:] for each in text.splitlines() if "capture_planner" in each][:20]
+    for path in sorted((folder / name).glob("*.yaml")):
+        line["observed"] = {"bytes": path.stat().st_size, "steps": observed_steps(path)}
+        shutil.copy(path, output / f"{name}.yaml")
     if code != 0:
         line |= {"error": code, "log": text.splitlines()[-30:]}
     return line
@@ -238,8 +265,11 @@ def trials(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, d
         ("plan-triton", 0, "triton", False, True, 120),
         ("plan-eagle3-triton", 3, "triton", False, True, 120),
         ("plan-eagle3-fa3", 3, "fa3", False, True, 120),
+        ("observed-eagle3-triton", 3, "triton", False, True, 120),
+        ("observed-eager-triton", 0, "triton", True, False, 120),
     ):
-        yield name, start(folder, arguments, drafts, attention, eager=eager, planned=planned, **small), limit
+        measures = {**small, "observe": name.startswith("observed")}
+        yield name, start(folder, arguments, drafts, attention, eager=eager, planned=planned, **measures), limit
 
 
 def comparisons(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
@@ -277,7 +307,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", choices=("try", "compare"), default="try")
     parser.add_argument("--only", help="run only the steps whose name contains this")
-    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "/tmp/sglang-bench")))
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir(), "sglang-bench"), help="logs and models"
+    )
     parser.add_argument("--attention", choices=tuple(BACKENDS), default="triton", help="compare: attention backend")
     parser.add_argument("--drafts", type=int, nargs="*", default=[0, 3], help="compare: K of each comparison")
     parser.add_argument("--turns", type=int, default=1, help="compare: how often both are started")
@@ -291,8 +324,9 @@ def main() -> None:
     if arguments.child:
         measure(arguments.child, arguments.result)
         return
-    folder: Path = arguments.output / "files"
+    folder: Path = arguments.work
     folder.mkdir(parents=True, exist_ok=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
     for name, config in MODELS.items():
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -308,7 +342,7 @@ def main() -> None:
             if left < limit / 2:
                 lines.append({"step": name, "ok": False, "error": f"not started: {left:.0f} s are left"})
             else:
-                lines.append(run(name, options, folder, min(limit, left)))
+                lines.append(run(name, options, folder, arguments.output, min(limit, left)))
             for line in lines:
                 written.write(json.dumps(line, default=str) + "\n")
                 written.flush()

@@ -7,6 +7,7 @@ checks, ``seam.APPLY`` and ``seam.OBSERVE``; ``oracle/run_sglang_apply.py`` chec
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import sys
 import types
@@ -36,13 +37,21 @@ class FullBackend:
 
     def __init__(self) -> None:
         self._graphs: dict[ShapeKey, int] = {}
+        self.replayed: list[ShapeKey] = []
+
+    def replay_session(self) -> Any:
+        return contextlib.nullcontext()
+
+    def replay(self, key: ShapeKey, batch: Any) -> None:
+        self.replayed.append(key)
 
 
 class HookRegistry:
     """SGLang's registry, as far as its hooks are of three kinds."""
 
     def __init__(self, find: Any) -> None:
-        self.find, self.hooks = find, {}
+        self.find = find
+        self.hooks: dict[str, list[tuple[HookType, Any]]] = {}
 
     def register(self, target: str, hook: Any, hook_type: HookType) -> None:
         self.hooks.setdefault(target, []).append((hook_type, hook))
@@ -77,7 +86,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
     parts = SimpleNamespace(context=context, registry=None, logged=[])
     modules: dict[str, types.ModuleType] = {}
 
-    def module(name: str, **values: Any) -> types.ModuleType:
+    def module(name: str, **values: Any) -> Any:
         for count in range(1, name.count(".") + 1):
             parent = ".".join(name.split(".")[:count])
             modules.setdefault(parent, types.ModuleType(parent)).__path__ = []
@@ -118,9 +127,14 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             self.capture_bs, _ = base.get_batch_sizes_to_capture(model_runner, width)
             self.max_bs, self.bs = max(self.capture_bs), 0
 
+        capture_one_shape: Any
+
         def capture(self) -> None:
             for size in reversed(self.capture_bs):
                 self.capture_one_shape(size, None)
+
+        def model_context(self) -> Any:
+            return contextlib.nullcontext()
 
         def _make_graph_key(self, size: int, variant_label: Any = None) -> ShapeKey:
             return ShapeKey(size, variant_label)
@@ -128,11 +142,11 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
         def _resolve_lora_variant(self, batch: Any) -> None:
             return None
 
-        def _pad_to_bucket(self, size: int, buckets: Any) -> int:
+        def _pad_to_bucket(self, size: int, buckets: list[int]) -> int:
             return buckets[bisect.bisect_left(buckets, size)]
 
         def can_run_graph(self, batch: Any) -> bool:
-            return batch.batch_size <= self.max_bs
+            return bool(batch.batch_size <= self.max_bs)
 
         def replay(self, batch: Any) -> None:
             self.bs = self._pad_to_bucket(batch.batch_size, self.capture_bs)
@@ -168,7 +182,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self._replay_graph_key in self.backend._graphs
             return "graph"
 
-    class EAGLEDraftExtendCudaGraphRunner(DecodeCudaGraphRunner):
+    class EAGLEDraftExtendCudaGraphRunner(Runner):
         def __init__(
             self, eagle_worker: Any, *, draft_extend_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:
@@ -192,7 +206,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.bs in self.capture_bs
             return "graph"
 
-    class EAGLEDraftCudaGraphRunner(DecodeCudaGraphRunner):
+    class EAGLEDraftCudaGraphRunner(Runner):
         def __init__(
             self, eagle_worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:
@@ -296,6 +310,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
                 "spec_algorithm": SimpleNamespace(is_speculative=lambda: bool(spec.speculative_algorithm)),
                 "max_total_num_tokens": 4096,
                 "page_size": 1,
+                "lora_manager": None,
             }
             target = SimpleNamespace(is_draft_worker=False, **common)
             self.tp_worker = SimpleNamespace(model_runner=target)

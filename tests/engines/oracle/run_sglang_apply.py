@@ -19,16 +19,20 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
-from capture_planner import Dispatcher
+from capture_planner import Dispatcher, codec
+from capture_planner.engines.observed import emulation_of
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner_sglang import seam
 from capture_planner_sglang.apply import DecodeSizes, ResolvedFacts, decode_sizes_of, disagreements
 from capture_planner_sglang.launch import launch
 from capture_planner_sglang.observe import SglangObserver
+from capture_planner_sglang.observed_facts import observation_of
 from capture_planner_sglang.sglang_plugin import PlanHooks
 from engines.generators import sglang as drawing
 from engines.generators import sglang_apply
@@ -94,10 +98,8 @@ def install(own: Any) -> Current:
 def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen: Counter[str]) -> Iterator[str]:
     """Yield where SGLang's runners differ from the plan."""
     dispatcher = Dispatcher(plan)
-    observer = SglangObserver(begin=lambda *_: None, event=lambda: None, free=lambda: 0, strict=True)  # type: ignore[arg-type, return-value]
-    for (role, phase), runner in launched.runners.items():
-        if runner is not None:
-            observer.built(role if phase == "decode" else None, phase == "prefill", None, runner)
+    observer = _observer(launched)
+    mode = launched.m.batches.ForwardMode.EXTEND
     for role, sizes in planned.by_role.items():
         runner = launched.runners.get((role, "decode"))
         if sizes is None:
@@ -108,7 +110,6 @@ def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen:
         if captured != sizes or sorted(set(keys)) != list(sizes) or keys != sorted(keys, reverse=True):
             yield f"{role.value}: the plan has {sizes}, SGLang captures {keys} of {captured}"
         width = 1 if role is Role.DRAFT_DECODE else planned.width
-        answered = _answered(observer, role, launched, plan)
         cases = (0,) if plan.lora is None or role.is_drafter else (0, 1, 2, 9)
         for num_reqs in range(1, min(plan.limits.max_num_reqs, plan.limits.max_num_tokens // width) + 1):
             for loras in cases:
@@ -120,50 +121,59 @@ def differences(plan: Plan, planned: DecodeSizes, launched: AppliedLaunch, seen:
                 seen["decodes"] += 1
                 if ours != theirs:
                     yield f"{batch}: the plan's graph has {ours} requests, SGLang's {theirs}"
-                if answered is not None and answered.get((num_reqs, bool(loras))) != theirs:
-                    yield f"{batch}: SGLang's graph has {theirs} requests, and is observed otherwise"
-    yield from _prompts(observer, launched, plan, seen)
+                if observed(observer, batch, mode) != (None if row is None else row[1]):
+                    yield f"{batch}: SGLang answers {row}, and is observed otherwise"
+        for tokens in range(1, plan.limits.max_num_tokens + 1, 97):
+            batch = Batch.mixed(role, min(tokens, 1 + tokens % 50), tokens)
+            row = None if role is Role.DRAFT_DECODE else launched._answer_prefill(batch)
+            seen["prompts"] += 1
+            if observed(observer, batch, mode) != (None if row is None else row[1]):
+                yield f"{batch}: SGLang answers {row}, and is observed otherwise"
 
 
-def _answered(
-    observer: SglangObserver, role: Role, launched: AppliedLaunch, plan: Plan
-) -> dict[tuple[int, bool], int | None] | None:
-    """Return the requests of the graph that an observation names for each decode, without adapters and with."""
-    each = observer.runners.get((role, False))
+def observed(observer: SglangObserver, batch: Batch, mode: Any) -> int | None:
+    """Return the tokens of the graph that our question to a runner names."""
+    each = observer.runners.get((batch.role, batch.uniform_query_len is None))
     if each is None:
         return None
-    first = len(observer.runners[role, True].keys) if (role, True) in observer.runners else 0
-    loras = (0, 1) if plan.lora is not None and role is Role.TARGET else (0,)
-    runs = each.answers(observer.tables()[each], plan.limits.max_num_reqs, loras, None)
-    graphs = each.graphs(9, None)
-    return {
-        (count, bool(run.max_loras)): None if run.graph is None else graphs[run.graph - first].entry.num_reqs
-        for run in runs
-        for count in range(run.first, run.last + 1)
-    }
+    table = observer.tables()[each]
+    graph, _ = each.answer(batch, table, mode)
+    return None if graph is None else each.graphs(9, None)[graph - min(table.values())].entry.num_tokens
 
 
-def _prompts(observer: SglangObserver, launched: AppliedLaunch, plan: Plan, seen: Counter[str]) -> Iterator[str]:
-    """Yield where the answers about prompts are not those that SGLang's runner gives one batch at a time."""
-    mode = launched.m.batches.ForwardMode.EXTEND
-    for (role, prompts), each in observer.runners.items():
-        if not prompts:
+def misobserved(launched: AppliedLaunch, plan: Plan, planned: DecodeSizes) -> Iterator[str]:
+    """Yield where an observation, written and read again, answers decodes otherwise than the plan."""
+    model = launched._model_runner(draft=False)
+    model.max_total_num_tokens, model.page_size = 4096, 1
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=model))
+    observer = _observer(launched)
+    written = observation_of(observer, scheduler, plan=plan, decisions=planned.decisions, notes=())
+    observation = codec.loads(codec.dumps(written), Observation)
+    if observation != written or observation.notes:
+        yield f"the observation is not what was written, or lacks something: {observation.notes}"
+    dispatcher = Dispatcher(plan)
+    for manager in emulation_of(observation).managers:
+        if planned.by_role.get(manager.role) is None:
             continue
-        graphs = each.graphs(9, None)
-        last = plan.limits.max_num_tokens
-        for run in each.answers(observer.tables()[each], last, (0,), mode):
-            for tokens in {run.first, run.last}:
-                batch = Batch.mixed(role, run.min_reqs, tokens)
-                row = launched._answer_prefill(batch)
-                seen["prompts"] += 1
-                if (None if run.graph is None else graphs[run.graph].entry.num_tokens) != (
-                    None if row is None else row[1]
-                ):
-                    yield f"{batch}: SGLang answers {row}, and is observed as {run}"
+        width = 1 if manager.role is Role.DRAFT_DECODE else planned.width
+        for num_reqs in range(1, plan.limits.max_num_reqs + 1):
+            batch = Batch.decode(manager.role, num_reqs, width)
+            ours, theirs = dispatcher.dispatch(batch), manager.dispatch(batch)
+            reqs = [each.entry and each.mode is GraphMode.FULL and each.entry.num_reqs for each in (ours, theirs)]
+            if reqs[0] != reqs[1] and (reqs[0] or reqs[1]):
+                yield f"{batch}: the plan answers {ours}, the observation {theirs}"
 
 
-def compare(own: Any, current: Current, plan: Plan, folder: Path, seen: Counter[str]) -> list[str]:
-    """Return how SGLang differs from one plan."""
+def _observer(launched: AppliedLaunch) -> SglangObserver:
+    made = SglangObserver(begin=lambda *_: None, event=lambda: None, free=lambda: 0, strict=True)  # type: ignore[arg-type, return-value]
+    for (role, phase), runner in launched.runners.items():
+        if runner is not None:
+            made.built(role if phase == "decode" else None, phase == "prefill", None, runner)
+    return made
+
+
+def compare(own: Any, current: Current, plan: Plan, folder: Path, seen: Counter[str], *, observe: bool) -> list[str]:
+    """Return how SGLang differs from one plan; ``observe``: and its observation."""
     command = ["--model-path", "MODEL", *(["--speculative-draft-model-path", "MODEL"] if plan.speculative else [])]
     if plan.lora is not None:
         command += ["--max-lora-rank", "16", "--lora-target-modules", "all"]
@@ -179,7 +189,11 @@ def compare(own: Any, current: Current, plan: Plan, folder: Path, seen: Counter[
             return lines
         seam.resolve(seam.SCHEDULER.rpartition(".")[0])(None, None)
         launched = AppliedLaunch(own.m, record, own.models)
-        return [*differences(plan, planned, launched, seen)]
+        found = [*differences(plan, planned, launched, seen)]
+        if observe:
+            seen["observations"] += 1
+            found += misobserved(launched, plan, planned)
+        return found
 
 
 def main() -> int:
@@ -194,7 +208,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for index in range(arguments.count):
             plan = sglang_apply.plan(Random(f"{arguments.seed}:{index}"))
-            found = compare(own, current, plan, Path(folder), seen)
+            found = compare(own, current, plan, Path(folder), seen, observe=index % 50 == 0)
             seen["plans"] += 1
             seen["roles"] += len(plan.roles)
             wrong += bool(found)

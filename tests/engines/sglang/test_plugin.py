@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import Dispatcher, codec, load_plan
+from capture_planner.engines.observed import emulation_of
 from capture_planner.errors import RunError
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import Reason, Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import decode_families
 from capture_planner_sglang import seam, sglang_plugin
 from capture_planner_sglang.apply import ALGORITHMS, decode_sizes_of
 from capture_planner_sglang.observe import SglangObserver
@@ -197,6 +200,9 @@ class Event:
     def query(self):
         return True
 
+    def synchronize(self):
+        pass
+
     def elapsed_time(self, other):
         return 1.5
 
@@ -244,11 +250,6 @@ def test_observation_has_graphs_answers_and_counts(planned, plan_file, observing
         decodes = [graph.entry for graph in roles[role].graphs if not graph.prompts_only]
         assert [entry.num_reqs for entry in decodes] == sorted(sizes[role], reverse=True)
         assert all(graph.seconds is not None and graph.mib == 0 for graph in roles[role].graphs)
-        for run in roles[role].answers:
-            if run.query_len is not None:
-                for count in (run.first, run.last):
-                    fit = min(size for size in sizes[role] if size >= count)
-                    assert roles[role].graphs[run.graph].entry.num_reqs == fit
 
     def counts(role):
         return {
@@ -275,22 +276,32 @@ def test_observed_answers_are_our_dispatch(plan_file, observing, monkeypatch, tm
     plan_file(PLAN)
     engine, scheduler = start(monkeypatch, **values(PLAN))
     found, dispatcher = observed(monkeypatch, tmp_path, engine, scheduler, []), Dispatcher(PLAN)
+    managers = emulation_of(found).managers
+    assert [manager.role for manager in managers] == [*Role]
+    for manager in managers:
+        for family in decode_families(manager.role, PLAN):
+            for count in range(1, PLAN.limits.max_num_reqs + 1):
+                batch = Batch.decode(manager.role, count, family.query_len)
+                ours, theirs = dispatcher.dispatch(batch).entry, manager.dispatch(batch).entry
+                assert (theirs.mode, theirs.num_reqs) == (ours.mode, ours.num_reqs)
+
+
+def test_profile_times_each_full_graph(plan_file, observing, monkeypatch, tmp_path):
+    """One replay warms it up, five are timed."""
+    plan_file(PLAN)
+    monkeypatch.setenv(sglang_plugin.PROFILE, "1")
+    engine, scheduler = start(monkeypatch, **values(PLAN, prefill="breakable"))
+    found = observed(monkeypatch, tmp_path, engine, scheduler, [])
     for role in found.roles:
-        decodes = [run for run in role.answers if run.query_len is not None]
-        assert (decodes[0].first, decodes[-1].last) == (1, PLAN.limits.max_num_reqs)
-        for run in decodes:
-            for count in range(run.first, run.last + 1):
-                answer = dispatcher.dispatch(Batch.decode(role.role, count, run.query_len))
-                assert answer.mode is GraphMode.FULL
-                assert role.graphs[run.graph].entry.num_reqs == answer.entry.num_reqs
+        assert {graph.milliseconds for graph in role.graphs if not graph.prompts_only} == {1.5}
+    assert Counter(scheduler.draft.backend.replayed) == dict.fromkeys(scheduler.draft.backend._graphs, 6)
 
 
 def test_failure_of_observing_stops_it_and_not_sglang(plan_file, observing, monkeypatch, caplog):
     """One line with the reason; strict raises it."""
     _, scheduler = start(monkeypatch, **values(PLAN))
-    broken = batch(5)
-    del broken.lora_ids
-    assert scheduler.target.execute(broken) == "graph"
+    del scheduler.target.model_runner.lora_manager
+    assert scheduler.target.execute(batch(5)) == "graph"
     assert scheduler.target.execute(batch(5)) == "graph"
     assert [record.getMessage() for record in caplog.records] == ["SGLang is not observed any more"]
 

@@ -37,6 +37,7 @@ class SglangObserver:
     :param begin: called with the observer and the scheduler, once that is made; returns a recorder that has begun.
     :param event: makes an event with ``record``, ``query`` and ``elapsed_time``: ``torch.cuda.Event``.
     :param free: returns the device's free memory, in bytes.
+    :param profile: time each full graph once all are captured.
     :param strict: raise into SGLang what fails here.
     """
 
@@ -47,10 +48,12 @@ class SglangObserver:
         free: Callable[[], int],
         *,
         strict: bool = False,
+        profile: bool = False,
     ) -> None:
         self.runners: dict[tuple[Role, bool], CapturedRunner] = {}
         """By role, and whether it runs prompts."""
-        self._begin, self._event, self._free, self._strict = begin, event, free, strict
+        self._begin, self._event, self._free = begin, event, free
+        self._strict, self._profile = strict, profile
         self._costs: dict[int, dict[Any, tuple[float, float]]] = {}
         self._known: dict[int, tuple[CapturedRunner, Mapping[Any, int]]] = {}
         """Of each runner with graphs: its index of a graph by SGLang's key."""
@@ -95,6 +98,9 @@ class SglangObserver:
 
     def begin(self, result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """After the scheduler is made: all graphs are captured."""
+        if self._profile:
+            for key, runner in [*self.runners.items()]:
+                self.runners[key] = self._safely(runner.timed, self._event) or runner
         self._known = {id(each.runner): (each, table) for each, table in self.tables().items()}
         self._recorder = self._safely(self._begin, self, scheduler)
 
@@ -200,4 +206,4 @@ def _eager_shape(runner: Any, batch: Any) -> Shape:
     decode = mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
     role = Role.TARGET if not drafter else Role.DRAFT_DECODE if mode.is_decode() else Role.DRAFT_PREFILL
     width = tokens // batch.batch_size if decode else None
-    return role, batch.batch_size, tokens, width, decode, 0 if drafter else lora_count(batch)
+    return role, batch.batch_size, tokens, width, decode, lora_count(runner.model_runner, batch)

@@ -8,10 +8,13 @@ from typing import Any
 
 import attrs
 
+from capture_planner.engines.probe import Answer, answers
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import digest
+from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import DecodeFamily, Domain
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.observation import DispatchRun, DraftPass, Observation, ObservedRole
+from capture_planner.records.observation import DraftPass, Observation, ObservedRole
 from capture_planner.records.plan import Decision, Plan
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_sglang import seam
@@ -28,6 +31,16 @@ _LEAVES = """
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
+@attrs.frozen(kw_only=True)
+class _Deployment:
+    """The limits that a probe goes through."""
+
+    limits: Limits
+    speculative: Speculative | None
+    lora: Lora | None
+    parallel: Parallel
+
+
 def observation_of(
     observer: SglangObserver, scheduler: Any, *, plan: Plan | None, decisions: Sequence[Decision], notes: Sequence[str]
 ) -> Observation:
@@ -42,9 +55,16 @@ def observation_of(
     drafted = (spec.speculative_num_draft_tokens or 1) if spec.speculative_algorithm else 1
     tokens = max(chunk if chunk > 0 else schedule.max_prefill_tokens, pool * drafted)
     limits = Limits(max_num_reqs=pool, max_num_tokens=tokens)
-    chain = (spec.speculative_num_steps or 0) - 1 if spec.speculative_algorithm in _EAGLE else None
     loras = int(context.get_lora().max_loras_per_batch) if context.get_lora().enable_lora else 0
-    roles = tuple(_roles(observer, limits, drafted, chain, loras))
+    deployment = _Deployment(
+        limits=limits,
+        speculative=_speculative(spec.speculative_algorithm, drafted),
+        # SGLang counts the bare model among its adapters.
+        lora=Lora(max_active=max(loras - 1, 1)) if loras else None,
+        parallel=Parallel(data=parallel.dp_size * parallel.attn_dp_size, tensor=parallel.tp_size),
+    )
+    drafts = _drafts(spec, pool)
+    roles = tuple(_roles(observer, deployment, drafts[0] if drafts else None, drafts is not None, loras))
     graphs = [each for role in roles for each in role.graphs]
     return Observation(
         engine="sglang",
@@ -58,10 +78,10 @@ def observation_of(
         model=str(context.get_server_args().model_path),
         limits=limits,
         whole_prompts=chunk <= 0,
-        speculative=_speculative(spec.speculative_algorithm, drafted),
-        drafts=_drafts(spec, chain, pool),
-        lora=Lora(max_active=max(loras - 1, 1)) if loras else None,
-        parallel=Parallel(data=parallel.dp_size * parallel.attn_dp_size, tensor=parallel.tp_size),
+        speculative=deployment.speculative,
+        drafts=drafts,
+        lora=deployment.lora,
+        parallel=deployment.parallel,
         sizes=tuple(graph.decode.bs or ()),
         settings=settings,
         decisions=tuple(decisions),
@@ -94,49 +114,48 @@ def _speculative(algorithm: str | None, drafted: int) -> Speculative | None:
     return Speculative(method=Method.EAGLE3 if algorithm == "EAGLE3" else Method.EAGLE, num_tokens=drafted - 1)
 
 
-def _drafts(spec: Any, chain: int | None, pool: int) -> tuple[DraftPass, ...] | None:
-    if not chain or chain < 1:
-        return None if chain is None else ()
-    return (DraftPass(query_len=spec.speculative_eagle_topk, draft_steps=chain, first=1, last=pool),)
+def _drafts(spec: Any, pool: int) -> tuple[DraftPass, ...] | None:
+    """Return the chain of draft decodes: a token for each branch, in all steps but the first; None: no drafter."""
+    if spec.speculative_algorithm not in _EAGLE:
+        return None
+    steps = (spec.speculative_num_steps or 0) - 1
+    return (
+        (DraftPass(query_len=spec.speculative_eagle_topk, draft_steps=steps, first=1, last=pool),) if steps > 0 else ()
+    )
 
 
 def _roles(
-    observer: SglangObserver, limits: Limits, width: int, chain: int | None, loras: int
+    observer: SglangObserver, deployment: _Deployment, chain: DraftPass | None, drafts: bool, loras: int
 ) -> Iterator[ObservedRole]:
     tables = observer.tables()
+    prompt_mode = seam.resolve("sglang.srt.model_executor.forward_batch_info").ForwardMode.EXTEND
     for role in Role:
+        if (role.is_drafter and not drafts) or (role is Role.DRAFT_DECODE and chain is None):
+            continue
         decodes, prompts = observer.runners.get((role, False)), observer.runners.get((role, True))
-        if role.is_drafter and chain is None:
-            continue
-        if role is Role.DRAFT_DECODE and not chain:
-            continue
-        counts = (0, 1) if loras and role is Role.TARGET else (0,)
-        answers: list[DispatchRun] = []
-        for each, last in ((decodes, limits.max_num_reqs), (prompts, limits.max_num_tokens)):
-            if each is not None:
-                mode = seam.resolve("sglang.srt.model_executor.forward_batch_info").ForwardMode.EXTEND
-                answers += _whole(each.answers(tables[each], last, counts, mode), loras)
-        if decodes is None:
-            query_len = 1 if role is Role.DRAFT_DECODE else width
-            answers.append(
-                DispatchRun(query_len=query_len, first=1, last=limits.max_num_reqs, max_loras=loras, reason=Reason.MODE)
-            )
-        if prompts is None and role is not Role.DRAFT_DECODE:
-            answers.append(
-                DispatchRun(past_prompt=False, first=1, last=limits.max_num_tokens, max_loras=loras, reason=Reason.MODE)
-            )
+
+        def dispatch(batch: Batch, decodes: Any = decodes, prompts: Any = prompts) -> Answer:
+            width = batch.uniform_query_len
+            uniform = width == 1 if deployment.speculative is None else width is not None
+            each = decodes if uniform or batch.role is Role.DRAFT_DECODE else prompts
+            return (None, Reason.MODE) if each is None else each.answer(batch, tables[each], prompt_mode)
+
+        steps = None if chain is None else chain.draft_steps
+        graphs = tuple(graph for each in (prompts, decodes) if each for graph in each.graphs(loras, steps))
+        own = None if chain is None or role is not Role.DRAFT_DECODE else [_family(chain)]
+        slots = (1, prompts.runner.max_bs, prompts.runner.max_bs + 1) if prompts else (1,)
+        counts = [count for count in slots if count <= deployment.limits.max_num_reqs]
         yield ObservedRole(
             role=role,
             mode=_mode(decodes, prompts),
-            graphs=tuple(graph for each in (prompts, decodes) if each for graph in each.graphs(loras, chain)),
-            answers=tuple(answers),
+            graphs=graphs,
+            answers=answers(role, deployment, graphs, dispatch, families=own, request_counts=counts),
         )
 
 
-def _whole(answers: Iterator[DispatchRun], loras: int) -> Iterator[DispatchRun]:
-    """SGLang asks whether a batch has any adapter, not how many: the answer for one is that for all."""
-    for run in answers:
-        yield attrs.evolve(run, max_loras=loras) if run.max_loras else run
+def _family(chain: DraftPass) -> DecodeFamily:
+    requests = Domain(((chain.first, chain.last),))
+    return DecodeFamily(query_len=chain.query_len, draft_steps=chain.draft_steps, requests=requests)
 
 
 def _mode(decodes: CapturedRunner | None, prompts: CapturedRunner | None) -> GraphMode:

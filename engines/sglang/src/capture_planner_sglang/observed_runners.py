@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records.batch import Entry
-from capture_planner.records.observation import DispatchRun, ObservedGraph
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.observation import ObservedGraph
 
 Shape = tuple[Role, int, int, int | None, bool, int]
 """Role, requests, tokens, query length, whether past the prompt, adapters: as ``Recorder.count`` takes them."""
+
+_REPLAYS = 5
+"""Replays of a graph that is timed, after one that warms it up."""
 
 Answer = tuple[int | None, Reason | None]
 """Index of a graph, or the reason for none."""
 
 
-def lora_count(batch: Any) -> int:
+def lora_count(model_runner: Any, batch: Any) -> int:
     """Return the distinct adapters of a batch, one more for rows without where any row has one."""
-    used = set(batch.lora_ids or ())
-    return len(used) if used - {None} else 0
+    if model_runner.lora_manager is None or batch.lora_ids is None:
+        return 0
+    used = set(batch.lora_ids)
+    return len(used) if used != {None} else 0
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -37,6 +42,8 @@ class CapturedRunner:
     """Whether it runs prompts, counted in tokens; else uniform decodes, counted in requests."""
     costs: Mapping[Any, tuple[float, float]]
     """Seconds and MiB of each capture, by SGLang's key."""
+    milliseconds: Mapping[Any, float] = attrs.field(factory=dict)
+    """Median time of a replay, by SGLang's key, where graphs were timed."""
 
     @property
     def keys(self) -> list[Any]:
@@ -53,6 +60,27 @@ class CapturedRunner:
         """Tokens of a request in a decode."""
         return int(self.runner.captured_req_width)
 
+    def timed(self, event: Callable[[], Any]) -> CapturedRunner:
+        """Return the runner with the time of its full graphs, each replayed over the buffers of its capture.
+
+        :param event: makes an event with ``record``, ``synchronize`` and ``elapsed_time``.
+        """
+        if self.mode is not GraphMode.FULL or self.prompts:
+            return self
+        milliseconds = {}
+        with self.runner.model_context(), self.runner.backend.replay_session():
+            for key in self.keys:
+                times = [self._replay(key, event(), event()) for _ in range(1 + _REPLAYS)]
+                milliseconds[key] = round(statistics.median(times[1:]), 5)
+        return attrs.evolve(self, milliseconds=milliseconds)
+
+    def _replay(self, key: Any, start: Any, stop: Any) -> float:
+        start.record()
+        self.runner.backend.replay(key, None)
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+
     def graphs(self, max_loras: int, draft_steps: int | None) -> tuple[ObservedGraph, ...]:
         """Return the graphs with their costs; ``draft_steps`` is the length of a chain of draft decodes."""
         return tuple(
@@ -61,6 +89,7 @@ class CapturedRunner:
                 prompts_only=self.prompts,
                 seconds=round(self.costs[key][0], 4) if key in self.costs else None,
                 mib=round(self.costs[key][1], 3) if key in self.costs else None,
+                milliseconds=self.milliseconds.get(key),
             )
             for key in self.keys
         )
@@ -82,7 +111,7 @@ class CapturedRunner:
 
     def shape(self, batch: Any) -> Shape:
         """Return a forward batch of SGLang as the recorder counts it."""
-        loras = 0 if self.role.is_drafter else lora_count(batch)
+        loras = lora_count(self.runner.model_runner, batch)
         if self.prompts:
             return self.role, batch.batch_size, len(batch.input_ids), None, False, loras
         return self.role, batch.batch_size, batch.batch_size * self.width, self.width, True, loras
@@ -103,26 +132,17 @@ class CapturedRunner:
         over = shape[2] > self.runner.max_num_tokens if self.prompts else shape[1] > self.runner.max_bs
         return Reason.SIZES if over else Reason.UNCOVERED
 
-    def answers(self, table: Mapping[Any, int], last: int, loras: Sequence[int], mode: Any) -> Iterator[DispatchRun]:
-        """Ask the runner about every batch: up to ``last`` requests of decodes, or tokens of prompts.
+    def answer(self, batch: Batch, table: Mapping[Any, int], prompt_mode: Any) -> Answer:
+        """Ask the runner itself about a batch.
 
-        ``loras`` are the adapter counts asked about; ``mode`` is SGLang's ``ForwardMode`` of a prompt.
+        :param table: the index of each graph by SGLang's key.
+        :param prompt_mode: SGLang's ``ForwardMode`` of prompts.
         """
-        for count in loras:
-            if not self.prompts:
-                decodes = [self._decode(num_reqs, count, table) for num_reqs in range(1, last + 1)]
-                yield from _runs(decodes, query_len=self.width, min_loras=count, max_loras=count)
-                continue
-            most = self.runner.max_bs
-            one, many = (
-                [self._prompt(size, reqs, mode, table) for size in range(reqs, last + 1)] for reqs in (1, most)
-            )
-            bounds = {"past_prompt": False, "min_loras": count, "max_loras": count}
-            if one[most - 1 :] == many:
-                yield from _runs(one, **bounds)
-            else:
-                yield from _runs(one, **bounds, max_reqs=1)
-                yield from _runs(many, most, **bounds, min_reqs=most, max_reqs=most)
+        if self.prompts:
+            return self._prompt(batch, table, prompt_mode)
+        if batch.uniform_query_len != self.width:
+            return None, Reason.UNCOVERED
+        return self._decode(batch.num_reqs, batch.active_loras, table)
 
     def _decode(self, num_reqs: int, loras: int, table: Mapping[Any, int]) -> Answer:
         runner, shape = self.runner, (self.role, num_reqs, num_reqs * self.width, self.width, True, loras)
@@ -143,8 +163,9 @@ class CapturedRunner:
         key = runner._make_graph_key(runner._pad_to_bucket(num_reqs, runner.capture_bs), **label)
         return (table[key], None) if key in table else (None, Reason.SHADOWED)
 
-    def _prompt(self, num_tokens: int, num_reqs: int, mode: Any, table: Mapping[Any, int]) -> Answer:
-        runner, shape = self.runner, (self.role, num_reqs, num_tokens, None, False, 0)
+    def _prompt(self, asked: Batch, table: Mapping[Any, int], mode: Any) -> Answer:
+        runner, num_reqs, num_tokens = self.runner, asked.num_reqs, asked.num_tokens
+        shape = (self.role, num_reqs, num_tokens, None, False, asked.active_loras)
         batch = SimpleNamespace(
             global_num_tokens_cpu=None,
             can_run_dp_prefill_cuda_graph=True,
@@ -158,17 +179,10 @@ class CapturedRunner:
             global_forward_mode=mode,
             capture_hidden_mode=runner.capture_hidden_mode,
             return_logprob=False,
-            seq_lens_cpu=[-(-num_tokens // num_reqs)] * num_reqs,
+            seq_lens_cpu=[asked.query_len or -(-num_tokens // num_reqs)] * num_reqs,
             contains_mm_inputs=lambda: False,
         )
         if not runner.can_run_graph(batch):
             return None, self.reason(shape)
         key = self._key(runner._pad_to_bucket(num_tokens, runner.capture_num_tokens))
         return (table[key], None) if key in table else (None, Reason.SHADOWED)
-
-
-def _runs(answers: Sequence[Answer], first: int = 1, **bounds: Any) -> Iterator[DispatchRun]:
-    """Yield ranges of counts, from ``first`` on, with equal answers."""
-    for (graph, reason), group in groupby(enumerate(answers, first), key=lambda item: item[1]):
-        counts = [count for count, _ in group]
-        yield DispatchRun(first=counts[0], last=counts[-1], graph=graph, reason=reason, **bounds)

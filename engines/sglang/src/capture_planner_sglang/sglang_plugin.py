@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PLAN = "CAPTURE_PLANNER_PLAN"
 STRICT = "CAPTURE_PLANNER_STRICT"
+PROFILE = "CAPTURE_PLANNER_PROFILE"
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
 
@@ -88,7 +89,13 @@ def _observer(folder: str, hooks: PlanHooks | None) -> SglangObserver:
         return recorder
 
     event = functools.partial(torch.cuda.Event, enable_timing=True)
-    return SglangObserver(begin, event=event, free=lambda: int(torch.cuda.mem_get_info()[0]), strict=_strict())
+    return SglangObserver(
+        begin,
+        event=event,
+        free=lambda: int(torch.cuda.mem_get_info()[0]),
+        strict=_strict(),
+        profile=os.environ.get(PROFILE) == "1",
+    )
 
 
 def _strict() -> bool:
