@@ -177,7 +177,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
             "compilation-config": graphs(full),
         },
     )
-    scheduled = attrs.evolve(eagle, num_tokens=5, schedule=SCHEDULE)
+    scheduled = Speculative(method=Method.EAGLE3, num_tokens=5, schedule=SCHEDULE, model=DraftModel(vocab_size=32000))
     yield Group(
         name="dynamic",
         loads=(8, 16, 48, 100, 200, 256),

@@ -163,12 +163,13 @@ RECORDERS: list[Any] = []
 def find_recorder() -> None:
     """Remember the recorder when it begins, to read its counts after each load."""
     from capture_planner.measuring.recorder import Recorder
+    from capture_planner.records.observation import Observation
 
     begin = Recorder.begin
 
-    def remembered(self: Recorder, *args: Any) -> None:
+    def remembered(self: Recorder, base: Observation) -> None:
         RECORDERS[:] = [self]
-        begin(self, *args)
+        begin(self, base)
 
     Recorder.begin = remembered  # type: ignore[method-assign]
 

@@ -119,8 +119,8 @@ def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], *, ke
         if group.dispatch:
             for engine in engines:
                 if engine.case.name == "plan":
-                    load = {**_load(group, 48, 96), "observing": 16}
-                    results[engine.case.name].update(engine.answer(load))
+                    pairs = engine.answer({**_load(group, 48, 96), "observing": 16})
+                    results[engine.case.name].update(pairs)
             cases = [(reqs, 4) for reqs in range(1, 257)]
             for _, engine in itertools.product(range(3), engines):
                 times = engine.answer({"dispatch": cases})["dispatch_ns"]

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import zip_longest
+from operator import index
 from pathlib import Path
 
 import attrs
@@ -138,7 +139,7 @@ class Recorder:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
         with self._lock:
             for totals, more in ((self._drafted, drafted), (self._accepted, accepted)):
-                totals[:] = [a + b for a, b in zip_longest(totals, more, fillvalue=0)]
+                totals[:] = [a + index(b) for a, b in zip_longest(totals, more, fillvalue=0)]
             self._changed = True
 
     def observation(self) -> Observation:
@@ -175,13 +176,14 @@ class Recorder:
             samples = [(each.count, tuple(each.latest)) for each in timed]
         batches = [
             BatchCount(
-                num_reqs=outcome[1],
-                num_tokens=outcome[2],
-                query_len=outcome[3],
-                past_prompt=outcome[4],
-                active_loras=outcome[5],
+                # An engine may count in NumPy's integers, which no file takes.
+                num_reqs=index(outcome[1]),
+                num_tokens=index(outcome[2]),
+                query_len=None if outcome[3] is None else index(outcome[3]),
+                past_prompt=bool(outcome[4]),
+                active_loras=index(outcome[5]),
                 steps=count,
-                graph=outcome[6],
+                graph=None if outcome[6] is None else index(outcome[6]),
                 reason=outcome[7],
                 milliseconds=round(statistics.median(latest), 5) if latest else None,
                 samples=times,
