@@ -78,6 +78,8 @@ class Case:
     name: str
     words: tuple[str, ...]
     plan: Plan | None = None
+    compared: bool = True
+    """Whether small loads are repeated: figures that are compared within a few percent need it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -157,6 +159,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
             Case(name="plan", words=small, plan=plan),
             Case(
                 name="plan, draft decodes eager",
+                compared=False,
                 words=small,
                 plan=planned("small", sizes, full, eagle, "flash_attention", draft_decode=eager),
             ),
