@@ -83,7 +83,9 @@ def test_a_kernel_that_is_wrong_without_a_graph_is_not_called_a_wrong_graph(seed
 
 def test_a_contract_that_is_kept_is_in_order():
     """A backend that gathers by a field of its own over padded rows relies on its fill, and may."""
-    assert conform(under_test(OwnerReader()), SuiteOptions(profile=attrs.evolve(SHORT, examples=6), audits=False)).passed
+    assert conform(
+        under_test(OwnerReader()), SuiteOptions(profile=attrs.evolve(SHORT, examples=6), audits=False)
+    ).passed
 
 
 def test_declarations_that_change_are_found():

@@ -64,7 +64,7 @@ LATE = {
     "stale-tile-counts",
     "weights-replaced",
 }
-"""Mutants that take the suite more than half of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
+"""Mutants that take the suite most of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
 
 
 @attrs.frozen(kw_only=True)

@@ -19,7 +19,8 @@ FEW = conformance.Profile(name="few", examples=4, steps=12)
 
 
 @pytest.mark.parametrize(
-    "brought", [Paged, *(pytest.param(other, marks=pytest.mark.thorough) for other in (Scheduled, Renamed, CopiesTable))]
+    "brought",
+    [Paged, *(pytest.param(other, marks=pytest.mark.thorough) for other in (Scheduled, Renamed, CopiesTable))],
 )
 def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     """What a mutant does wrong is its own: without its one change nothing is found."""
