@@ -158,8 +158,8 @@ class Rig:
 
     def settle(self) -> None:
         """Wait for the device, and return unused memory to it."""
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 

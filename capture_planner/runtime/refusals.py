@@ -53,9 +53,9 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     try:
         _reserve_all(plan, registry, device, PageFormat(page_size=page_size, num_pages=2))
     finally:
-        gc.collect()
         if device.type == "cuda":
-            # How many pages there are is decided by what is free, and cached blocks are not.
+            # How many pages there are is decided by what is free: neither garbage nor cached blocks are.
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -265,6 +265,7 @@ def test_chain_names_the_sizes_that_it_can_measure() -> None:
         chain(rig, ignore)
 
 
+@thorough
 def test_measure_reports_all_figures() -> None:
     """Of a plan with a chain all are there; transformers needs a GPU, and that is said."""
     bench = Bench(quick=True, load=Load(requests=2, prompt=8, output=4), page_size=8)

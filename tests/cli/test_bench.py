@@ -42,6 +42,8 @@ def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
     data = json.loads(Path("bench.json").read_text("utf-8"))
     assert [row["num_reqs"] for row in data["decode"]] == [1, 2]
     assert data["throughput"]["num_requests"] == 3
+    assert [absent["figure"] for absent in data["absent"]] == ["chain"]
+    assert data["pools"]["differing"] == []
     assert data["facts"]["command"].startswith("capture-planner bench plan.yaml --quick")
     page = Path("bench.html").read_text("utf-8")
     assert page.startswith("<!DOCTYPE html>")

@@ -304,13 +304,13 @@ class TestMine(ConformanceTests):
 
 
 def _pytest(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a process of its own, with warnings as errors."""
+    """Run pytest in a process of its own, with warnings as errors, and without the coverage of this one."""
     core = Path(plugin.__file__).parent.parent.parent
     paths = os.pathsep.join([str(core), *(path for path in sys.path if path)])
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, **variables},
+        env={**os.environ, "PYTHONPATH": paths, "SLIPCOVER_ENABLED": "", **variables},
         capture_output=True,
         text=True,
         check=False,

@@ -53,16 +53,20 @@ class Mutant:
 LATE = {
     "eager-steps-not-counted",
     "eager-without-a-reason",
+    "full-key-of-real-requests",
     "keeps-mask",
     "large-small-large",
+    "padded-rows-unwritten",
+    "padding-capped-at-twice",
     "planned-once-a-chain",
     "prompt-taken-for-a-decode",
     "query-starts-fall-back",
     "shares-staging",
+    "slot-mapping-stale",
     "stale-tile-counts",
     "weights-replaced",
 }
-"""Mutants that take the suite half of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
+"""Mutants that take the suite most of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
 
 
 @attrs.frozen(kw_only=True)

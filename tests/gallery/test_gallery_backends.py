@@ -18,7 +18,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = conformance.Profile(name="few", examples=4, steps=12)
 
 
-@pytest.mark.parametrize("brought", [PagedBackend, ScheduledReference, RenamedReference, CopiesTable])
+@pytest.mark.parametrize(
+    "brought",
+    [
+        PagedBackend,
+        *(
+            pytest.param(other, marks=pytest.mark.thorough)
+            for other in (ScheduledReference, RenamedReference, CopiesTable)
+        ),
+    ],
+)
 def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     """What a mutant does wrong is its own: without its one change nothing is found."""
     outcome = conformance.conform(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
@@ -26,6 +26,7 @@ from support.runs import CPU, VOCABULARY, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
+FEW = settings(max_examples=max(settings.default.max_examples // 2, 5))
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixture of experts": MixtralConfig}
 OPTIONS = st.builds(
     Options,
@@ -111,6 +112,7 @@ def pages_for(plan, page_size):
     return PageFormat(page_size=page_size, num_pages=1 + each * plan.limits.max_num_reqs)
 
 
+@settings(FEW)
 @given(
     data=st.data(),
     family=st.sampled_from(sorted(FAMILIES)),
@@ -240,3 +242,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
+TestServing.settings = settings(FEW, stateful_step_count=30)

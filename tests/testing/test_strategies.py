@@ -91,7 +91,7 @@ def test_every_field_of_an_environment_takes_part():
 
 def test_every_field_of_a_plan_takes_part():
     """The same for plans that are made by hand."""
-    assert not _unseen(arbitrary_plans(), Plan, examples=60)
+    assert not _unseen(arbitrary_plans(), Plan, examples=30)
 
 
 def test_every_field_of_an_observation_takes_part():
@@ -127,7 +127,7 @@ def test_documents_are_damaged_and_whole():
     """Both kinds of text are drawn, of each kind of record."""
     seen = set()
 
-    @settings(max_examples=200, database=None, derandomize=True)
+    @settings(max_examples=80, database=None, derandomize=True)
     @given(documents())
     def collect(document):
         seen.add((document.kind, document.mutated))
