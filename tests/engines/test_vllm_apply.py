@@ -352,6 +352,35 @@ def test_bounded_mixed_batches_leave_larger_graphs_out():
     assert [decision.rule for decision in table.decisions] == ["engine-recurrent-state"]
 
 
+def test_full_draft_prefills_need_the_shape_of_the_target():
+    """They run on its attention metadata; piecewise ones only need room, as attention is outside."""
+    full = Entry(mode=GraphMode.FULL, num_tokens=16, num_reqs=4, query_len=4)
+    piecewise = Entry(mode=GraphMode.PIECEWISE, num_tokens=32)
+    other = attrs.evolve(full, num_tokens=24, num_reqs=6)
+    roles = (
+        replace(PLAN.role(Role.TARGET), entries=(full,)),
+        replace(PLAN.role(Role.DRAFT_PREFILL), entries=(full, other, piecewise)),
+    )
+    table = role_table(replace(PLAN, roles=roles), facts(role=Role.DRAFT_PREFILL))
+    assert table.entries == (piecewise, full)
+    assert table.candidates[16, 0] == (full, piecewise)
+    assert {table.candidates[tokens, 0] for tokens in (*range(1, 16), *range(17, 33))} == {(piecewise,)}
+    (decision,) = table.decisions
+    assert (decision.rule, decision.before) == ("engine-target-shape", "24")
+    assert decision.message.startswith("1 of 3 graphs is not captured: it runs on the target's attention metadata")
+
+
+def test_full_draft_prefills_need_the_target_s_graph_for_every_adapter_case():
+    """Where the target runs piecewise with adapters, its metadata has no padded requests."""
+    full = Entry(mode=GraphMode.FULL, num_tokens=16, num_reqs=4, query_len=4)
+    cases = (attrs.evolve(full, active_loras=2), Entry(mode=GraphMode.PIECEWISE, num_tokens=16, active_loras=3))
+    drafter = replace(PLAN.role(Role.DRAFT_PREFILL), entries=(full,))
+    for extra, captured in ((cases[:1], 1), (cases, 0)):
+        target = replace(PLAN.role(Role.TARGET), entries=(full, *extra))
+        table = role_table(replace(PLAN, roles=(target, drafter)), facts(role=Role.DRAFT_PREFILL))
+        assert len(table.entries) == captured
+
+
 def test_chains_of_another_length_are_left_out_without_a_schedule():
     """VLLM drops a schedule with data parallelism, and runs chains of K - 1 alone."""
     chain = Entry(mode=GraphMode.FULL, num_tokens=4, num_reqs=4, query_len=1)
