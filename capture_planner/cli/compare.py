@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from capture_planner.cli import options
-from capture_planner.cli.common import emit, emulated, environment_named, planned, read_document
+from capture_planner.cli.common import emit, emulated, environment_named, plan_document, read_document
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
 from capture_planner.engines import engines
@@ -52,7 +52,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         )
     machine = machines[0] if machines and environment is None else environment_named(environment)
     left, right = (
-        _emulated(letter, argument, machine) if document is None else plan or planned(document, machine)
+        _emulated(letter, argument, machine) if document is None else plan or plan_document(document, machine)
         for letter, argument, document, plan in zip("AB", (a, b), documents, plans, strict=True)
     )
     compared = side_by_side(left, right, requests, names=(a, b))

@@ -34,12 +34,12 @@ def export(plan_file: str, name: str, output: Path | None, strict: bool, environ
     refuse_outputs(plan_file, {"--output": output})
     document, engine = read_document(plan_file), find_engine(name)
     plan = plan_of(document, environment)
-    made = prove(engine.export(plan), plan, partial(emulate, name))
+    result = prove(engine.export(plan), plan, partial(emulate, name))
     if form == "text":
-        click.echo(f"{export_command(made, output)}\n")
+        click.echo(f"{export_command(result, output)}\n")
         if document.is_plan and engine.launch is not None:
-            click.echo(f"to run the plan itself: {launch_command(made, plan_file, engine.programs[0])}\n")
-    emit(form, lambda: made, partial(export_table, made, output))
-    emit_file(form, output, lambda: made.file)
-    if made.proof is None or (strict and not made.proof.exact):
+            click.echo(f"to run the plan itself: {launch_command(result, plan_file, engine.programs[0])}\n")
+    emit(form, lambda: result, partial(export_table, result, output))
+    emit_file(form, output, lambda: result.file)
+    if result.proof is None or (strict and not result.proof.exact):
         click.get_current_context().exit(FINDINGS)

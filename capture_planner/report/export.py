@@ -21,36 +21,38 @@ MOST_DIFFERENCES = 12
 """Ranges of batches that are shown; ``--format json`` has all of them."""
 
 
-def export_command(made: Export, output: Path | None) -> str:
+def export_command(export: Export, output: Path | None) -> str:
     """Return the flags as a shell takes them, on one line, which a table would break."""
-    return shlex.join(made.command(str(output or made.file_name)))
+    return shlex.join(export.command(str(output or export.file_name)))
 
 
-def launch_command(made: Export, plan_file: str, program: str) -> str:
+def launch_command(export: Export, plan_file: str, program: str) -> str:
     """Return the command that starts the engine under the plan itself: with its model, and the drafter to be named."""
-    named = {name: value for name, value in made.settings.items() if "model" in name or DRAFT_MODEL in str(value)}
-    return shlex.join(["capture-planner", "launch", plan_file, "--", *program.split(), *as_words(named)])
+    open_settings = {
+        name: value for name, value in export.settings.items() if "model" in name or DRAFT_MODEL in str(value)
+    }
+    return shlex.join(["capture-planner", "launch", plan_file, "--", *program.split(), *as_words(open_settings)])
 
 
-def export_table(made: Export, output: Path | None) -> RenderableType:
+def export_table(export: Export, output: Path | None) -> RenderableType:
     """What the flags lose, with what it costs, and what the engine makes of them."""
     parts: list[RenderableType] = []
-    if made.by_file and output is None:
-        parts += [Text(f"{made.file_name}:", style="bold"), Text(made.file.rstrip()), Text()]
-    parts += _losses(made)
-    if made.proof is not None:
-        parts += [Text(), *_proof(made.proof)]
+    if export.by_file and output is None:
+        parts += [Text(f"{export.file_name}:", style="bold"), Text(export.file.rstrip()), Text()]
+    parts += _losses(export)
+    if export.proof is not None:
+        parts += [Text(), *_proof(export.proof)]
     else:
-        parts += [Text(), Text(f"not proved: {made.unproved}", style="bold red")]
+        parts += [Text(), Text(f"not proved: {export.unproved}", style="bold red")]
     return Group(*parts)
 
 
-def _losses(made: Export) -> Iterator[RenderableType]:
-    if not made.losses:
-        if made.proof is not None:
+def _losses(export: Export) -> Iterator[RenderableType]:
+    if not export.losses:
+        if export.proof is not None:
             yield Text("nothing of the plan is lost", style="green")
         return
-    rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in made.losses)
+    rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in export.losses)
     yield table_of("lost", "meaning", "cost in its scope", rows=rows)
 
 
