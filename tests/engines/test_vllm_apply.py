@@ -16,7 +16,6 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
 from capture_planner_vllm import hooks, seam, vllm_plugin
 from capture_planner_vllm.agreement import plan_sizes
-from capture_planner_vllm.apply import ManagerFacts, role_table
 from support.vllm_module import (
     CONFIG,
     DRAFTERS,
@@ -322,69 +321,6 @@ def test_lower_mode_is_a_decision_with_the_reason_of_vllm(modules):
     (decision,) = hooks.decisions[Role.TARGET]
     assert (decision.rule, decision.before, decision.after) == ("engine-mode", "FULL_AND_PIECEWISE", "PIECEWISE")
     assert decision.message.endswith(text)
-
-
-def facts(**changes):
-    """A target of the plan's own limits."""
-    limits = PLAN.limits
-    common = {"role": Role.TARGET, "mode": PLAN.role(Role.TARGET).mode, "num_speculative_tokens": 3}
-    return ManagerFacts(
-        **{"max_num_reqs": limits.max_num_reqs, "max_num_tokens": limits.max_num_tokens, **common, **changes}
-    )
-
-
-def test_adaptive_verification_has_decodes_of_any_length():
-    """VLLM's varlen graphs: the requests are the most that so many tokens can be of."""
-    table = role_table(PLAN, facts(varlen_query_len=4))
-    decodes = [entry for entry in table.entries if entry.query_len is not None]
-    assert {entry.query_len for entry in decodes} == {4}
-    assert all(entry.num_reqs == min(entry.num_tokens, PLAN.limits.max_num_reqs) for entry in decodes)
-    assert {entry.num_tokens for entry in decodes} == {
-        entry.num_tokens for entry in PLAN.role(Role.TARGET).entries if entry.query_len is not None
-    }
-
-
-def test_bounded_mixed_batches_leave_larger_graphs_out():
-    """Models with recoverSSM have a workspace for decodes only."""
-    table = role_table(PLAN, facts(widest_mixed=64))
-    mixed = [entry.num_tokens for entry in table.entries if entry.query_len is None]
-    assert max(mixed) <= 64
-    assert [decision.rule for decision in table.decisions] == ["engine-recurrent-state"]
-
-
-def test_chains_of_another_length_are_left_out_without_a_schedule():
-    """VLLM drops a schedule with data parallelism, and runs chains of K - 1 alone."""
-    chain = Entry(mode=GraphMode.FULL, num_tokens=4, num_reqs=4, query_len=1)
-    entries = tuple(attrs.evolve(chain, draft_steps=steps) for steps in (2, 1, None))
-    role = replace(PLAN.role(Role.DRAFT_DECODE), entries=entries)
-    plan = replace(PLAN, roles=(*PLAN.roles[:2], role))
-    table = role_table(plan, facts(role=Role.DRAFT_DECODE, mode=GraphMode.FULL_DECODE_ONLY))
-    assert sorted(entry.draft_steps or 0 for entry in table.entries) == [0, 2]
-    assert [decision.rule for decision in table.decisions] == ["engine-draft-length"]
-
-
-def test_graph_of_more_adapters_is_reported_where_the_plan_uses_it():
-    """VLLM takes graphs of the batch's own case only."""
-    graph = Entry(mode=GraphMode.PIECEWISE, num_tokens=8, active_loras=2)
-    entries = (graph, attrs.evolve(graph, num_tokens=16, active_loras=1))
-    plan = replace(PLAN, roles=(replace(PLAN.role(Role.TARGET), entries=entries),))
-    table = role_table(plan, facts(lora_cases=(0, 1, 2)))
-    assert table.lora_dispatch == {1: 1, 2: 2}
-    (decision,) = table.decisions
-    assert decision.rule == "engine-adapter-case"
-    assert decision.message.startswith("at 8 numbers of tokens")
-
-
-def test_adapters_beyond_the_cases_run_eager():
-    """Clamping them to the largest case, as vLLM does with its own cases, would replay a graph for fewer."""
-    entries = (
-        Entry(mode=GraphMode.PIECEWISE, num_tokens=8),
-        Entry(mode=GraphMode.PIECEWISE, num_tokens=8, active_loras=2),
-    )
-    plan = replace(PLAN, roles=(replace(PLAN.role(Role.TARGET), entries=entries),))
-    table = role_table(plan, facts(lora_cases=(0, 2, 5)))
-    assert table.lora_dispatch == {1: 2, 2: 2, 3: 3, 4: 4, 5: 5}
-    assert {case for _, case in table.candidates} == {0, 2}
 
 
 def test_single_steps_replace_chains_where_the_drafter_has_none(modules, monkeypatch, caplog):

@@ -5,29 +5,20 @@ Against a stand-in for vLLM's managers; ``tox -e oracle`` asks the wheel's own.
 
 from unittest import mock
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_families, is_admissible
 from capture_planner.testing import batches
 from capture_planner_vllm import hooks
-from engines.generators.vllm_plans import vllm_plans
+from engines.generators.vllm_plans import next_fit, runnable, vllm_plans
 from support import reference
 from support.vllm_module import MANAGERS, CUDAGraphMode, capture, config_for, manager_for, vllm_modules
-
-
-def within_limits(plan):
-    """The plan without graphs that are aligned beyond the limits, for which vLLM has no buffers."""
-    limits = plan.limits
-
-    def runs(entry):
-        return entry.num_tokens <= limits.max_num_tokens and (entry.num_reqs or 0) <= limits.max_num_reqs
-
-    roles = (replace(role, entries=tuple(filter(runs, role.entries))) for role in plan.roles)
-    return replace(plan, roles=tuple(roles))
 
 
 def entry_row(entry, chained):
@@ -82,26 +73,50 @@ def answer(manager, batch, plan, tokens=None):
 @given(vllm_plans(), st.data())
 def test_vllm_captures_the_entries_and_answers_as_the_dispatcher(modules, plan, data):
     """Law 12: role by role, in the plan's order, and every batch as a scan over all entries answers."""
-    usable = within_limits(plan)
+    usable = runnable(plan)
     for role in usable.roles:
         manager, captured, dynamic = applied(modules, plan, role.role)
         assert [descriptor_row(desc) for desc in captured] == [entry_row(e, dynamic) for e in role.entries]
+        if role.role is Role.DRAFT_PREFILL:
+            continue
         for batch in data.draw(st.lists(admissible(plan, role.role), min_size=1, max_size=20)):
             entry = reference.dispatch(usable, batch)
             assert answer(manager, batch, plan) == (None if entry is None else entry_row(entry, dynamic))
 
 
 @given(vllm_plans(), st.data())
-def test_draft_prefill_takes_the_next_fit_of_the_padded_tokens(modules, plan, data):
-    """Law 12: the drafter asks with the tokens that the target's batch is padded to, and the real requests."""
-    usable = within_limits(plan)
+def test_draft_prefill_has_the_full_graph_of_the_target_or_next_fit(modules, plan, data):
+    """Law 12: it is asked with the tokens that the target's batch is padded to, and runs on the target's metadata."""
+    usable = runnable(plan)
     for role in (each for each in usable.roles if each.role is Role.DRAFT_PREFILL):
         manager, _, dynamic = applied(modules, plan, role.role)
         batch = data.draw(admissible(plan, role.role))
-        tokens = data.draw(st.integers(batch.num_tokens, max(batch.num_tokens, plan.limits.max_num_tokens)))
-        serving = [e for e in role.entries if e.num_tokens >= tokens and e.rejection(batch) is None]
-        best = min(serving, key=lambda entry: entry.cost, default=None)
+        target = reference.dispatch(usable, attrs.evolve(batch, role=Role.TARGET))
+        tokens = batch.num_tokens if target is None else target.num_tokens
+        best = next_fit(usable, batch, tokens)
         assert answer(manager, batch, plan, tokens) == (None if best is None else entry_row(best, dynamic))
+        if best is not None and best.mode is GraphMode.FULL:
+            assert target is not None
+            assert (target.mode, target.num_reqs) == (GraphMode.FULL, best.num_reqs)
+
+
+@given(vllm_plans())
+def test_draft_prefill_with_the_sizes_of_the_target_answers_as_the_dispatcher(modules, plan):
+    """Law 12: the usual plan, in which both roles have one ladder; every decode."""
+    drafted = [role for role in plan.roles if role.role is Role.DRAFT_PREFILL]
+    entries = tuple(entry for entry in runnable(plan).role(Role.TARGET).entries if not entry.active_loras)
+    roles = (plan.role(Role.TARGET), *(replace(role, entries=entries) for role in drafted))
+    plan = replace(plan, roles=roles)
+    usable = runnable(plan)
+    for role in drafted:
+        manager, captured, dynamic = applied(modules, plan, role.role, plan.role(Role.TARGET).mode)
+        assert len(captured) == len(entries)
+        for family in decode_families(role.role, plan):
+            for num_reqs, _ in family.requests.counts():
+                batch = Batch.decode(role.role, num_reqs, family.query_len)
+                entry = reference.dispatch(usable, batch)
+                tokens = batch.num_tokens if entry is None else entry.num_tokens
+                assert answer(manager, batch, plan, tokens) == (None if entry is None else entry_row(entry, dynamic))
 
 
 @given(vllm_plans(), st.sampled_from(GraphMode), st.data())
@@ -110,7 +125,7 @@ def test_lower_mode_leaves_graphs_out_and_says_so(modules, plan, mode, data):
     for role in plan.roles:
         manager, captured, _ = applied(modules, plan, role.role, mode)
         halves = {False: mode.decode_mode, True: mode.mixed_mode}
-        expected = [e for e in within_limits(plan).role(role.role).entries if halves[e.query_len is None] is e.mode]
+        expected = [e for e in runnable(plan).role(role.role).entries if halves[e.query_len is None] is e.mode]
         rules = {decision.rule for decision in hooks.decisions.get(role.role, ())}
         assert len(captured) == len(expected)
         assert ("engine-mode" in rules) == any(halves[e.query_len is None] is not e.mode for e in role.entries)

@@ -1,4 +1,4 @@
-"""Random plans within limits that a test can ask exhaustively, most of them with a schedule if they speculate."""
+"""Random plans within limits that a test can ask exhaustively, and what vLLM can run of a plan, by its rules alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
+from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
 from capture_planner.testing import deployments
 
@@ -27,3 +29,39 @@ def vllm_plans(draw: st.DrawFn, *, max_reqs: int = 64, max_tokens: int = 512) ->
         return inputs.plan()
     except PlanningError:
         reject()
+
+
+def runnable(plan: Plan) -> Plan:
+    """Return the plan without the graphs that vLLM cannot run.
+
+    It has no buffers beyond its limits, where sequence parallelism aligns graphs; and a draft prefill runs on the
+    target's attention metadata, so that its full graphs are of shapes that the target has.
+    """
+    limits = plan.limits
+    full = {
+        (entry.num_tokens, entry.num_reqs, entry.query_len)
+        for entry in plan.role(Role.TARGET).entries
+        if entry.mode is GraphMode.FULL and entry.active_loras == 0
+    }
+
+    def runs(entry: Entry, role: Role) -> bool:
+        if entry.num_tokens > limits.max_num_tokens or (entry.num_reqs or 0) > limits.max_num_reqs:
+            return False
+        has_shape = (entry.num_tokens, entry.num_reqs, entry.query_len) in full
+        return role is not Role.DRAFT_PREFILL or entry.mode is not GraphMode.FULL or has_shape
+
+    roles = (
+        replace(role, entries=tuple(entry for entry in role.entries if runs(entry, role.role))) for role in plan.roles
+    )
+    return replace(plan, roles=tuple(roles))
+
+
+def next_fit(plan: Plan, batch: Batch, tokens: int) -> Entry | None:
+    """Return the cheapest entry for a draft prefill on ``tokens`` of the target, by a scan: full graphs fit exactly."""
+    serving = [
+        entry
+        for entry in plan.role(batch.role).entries
+        if entry.rejection(batch) is None
+        and (entry.num_tokens == tokens if entry.mode is GraphMode.FULL else entry.num_tokens >= tokens)
+    ]
+    return min(serving, key=lambda entry: entry.cost, default=None)

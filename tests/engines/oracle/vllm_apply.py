@@ -18,12 +18,12 @@ import torch
 
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import batches, decode_tiers
 from capture_planner.records.plan import Plan
 from capture_planner_vllm import hooks
 from capture_planner_vllm.agreement import plan_sizes
+from engines.generators.vllm_plans import next_fit, runnable
 from support.files import module_at
 
 loading = module_at(Path(__file__).with_name("vllm_loading.py"))
@@ -127,7 +127,7 @@ class AppliedPlan:
 
     def differences(self) -> Iterator[str]:
         """Yield where the engine differs from the plan: in its captures, and in its answers."""
-        plan = within_limits(self.plan)
+        plan = runnable(self.plan)
         dispatcher = Dispatcher(plan)
         for role in plan.roles:
             captured = [self.row(desc) for desc in self.captured[role.role]]
@@ -135,28 +135,23 @@ class AppliedPlan:
             if captured != entries:
                 yield f"{role.role} captures {captured} for the plan's {entries}"
             for batch in self.batches(role.role):
-                entry = dispatcher.dispatch(batch).entry
-                ours = None if entry is None else self.expected(entry, role.role)
-                theirs = self.asked(batch)
-                if ours != theirs:
-                    yield f"{batch}: the engine answers {theirs} for {ours}"
                 if role.role is Role.DRAFT_PREFILL:
-                    yield from self._after_target(batch)
+                    tokens = self._target_tokens(batch)
+                    ours = next_fit(plan, batch, tokens)
+                else:
+                    tokens, ours = batch.num_tokens, dispatcher.dispatch(batch).entry
+                wanted = None if ours is None else self.expected(ours, role.role)
+                theirs = self.asked(batch, tokens)
+                if theirs != wanted:
+                    yield f"{batch} of {tokens} tokens: the engine answers {theirs} for {wanted}"
 
-    def _after_target(self, batch: Batch) -> Iterator[str]:
-        """Compare a draft prefill on the target's padded tokens with a scan over all entries that hold them."""
-        answer = self.managers[Role.TARGET].dispatch(
-            batch.num_reqs, batch.num_tokens, batch.uniform_query_len, num_active_loras=0, max_query_len=None
-        )
-        serving = [
-            entry
-            for entry in within_limits(self.plan).role(batch.role).entries
-            if entry.num_tokens >= answer.num_tokens and entry.rejection(batch) is None
-        ]
-        ours = [self.expected(entry, batch.role) for entry in sorted(serving, key=lambda entry: entry.cost)]
-        theirs = self.asked(batch, answer.num_tokens)
-        if theirs != (ours[0] if ours else None):
-            yield f"{batch} padded to {answer.num_tokens}: the engine answers {theirs} for {ours[:1]}"
+    def _target_tokens(self, batch: Batch) -> int:
+        """Return the tokens that the target's batch is padded to, which the draft prefill starts from."""
+        longest = (batch.query_len or self.config.num_speculative_tokens + 1) if batch.past_prompt else None
+        uniform = batch.uniform_query_len
+        target = self.managers[Role.TARGET]
+        desc = target.dispatch(batch.num_reqs, batch.num_tokens, uniform, num_active_loras=0, max_query_len=longest)
+        return int(desc.num_tokens)
 
     def batches(self, role: Role) -> Iterator[Batch]:
         """Yield the admissible batches: all, or of many tokens those around each size."""
@@ -169,17 +164,6 @@ class AppliedPlan:
                     fewest = max(batch.active_loras, 1)
                     for reqs in {fewest, (fewest + batch.num_reqs) // 2}:
                         yield Batch.mixed(role, reqs, batch.num_tokens, batch.active_loras)
-
-
-def within_limits(plan: Plan) -> Plan:
-    """Return the plan without graphs that are aligned beyond the limits, for which vLLM has no buffers."""
-
-    def runs(entry: Entry) -> bool:
-        limits = plan.limits
-        return entry.num_tokens <= limits.max_num_tokens and (entry.num_reqs or 0) <= limits.max_num_reqs
-
-    roles = (replace(role, entries=tuple(filter(runs, role.entries))) for role in plan.roles)
-    return replace(plan, roles=tuple(roles))
 
 
 @contextmanager

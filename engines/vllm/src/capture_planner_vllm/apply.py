@@ -8,20 +8,22 @@ that serves all its batches is never taken and does not stand in the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
-from capture_planner.records.batch_space import decode_tiers, draft_steps
+from capture_planner.records.batch_space import decode_tiers, draft_steps, served_cases
 from capture_planner.records.model import Speculative
 from capture_planner.records.plan import Decision, Plan, RolePlan
 from capture_planner.records.text import counted
 
 Key = tuple[int, int]
 """Tokens, padding of earlier steps included, and the adapter case."""
+Shape = tuple[int, int | None, int | None]
+"""Tokens, requests, query length."""
 
 
 @attrs.frozen(kw_only=True)
@@ -64,8 +66,9 @@ def role_table(plan: Plan, facts: ManagerFacts) -> RoleTable:
     planned = plan.role(facts.role)
     left: dict[str, list[Entry]] = {}
     usable = []
+    shapes = _target_shapes(plan, facts)
     for entry in planned.entries:
-        rule = _obstacle(entry, facts)
+        rule = _obstacle(entry, facts, shapes)
         if rule is None:
             usable.append(entry)
         else:
@@ -101,7 +104,8 @@ def _listed(
             tried = [
                 entry
                 for entry in fitting
-                if entry.num_tokens >= last and (steps is None or entry.draft_steps in (None, steps))
+                if (first == last == entry.num_tokens if _is_exact(entry, facts) else entry.num_tokens >= last)
+                and (steps is None or entry.draft_steps in (None, steps))
             ]
             kept = tuple(_pruned(tried, last, facts))
             table |= {(tokens, case): kept for tokens in range(first, last + 1)}
@@ -112,6 +116,7 @@ def _listed(
 def _stops(entries: Sequence[Entry], plan: Plan, facts: ManagerFacts) -> list[int]:
     """Return where the list of candidates can change: after each size, and after each tier of a schedule."""
     sizes = {entry.num_tokens for entry in entries}
+    sizes |= {entry.num_tokens - 1 for entry in entries if _is_exact(entry, facts)} - {0}
     if facts.dynamic and facts.role is Role.DRAFT_DECODE and sizes:
         sizes |= {last for _, last, _ in decode_tiers(plan) if last < max(sizes)}
     return sorted(sizes)
@@ -142,7 +147,35 @@ def _as_captured(entry: Entry, facts: ManagerFacts) -> Entry:
     return attrs.evolve(entry, num_reqs=reqs, query_len=facts.varlen_query_len)
 
 
-def _obstacle(entry: Entry, facts: ManagerFacts) -> str | None:
+def _is_exact(entry: Entry, facts: ManagerFacts) -> bool:
+    """Whether a graph serves only batches of its own number of tokens.
+
+    The draft prefill runs on the attention metadata that the target's batch has, padded as the target pads it
+    (spec_decode/target_dependent_ar/speculator.py). The layout of some of it depends on the requests: the scheduler
+    metadata of FlashAttention 3, the plans of FlashInfer. So a full graph must have just the target's shape; a
+    piecewise one runs attention outside.
+    """
+    return facts.role is Role.DRAFT_PREFILL and entry.mode is GraphMode.FULL
+
+
+def _target_shapes(plan: Plan, facts: ManagerFacts) -> frozenset[Shape]:
+    """Return the shapes at which the target has a full graph for every adapter case; needed for draft prefills."""
+    if facts.role is not Role.DRAFT_PREFILL or Role.TARGET not in plan.planned:
+        return frozenset()
+    entries = plan.role(Role.TARGET).entries
+    cases = tuple(sorted({entry.active_loras for entry in entries}))
+    found: dict[Shape, set[int]] = {}
+    for entry in entries:
+        if entry.mode is GraphMode.FULL:
+            found.setdefault(_shape(entry), set()).add(entry.active_loras)
+    return frozenset(shape for shape, has in found.items() if has.issuperset(served_cases(cases, shape[1] or 0)))
+
+
+def _shape(entry: Entry) -> Shape:
+    return entry.num_tokens, entry.num_reqs, entry.query_len
+
+
+def _obstacle(entry: Entry, facts: ManagerFacts, shapes: Collection[Shape]) -> str | None:
     """Return the rule by which vLLM cannot run an entry, or None."""
     half = facts.mode.mixed_mode if entry.query_len is None else facts.mode.decode_mode
     if half is not entry.mode:
@@ -153,6 +186,8 @@ def _obstacle(entry: Entry, facts: ManagerFacts) -> str | None:
         return "engine-adapters"
     if not facts.dynamic and entry.draft_steps not in (None, facts.num_speculative_tokens - 1):
         return "engine-draft-length"
+    if _is_exact(entry, facts) and _shape(entry) not in shapes:
+        return "engine-target-shape"
     if entry.query_len is None and facts.widest_mixed is not None and entry.num_tokens > facts.widest_mixed:
         return "engine-recurrent-state"
     return None
@@ -175,6 +210,11 @@ def _omission(planned: RolePlan, facts: ManagerFacts, rule: str, entries: Sequen
             ", ".join(str(steps) for steps in sorted({entry.draft_steps or 0 for entry in entries})),
             str(facts.num_speculative_tokens - 1),
             "vLLM has no schedule, and runs chains of one length",
+        ),
+        "engine-target-shape": (
+            ", ".join(str(entry.num_tokens) for entry in entries[:6]),
+            "the target's",
+            "it runs on the target's attention metadata, and the target has no full graph of that shape",
         ),
         "engine-recurrent-state": (
             str(max(entry.num_tokens for entry in entries)),
