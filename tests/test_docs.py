@@ -100,7 +100,9 @@ def test_yaml_example_can_be_read_and_planned(block: str) -> None:
     """A whole file is read as it is; a part of a spec is merged into a complete one."""
     yaml = YAML(typ="safe", pure=True)
     data = yaml.load(block)
-    if "device" in data:
+    if "engine" in data:
+        assert codec.loads(block, Observation).roles
+    elif "device" in data:
         assert codec.loads(block, Environment).device
     else:
         if "version" not in data:
