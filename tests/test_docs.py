@@ -28,6 +28,7 @@ from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import load_backends
 from capture_planner.records.backend import Fill
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.spec import Policy, Spec
 from capture_planner.report.findings import DRIFT_CODE
 
